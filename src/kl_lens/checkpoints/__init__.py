@@ -1,0 +1,18 @@
+"""Opening a model, finding what it is made of, and running any part of it."""
+
+from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
+from kl_lens.checkpoints.chain import BlockCalls, Chain
+from kl_lens.checkpoints.opening import LoadedModel, load, resolve
+from kl_lens.checkpoints.stress import Planted, stress
+
+__all__ = [
+    "Anatomy",
+    "BlockCalls",
+    "Chain",
+    "LoadedModel",
+    "Planted",
+    "anatomy_of",
+    "load",
+    "resolve",
+    "stress",
+]

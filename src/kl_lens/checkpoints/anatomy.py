@@ -1,0 +1,226 @@
+"""What a model is made of: one record per weight, what may be quantized, and why the rest may not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from kl_lens.checkpoints.chain import Chain
+from kl_lens.errors import CheckpointError
+from kl_lens.records import Component
+
+# Siblings that runtimes fuse into one matmul: members of one group, in one parent module, share a format.
+FUSED_GROUPS = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"query", "key", "value"}),
+    frozenset({"gate_proj", "up_proj"}),
+    frozenset({"w1", "w3"}),
+)
+
+REASONS = {
+    "conv1d": "short convolution: a few weights per channel, runtimes need it in full precision",
+    "A_log": "state decay: acts through exp(exp(.)), runtimes need it in full precision",
+    "D": "skip weights of the state-space layer: one per channel",
+    "dt_bias": "time-step bias: acts through softplus, one per channel",
+    "norm": "normalisation weights: one per channel",
+    "bias": "bias: one per channel",
+    "router": "expert router: tiny, and decides which experts run",
+    "vector": "no matrix: too small to matter",
+    "input_major": "stored input-major (in × out); per-row formats do not apply",
+}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Every weight of a model, each once, in the order in which the model uses them."""
+
+    model_type: str
+    components: tuple[Component, ...]
+    blocks: int
+    embedding: str  # name of the component that holds the embedding
+    head: str  # name of the component that holds the head; the embedding's when the two are tied
+    notes: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[Component, ...]:
+        """The components that may be quantized."""
+        return tuple(c for c in self.components if c.quantizable)
+
+    @property
+    def parameters(self) -> int:
+        return sum(c.parameters for c in self.components)
+
+    def component(self, name: str) -> Component:
+        for candidate in self.components:
+            if candidate.name == name or name in candidate.tied_with:
+                return candidate
+        raise CheckpointError(f"no component is called {name!r}; `kl-lens inspect` lists them all")
+
+    def block_components(self, index: int) -> tuple[Component, ...]:
+        """The components whose first use is in block `index`."""
+        return tuple(c for c in self.components if c.block == index)
+
+
+def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
+    """Finds every weight of the model; a weight under several names is one component, tied to the others."""
+    names_of: dict[int, list[str]] = defaultdict(list)
+    parameter_of: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = _identity(parameter)
+        names_of[key].append(name)
+        parameter_of[key] = parameter
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    describe = _Describer(model, chain, embedding)
+    components = [describe.component(parameter_of[key], names) for key, names in names_of.items()]
+    components = _in_order(_with_siblings(components), len(chain))
+    holder = {c.weight: c.name for c in components}
+    config = model.config
+    return Anatomy(
+        model_type=str(getattr(config, "model_type", type(model).__name__)),
+        components=tuple(components),
+        blocks=len(chain),
+        embedding=holder[names_of[describe.embedding_weight][0]],
+        head=holder[names_of[describe.head_weight][0]],
+        notes=tuple(_notes(config)),
+    )
+
+
+class _Describer:
+    """Makes the record of one weight from where it sits in the module tree."""
+
+    def __init__(self, model: nn.Module, chain: Chain, embedding: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's own name says nothing.
+        self.model_prefix = type(model).__name__.removesuffix("ForCausalLM")
+        self.blocks_name = chain.blocks_name
+        self.embedding_weight = _identity(embedding.weight)
+        self.head_weight = _identity(chain.head.weight)
+
+    def component(self, parameter: nn.Parameter, names: Sequence[str]) -> Component:
+        owners = [name.rpartition(".")[0] for name in names]
+        leaf = names[0].rpartition(".")[2]
+        kind, family, reason = self._classify(parameter, owners[0], leaf)
+        is_matrix_of_module = leaf == "weight" and parameter.dim() >= 2
+        labels = [owner if is_matrix_of_module else name for owner, name in zip(owners, names, strict=True)]
+        blocks = sorted({index for name in names for index in self._block_of(name)})
+        if _identity(parameter) in (self.embedding_weight, self.head_weight):
+            blocks = []
+        return Component(
+            name=labels[0],
+            weight=names[0],
+            kind=kind,
+            family=family,
+            block=blocks[0] if blocks else None,
+            blocks=tuple(blocks),
+            shape=tuple(parameter.shape),
+            parameters=parameter.numel(),
+            tied_with=tuple(labels[1:]),
+            quantizable=reason is None,
+            reason=reason,
+        )
+
+    def _block_of(self, name: str) -> Iterator[int]:
+        prefix = self.blocks_name + "."
+        if name.startswith(prefix):
+            yield int(name[len(prefix) :].split(".", 1)[0])
+
+    def _classify(self, parameter: nn.Parameter, owner: str, leaf: str) -> tuple[str, str, str | None]:
+        """(kind, family, reason why it is left alone or None)."""
+        identity = _identity(parameter)
+        if identity == self.embedding_weight:
+            return "embedding", "embedding", None
+        if identity == self.head_weight:
+            return "lm_head", "head", None
+        module = self.modules[owner]
+        kind = _last_word(owner) if leaf == "weight" else leaf
+        family = self._family(owner, kind)
+        if isinstance(module, nn.Conv1d):
+            return kind if leaf == "weight" else "bias", family, REASONS["conv1d"]
+        if leaf in ("A_log", "A", "D", "dt_bias"):
+            return leaf, family, REASONS["A_log" if leaf == "A" else leaf]
+        if leaf == "bias" or leaf.endswith("_bias"):
+            return "bias", family, REASONS["bias"]
+        if "norm" in type(module).__name__.lower():
+            return "norm", family, REASONS["norm"]
+        if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
+            transposed = getattr(module, "is_transposed", False)
+            return kind, "moe", REASONS["input_major"] if transposed else None
+        if "router" in type(module).__name__.lower() or kind == "router" or (kind, family) == ("gate", "moe"):
+            return "router", "moe", REASONS["router"]
+        if isinstance(module, nn.Linear):
+            return kind, family, None
+        if parameter.dim() == 2 and type(module).__name__ == "Conv1D":
+            return kind, family, REASONS["input_major"]
+        return kind, family, REASONS["vector"]
+
+    def _family(self, owner: str, kind: str) -> str:
+        """Judged by the nearest module around it that is plainly a state-space, attention or MLP layer."""
+        path = owner
+        while path:
+            module = self.modules[path]
+            children = {name for name, _ in module.named_children()}
+            direct = {name for name, _ in module.named_parameters(recurse=False)}
+            word = f"{type(module).__name__.removeprefix(self.model_prefix)} {_last_word(path)}".lower()
+            if {"A_log", "D"} <= direct or ({"A", "D"} <= direct and "conv1d" in children):
+                return "ssm"
+            if "moe" in word or "expert" in word:
+                return "moe"
+            if "attention" in word or "attn" in word or {"q_proj", "k_proj", "v_proj"} <= children:
+                return "attention"
+            if "mlp" in word or "feed_forward" in word or {"up_proj", "down_proj"} <= children:
+                return "mlp"
+            if path == self.blocks_name:
+                break
+            path = path.rpartition(".")[0]
+        return "norm" if "norm" in kind.lower() else "other"
+
+
+def _identity(parameter: Any) -> int:
+    """The same number for two names of one weight, whether they share the object or only the storage."""
+    return parameter.data_ptr() if parameter.device.type != "meta" else id(parameter)
+
+
+def _last_word(path: str) -> str:
+    """`layers.3.mixer.in_proj` → `in_proj`; list indices are no words: `adapter_list.0` → `adapter_list`."""
+    words = [part for part in path.split(".") if not part.isdigit()]
+    return words[-1] if words else path
+
+
+def _with_siblings(components: Sequence[Component]) -> list[Component]:
+    by_parent: dict[str, list[Component]] = defaultdict(list)
+    for component in components:
+        if component.quantizable:
+            by_parent[component.name.rpartition(".")[0]].append(component)
+    fused: dict[str, tuple[str, ...]] = {}
+    for members in by_parent.values():
+        for group in FUSED_GROUPS:
+            together = [m.name for m in members if m.kind in group]
+            if len(together) > 1:
+                fused.update({name: tuple(n for n in together if n != name) for name in together})
+    return [replace(c, fused_with=fused.get(c.name, ())) for c in components]
+
+
+def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
+    """Embedding, blocks in order, then what comes behind them; stable inside a block."""
+
+    def place(component: Component) -> int:
+        if component.kind == "embedding":
+            return -2
+        if component.block is not None:
+            return component.block
+        return blocks + (1 if component.kind == "lm_head" else 0)
+
+    return sorted(components, key=place)
+
+
+def _notes(config: object) -> Iterator[str]:
+    groups = getattr(config, "n_groups", 1)
+    if getattr(config, "model_type", "") == "mamba2" and isinstance(groups, int) and groups > 1:
+        yield (
+            f"n_groups is {groups}: transformers' Mamba-2 normalises the gated output over all channels, "
+            "mamba_ssm and llama.cpp per group; KL Lens measures what transformers computes"
+        )

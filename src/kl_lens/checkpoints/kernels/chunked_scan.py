@@ -1,0 +1,123 @@
+"""The scan of Mamba-2 (one decay per head), in chunks of batched matrix products.
+
+    h[t] = exp(Δ[t]·A) h[t-1] + Δ[t]·x[t] ⊗ B[t]        h: (heads, head width, states)
+    y[t] = h[t] · C[t]
+
+Inside a chunk of Q tokens the outputs are a masked Q × Q product, as in attention; between chunks only the
+state is carried. B and C are shared by all heads of a group, so C·Bᵀ is formed once per group, and the decays
+are applied to x, which makes each product one matmul over all heads of the group. No intermediate is larger
+than (batch, chunks, heads, Q, Q). The reference, `chunked_scan_reference`, is the recurrence above.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK = 64
+
+
+def chunked_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan in the dtype of its inputs; differentiable, on any device.
+
+    Args:
+        x: inputs, (batch, time, heads, width).
+        dt: time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads).
+        a: decay rates A ≤ 0, (heads,).
+        b: input vectors, (batch, time, groups, states).
+        c: output vectors, (batch, time, groups, states).
+        initial_state: (batch, heads, width, states); zeros when not given.
+
+    Returns:
+        outputs (batch, time, heads, width) and the last state (batch, heads, width, states).
+    """
+    batch, time, heads, width = x.shape
+    groups, states = b.shape[2:]
+    heads_per_group = heads // groups
+    chunk = min(chunk, time)
+    chunks = -(-time // chunk)
+    padding = chunks * chunk - time
+
+    # A padded token has Δ = 0: it decays nothing and adds nothing.
+    inflow = x * dt[..., None]
+    log_decay = dt * a
+    if padding:
+        inflow = torch.nn.functional.pad(inflow, (0, 0, 0, 0, 0, padding))
+        log_decay = torch.nn.functional.pad(log_decay, (0, 0, 0, padding))
+        b = torch.nn.functional.pad(b, (0, 0, 0, 0, 0, padding))
+        c = torch.nn.functional.pad(c, (0, 0, 0, 0, 0, padding))
+
+    # (batch·chunks, groups, …): tokens are rows, the heads of a group lie side by side in the columns.
+    inflow = inflow.reshape(batch * chunks, chunk, groups, heads_per_group, width)
+    b = b.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
+    c = c.reshape(batch * chunks, chunk, groups, states).transpose(1, 2)
+    log_decay = log_decay.reshape(batch * chunks, chunk, heads).transpose(1, 2).contiguous()
+    cumulative = log_decay.cumsum(-1)  # (batch·chunks, heads, chunk)
+
+    # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] - cumulative[s]).
+    difference = cumulative[..., :, None] - cumulative[..., None, :]
+    future = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+    # Masked before exp: above the diagonal the difference is positive and could overflow.
+    damping = difference.masked_fill_(future, -torch.inf).exp_()
+    scores = c @ b.transpose(-1, -2)  # (batch·chunks, groups, chunk, chunk)
+    damping = damping.view(batch * chunks, groups, heads_per_group, chunk, chunk)
+    weights = (damping.mul_(scores[:, :, None])).view(batch * chunks, heads, chunk, chunk)
+    by_head = inflow.reshape(batch * chunks, chunk, heads, width).transpose(1, 2)
+    within = weights @ by_head  # (batch·chunks, heads, chunk, width)
+
+    # What the chunk adds to the state by its end: (states × chunk) · (chunk × heads of the group · width).
+    to_end = (cumulative[..., -1:] - cumulative).exp().transpose(1, 2)  # (batch·chunks, chunk, heads)
+    damped = inflow * to_end.reshape(batch * chunks, chunk, groups, heads_per_group, 1)
+    damped = damped.reshape(batch * chunks, chunk, groups, heads_per_group * width).transpose(1, 2)
+    added = (b.transpose(-1, -2) @ damped).view(batch, chunks, groups, states, heads_per_group, width)
+
+    # Between chunks: the plain recurrence, one step per chunk.
+    decay_of_chunk = cumulative[..., -1].exp().view(batch, chunks, groups, 1, heads_per_group, 1)
+    if initial_state is None:
+        state = x.new_zeros(batch, groups, states, heads_per_group, width)
+    else:
+        state = initial_state.to(x.dtype).view(batch, groups, heads_per_group, width, states)
+        state = state.permute(0, 1, 4, 2, 3)
+    entering = []
+    for index in range(chunks):
+        entering.append(state)
+        state = state * decay_of_chunk[:, index] + added[:, index]
+    before = torch.stack(entering, 1).view(batch * chunks, groups, states, heads_per_group * width)
+
+    # What the state at the chunk's start still says to token t.
+    carried = (c @ before).view(batch * chunks, groups, chunk, heads_per_group, width)
+    from_start = cumulative.exp().view(batch * chunks, groups, heads_per_group, chunk).transpose(2, 3)
+    carried = (carried * from_start[..., None]).transpose(1, 2).reshape(batch, chunks * chunk, heads, width)
+
+    y = within.transpose(1, 2).reshape(batch, chunks * chunk, heads, width) + carried
+    last = state.permute(0, 1, 3, 4, 2).reshape(batch, heads, width, states)
+    return y[:, :time], last
+
+
+def chunked_scan_reference(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, token by token: what `chunked_scan` is tested against."""
+    batch, time, heads, width = x.shape
+    groups, states = b.shape[2:]
+    b = b.repeat_interleave(heads // groups, 2)
+    c = c.repeat_interleave(heads // groups, 2)
+    h = x.new_zeros(batch, heads, width, states) if initial_state is None else initial_state
+    outputs = []
+    for t in range(time):
+        decay = torch.exp(dt[:, t] * a)[..., None, None]
+        h = decay * h + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
+        outputs.append((h * c[:, t, :, None, :]).sum(-1))
+    return torch.stack(outputs, 1), h

@@ -1,0 +1,166 @@
+"""Gives the state-space layers of one model our kernels, and takes them away again.
+
+transformers calls its scans as module-level functions from each mixer's `forward`. Replacing those functions
+would change the user's library for everybody; instead, for the time of a `with` block, each mixer *instance*
+gets a copy of its own `forward` whose globals name our functions. Layers that look different (remote code, other
+libraries) keep what they have: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
+from kl_lens.checkpoints.kernels.convolution import causal_convolution
+from kl_lens.checkpoints.kernels.selective_scan import selective_scan
+
+Function = Callable[..., Any]
+
+
+def _ours_fits(tensor: torch.Tensor) -> bool:
+    """Our kernels are for inference on CPU; elsewhere the library's own (CUDA) functions are better."""
+    return tensor.device.type == "cpu" and not (torch.is_grad_enabled() and tensor.requires_grad)
+
+
+def _mamba_selective_scan(original: Function) -> Function:
+    @functools.wraps(original)
+    def scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if not _ours_fits(hidden_states):
+            return original(
+                hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
+            )
+        # transformers passes (batch, channels, time) and (batch, states, time).
+        x, step = hidden_states.transpose(1, 2), dt.transpose(1, 2)
+        if delta_bias is not None:
+            step = step + delta_bias.to(step.dtype)
+        if delta_softplus:
+            step = functional.softplus(step)
+        y, state = selective_scan(x, step, A, B.transpose(1, 2), C.transpose(1, 2))
+        if D is not None:
+            y = torch.addcmul(y, x.float(), D)
+        if z is not None:
+            y = y.mul_(functional.silu(z.transpose(1, 2)))
+        y = y.transpose(1, 2)
+        return (y, state) if return_last_state else y
+
+    return scan
+
+
+def _mamba2_chunk_scan(original: Function) -> Function:
+    @functools.wraps(original)
+    def scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        initial_states: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if not _ours_fits(hidden_states):
+            return original(
+                hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
+                initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
+                return_final_states=return_final_states, **kwargs,
+            )  # fmt: skip
+        x, step = hidden_states.float(), dt.float()
+        if dt_bias is not None:
+            step = step + dt_bias.float()
+        if dt_softplus:
+            step = functional.softplus(step)
+        step = step.clamp(*dt_limit)
+        y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
+        if D is not None:
+            y = y + x * D[..., None]
+        y = y.contiguous()  # callers use .view() on it
+        return (y, state) if return_final_states else y
+
+    return scan
+
+
+def _causal_conv1d_fn(original: Function) -> Function:
+    @functools.wraps(original)
+    def convolve(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not _ours_fits(hidden_states) or activation not in (None, "silu", "swish"):
+            return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
+        y = causal_convolution(hidden_states.transpose(1, 2), weight, bias)
+        if activation is not None:
+            y = functional.silu(y, inplace=True)
+        return y.transpose(1, 2).to(hidden_states.dtype)
+
+    return convolve
+
+
+# The library's function name → what we put in its place. A new kernel is one line here.
+REPLACEMENTS: dict[str, Callable[[Function], Function]] = {
+    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+    "causal_conv1d_fn": _causal_conv1d_fn,
+}
+
+
+@functools.cache
+def _forward_with_our_kernels(forward: Function) -> Function | None:
+    """A copy of a mixer's `forward` that calls our kernels; None when it calls none that we replace."""
+    plain = inspect.unwrap(forward)
+    if not isinstance(plain, types.FunctionType):
+        return None
+    called = set(plain.__code__.co_names) & set(REPLACEMENTS) & set(plain.__globals__)
+    if not called:
+        return None
+    ours = {name: REPLACEMENTS[name](plain.__globals__[name]) for name in called}
+    copy = types.FunctionType(
+        plain.__code__, {**plain.__globals__, **ours}, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return copy
+
+
+@contextmanager
+def fast_kernels(model: torch.nn.Module) -> Iterator[int]:
+    """Within the block, the state-space layers of `model` run our kernels. Yields how many layers do."""
+    swapped: list[torch.nn.Module] = []
+    try:
+        for module in model.modules():
+            if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+                continue  # already ours, or under somebody else's hooks
+            forward = _forward_with_our_kernels(type(module).forward)
+            if forward is not None:
+                module.forward = types.MethodType(forward, module)
+                swapped.append(module)
+        yield len(swapped)
+    finally:
+        for module in swapped:
+            del module.forward

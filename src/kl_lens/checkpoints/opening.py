@@ -1,0 +1,272 @@
+"""Opens a model from where it is: a folder, a hub id, `reference:NAME`, or a `mamba_ssm` folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError
+
+from kl_lens.checkpoints import mamba_ssm
+from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
+from kl_lens.checkpoints.chain import Chain
+from kl_lens.checkpoints.files import check_weight_files, read_config
+from kl_lens.errors import CheckpointError
+from kl_lens.resources import reference_path
+
+REFERENCES = ("mamba", "mamba2", "hybrid")
+# Everything but weights; weights are asked for by name, safetensors first.
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+@dataclass
+class LoadedModel:
+    """An opened model: its name, the transformers model, its tokenizer, and what it is made of."""
+
+    name: str
+    folder: Path
+    model: torch.nn.Module
+    tokenizer: Any | None
+    layout: str = "transformers"
+    fast: bool = field(default=True, repr=False)
+
+    @cached_property
+    def chain(self) -> Chain:
+        return Chain(self.model, fast=self.fast)
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        return anatomy_of(self.model, self.chain)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"{self.name} has no tokenizer of its own; pass one with --tokenizer FOLDER_OR_ID "
+                "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
+            )
+        return self.tokenizer
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    tokenizer: str | Path | None = None,
+    trust_remote_code: bool = False,
+    fast: bool = True,
+) -> LoadedModel:
+    """Opens a causal language model.
+
+    Args:
+        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid`.
+        dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
+        device: where to put it.
+        revision: branch, tag or commit of a hub id.
+        tokenizer: folder, `tokenizer.json` or hub id, when the model has none or another one is wanted.
+        trust_remote_code: run Python code that comes with the checkpoint. Off unless you read that code.
+        fast: use KL Lens's own CPU kernels inside the runner.
+
+    Raises:
+        CheckpointError: one line that says what is wrong and what to do.
+
+    Example:
+        >>> model = load("reference:mamba")
+        >>> len(model.chain), len(model.anatomy.candidates)
+    """
+    folder = resolve(source, revision=revision)
+    config = read_config(folder)
+    name = str(source) if str(source).startswith("reference:") else folder.name
+    if not Path(source).is_dir() and not str(source).startswith("reference:"):
+        name = str(source)
+    chosen = _dtype(dtype)
+    if mamba_ssm.is_layout(config):
+        model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
+    else:
+        model, layout = _load_transformers(folder, config, chosen, trust_remote_code), "transformers"
+    model = model.to(device).eval().requires_grad_(False)
+    return LoadedModel(
+        name=name,
+        folder=folder,
+        model=model,
+        tokenizer=_load_tokenizer(folder, tokenizer, trust_remote_code),
+        layout=layout,
+        fast=fast,
+    )
+
+
+def resolve(source: str | Path, *, revision: str | None = None) -> Path:
+    """The local folder that holds the model; downloads a hub id when it is not in the cache."""
+    text = str(source)
+    if text.startswith("reference:"):
+        name = text.partition(":")[2]
+        if name not in REFERENCES:
+            raise CheckpointError(f"no reference model is called {name!r}; there are {', '.join(REFERENCES)}")
+        return reference_path(name)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{text} is a file; give the folder that holds config.json and the weights")
+    if not _HUB_ID.match(text) or text.startswith((".", "/")):
+        raise CheckpointError(f"{text}: no such folder, and no hub id either (those look like owner/name)")
+    return _download(text, revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    """The hub's snapshot folder: safetensors when the repository has them, else its .bin files."""
+
+    def snapshot(patterns: list[str]) -> Path:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        folder = snapshot([*_SMALL_FILES, "*.safetensors"])
+        if not any(folder.glob("*.safetensors")):
+            folder = snapshot([*_SMALL_FILES, "*.bin"])
+        return folder
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo}{at} is no folder here, is not in the local hub cache, and the hub cannot be reached; "
+            "check the spelling, go online once, or give a folder"
+        ) from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is gated; accept its terms on the hub and run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"{repo}{at} could not be fetched from the hub: {_first_line(error)}"
+        ) from error
+
+
+def _load_transformers(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool
+) -> torch.nn.Module:
+    kind = config.get("model_type")
+    if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder} brings its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
+            "read it, then allow it with --trust-remote-code"
+        )
+    if "auto_map" not in config and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers {transformers.__version__} knows no model_type {kind!r}; "
+            "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
+        )
+    check_weight_files(folder)
+    try:
+        loader: Any = transformers.AutoModelForCausalLM
+        model, info = loader.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (SafetensorError, OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} could not be loaded: {_first_line(error)}") from error
+    _refuse_bad_tensors(folder, info)
+    return model
+
+
+def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
+    """transformers fills what is missing with random numbers and goes on; a measuring tool must not."""
+    mismatched = sorted(info.get("mismatched_keys") or ())
+    if mismatched:
+        name, in_file, in_model = mismatched[0]
+        raise CheckpointError(
+            f"{folder}: tensor {name} has shape {tuple(in_file)}, config.json asks for {tuple(in_model)}"
+            f"{_and_more(mismatched)}; weights and config.json do not belong together"
+        )
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        raise CheckpointError(
+            f"{folder}: the weights lack {missing[0]}{_and_more(missing)}; download the checkpoint again, "
+            "or check that config.json belongs to these weights"
+        )
+
+
+def _load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
+    place = Path(override) if override is not None else folder
+    if place.is_file():
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
+    if override is not None and not place.is_dir():
+        place = _download(str(override), None)
+    if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if override is not None:
+            raise CheckpointError(
+                f"{override} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+            )
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
+        raise CheckpointError(f"the tokenizer in {place} could not be read: {_first_line(error)}") from error
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise CheckpointError(
+            f"no floating-point dtype is called {dtype!r}; use float32, bfloat16 or float16"
+        )
+    return found
+
+
+def _and_more(items: list[Any]) -> str:
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def config_fingerprint(config: dict[str, Any]) -> str:
+    """A short hash of a configuration, for provenance."""
+    return hashlib.blake2b(
+        json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8
+    ).hexdigest()

@@ -1,0 +1,155 @@
+"""`kl-lens inspect MODEL`: what a model is made of, and what each part weighs at each precision."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kl_lens.checkpoints import Anatomy, LoadedModel
+from kl_lens.cli import options
+from kl_lens.formats import get_format
+from kl_lens.records import Component
+
+HELP = "look inside a model: blocks, components, bytes, what is left alone and why"
+PRECISIONS = ("fp16", "int8", "int4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser, optional=True)
+    parser.add_argument(
+        "--components", action="store_true", help="one row per component instead of per block"
+    )
+    options.add_json(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    model = options.load_model(arguments)
+    if arguments.json:
+        options.print_json(_records(model))
+        return 0
+    console = options.console()
+    console.print(f"[bold]{model.name}[/]  {_headline(model)}")
+    console.print(_component_table(model.anatomy) if arguments.components else _block_table(model.anatomy))
+    console.print(_left_alone_table(model.anatomy))
+    for note in model.anatomy.notes:
+        console.print(f"Note: {note}")
+    return 0
+
+
+def _bytes(component: Component, precision: str) -> int:
+    """What is left alone stays FP16 here; a target may keep it in FP32."""
+    if not component.quantizable or precision == "fp16":
+        return 2 * component.parameters
+    return get_format(precision).bytes(component.shape)
+
+
+def _headline(model: LoadedModel) -> str:
+    anatomy = model.anatomy
+    tied = "head tied to the embedding" if anatomy.head == anatomy.embedding else "own head"
+    return (
+        f"{anatomy.model_type}, {anatomy.blocks} blocks, {anatomy.parameters:,} parameters, "
+        f"{len(anatomy.candidates)} quantizable components, {tied}"
+    )
+
+
+def _place(component: Component) -> str:
+    if component.block is None:
+        return component.family
+    return f"{component.block}" + (
+        f" (shared by {len(component.blocks)})" if len(component.blocks) > 1 else ""
+    )
+
+
+def _add_size_columns(table: Table) -> None:
+    table.add_column("parameters", justify="right")
+    for precision in PRECISIONS:
+        table.add_column(precision.upper(), justify="right")
+
+
+def _sizes(components: Sequence[Component]) -> list[str]:
+    cells = [f"{sum(c.parameters for c in components):,}"]
+    return cells + [options.format_bytes(sum(_bytes(c, p) for c in components)) for p in PRECISIONS]
+
+
+def _block_table(anatomy: Anatomy) -> Table:
+    """One row per block and family; equal neighbours would only repeat, but a user may want to see each."""
+    table = Table(title="Quantizable components", title_justify="left")
+    table.add_column("block")
+    table.add_column("family")
+    table.add_column("components (rows × columns)", overflow="fold")
+    _add_size_columns(table)
+    groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
+    for component in anatomy.candidates:
+        groups[_place(component), component.family].append(component)
+    for (place, family), members in groups.items():
+        listed = ", ".join(f"{c.kind} {_shape(c)}" for c in members)
+        table.add_row(place, family, listed, *_sizes(members))
+    table.add_section()
+    table.add_row("", "", "quantizable", *_sizes(anatomy.candidates))
+    table.add_row("", "", "left alone", *_sizes([c for c in anatomy.components if not c.quantizable]))
+    table.add_row("", "", "[bold]all[/]", *_sizes(anatomy.components))
+    return table
+
+
+def _component_table(anatomy: Anatomy) -> Table:
+    table = Table(title="Quantizable components", title_justify="left")
+    for column in ("component", "kind", "family", "shape", "tied with, or fused by runtimes with"):
+        table.add_column(column, overflow="fold")
+    _add_size_columns(table)
+    for component in anatomy.candidates:
+        relations = [f"= {name}" for name in component.tied_with]
+        relations += [f"~ {name.rpartition('.')[2]}" for name in component.fused_with]
+        table.add_row(
+            component.name,
+            component.kind,
+            component.family,
+            _shape(component),
+            ", ".join(relations),
+            *_sizes([component]),
+        )
+    table.add_section()
+    table.add_row(
+        "[bold]all components, and what is left alone[/]", "", "", "", "", *_sizes(anatomy.components)
+    )
+    return table
+
+
+def _left_alone_table(anatomy: Anatomy) -> Table:
+    table = Table(title="Left alone", title_justify="left")
+    table.add_column("kind")
+    table.add_column("tensors", justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("why")
+    groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
+    for component in anatomy.components:
+        if not component.quantizable:
+            groups[component.kind, component.reason or ""].append(component)
+    for (kind, reason), members in groups.items():
+        table.add_row(kind, str(len(members)), f"{sum(c.parameters for c in members):,}", reason)
+    return table
+
+
+def _shape(component: Component) -> str:
+    return "×".join(str(size) for size in component.shape)
+
+
+def _records(model: LoadedModel) -> dict[str, object]:
+    anatomy = model.anatomy
+    return {
+        "name": model.name,
+        "model_type": anatomy.model_type,
+        "layout": model.layout,
+        "fingerprint": model.fingerprint,
+        "blocks": anatomy.blocks,
+        "embedding": anatomy.embedding,
+        "head": anatomy.head,
+        "parameters": anatomy.parameters,
+        "bytes": {p: sum(_bytes(c, p) for c in anatomy.components) for p in PRECISIONS},
+        "notes": list(anatomy.notes),
+        "components": [
+            c.to_json() | {"bytes": {p: _bytes(c, p) for p in PRECISIONS}} for c in anatomy.components
+        ],
+    }

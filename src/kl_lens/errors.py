@@ -1,0 +1,37 @@
+"""Errors that a user can act on.
+
+Each message is one line: which file or layer, what was expected, what to do. The command line prints it
+without a traceback and ends with the error's exit code.
+"""
+
+
+class KLLensError(Exception):
+    """Base of all errors that are the input's fault, not the program's."""
+
+    exit_code = 1
+
+
+class CheckpointError(KLLensError):
+    """A model that cannot be found, read or understood."""
+
+
+class TextError(KLLensError):
+    """A text source that cannot be read, is too short, or overlaps another split."""
+
+
+class FormatError(KLLensError):
+    """A weight that a format cannot hold, or a format name nobody registered."""
+
+
+class RunError(KLLensError):
+    """A run folder that does not fit what is asked of it."""
+
+
+class PlanError(KLLensError):
+    """A plan that cannot be made or read."""
+
+
+class BudgetError(PlanError):
+    """A budget that nothing can meet; the message holds the achievable range."""
+
+    exit_code = 2

@@ -1,0 +1,17 @@
+"""Weight formats: the exact numerics, bytes and constraints of what the runtimes store.
+
+This is the only place that quantizes. `roundtrip` gives the float32 values that a runtime computes with;
+measuring, evaluating and exporting all go through it or through the `Quantized` behind it.
+"""
+
+from kl_lens.formats.base import Format, Quantized
+from kl_lens.formats.registry import get_format, known_formats, register, resolve
+
+# Importing a module registers its formats, in the order in which people should see them.
+# isort: off
+from kl_lens.formats import half as half
+from kl_lens.formats import integer as integer
+from kl_lens.formats import gguf_blocks as gguf_blocks
+# isort: on
+
+__all__ = ["Format", "Quantized", "get_format", "known_formats", "register", "resolve"]

@@ -1,0 +1,119 @@
+"""What every weight format can do, and the checks that all of them share.
+
+A weight is a tensor of shape (rows, columns) or (experts, rows, columns). A row is one output channel;
+groups and blocks run along the columns, as the matrix products of the runtimes do.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kl_lens.errors import FormatError
+
+# The FP16 baseline cannot hold more. NNCF writes an infinite scale and llama.cpp an infinite block for
+# weights large enough, without a word; no trained model comes near, so every format refuses alike.
+LARGEST_MAGNITUDE = 65504.0
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A weight as an artifact stores it."""
+
+    format: str
+    shape: tuple[int, ...]
+    data: torch.Tensor  # int8, one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
+    scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
+    zero_points: torch.Tensor | None = None  # none of the formats so far needs them
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """One way to store a weight. Subclasses say how; `roundtrip` is what measuring and export rely on."""
+
+    name: str
+    bits: int
+    group_size: int | None  # weights that share one scale; None: the whole row
+    symmetric: bool
+    fallback: tuple[str, ...] = ()  # formats to try, in order, for shapes this one does not fit
+
+    @property
+    def block(self) -> int:
+        """Columns have to be a multiple of this."""
+        return self.group_size or 1
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        """None, or the reason why a weight of this shape cannot be stored."""
+        if len(shape) not in (2, 3) or min(shape) < 1:
+            return f"shape {tuple(shape)} is neither (rows, columns) nor (experts, rows, columns)"
+        if shape[-1] % self.block:
+            return f"{shape[-1]} columns do not divide into blocks of {self.block}"
+        return None
+
+    def bytes(self, shape: Sequence[int]) -> int:
+        """Exact size on disk: integers, scales and packing (not the alignment between a file's tensors)."""
+        self._require_fit(tuple(shape), "weight")
+        return self._bytes(tuple(shape))
+
+    def bits_per_weight(self, shape: Sequence[int]) -> float:
+        return 8 * self.bytes(shape) / math.prod(shape)
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+        """The stored form; `name` is what an error message calls the tensor."""
+        self._require_fit(tuple(weight.shape), name)
+        return self._quantize(checked_float32(weight, name))
+
+    def dequantize(self, quantized: Quantized) -> torch.Tensor:
+        """The float32 values that a runtime computes with."""
+        self._require_own(quantized)
+        return self._dequantize(quantized)
+
+    def roundtrip(self, weight: torch.Tensor, name: str = "weight") -> torch.Tensor:
+        """The float32 values that a runtime computes with once `weight` is stored, on the weight's device."""
+        return self.dequantize(self.quantize(weight, name))
+
+    def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        """The data as the bytes of a file, scales apart."""
+        self._require_own(quantized)
+        return self._pack(quantized)
+
+    @abstractmethod
+    def _bytes(self, shape: tuple[int, ...]) -> int: ...
+
+    @abstractmethod
+    def _quantize(self, weight: torch.Tensor) -> Quantized: ...
+
+    @abstractmethod
+    def _dequantize(self, quantized: Quantized) -> torch.Tensor: ...
+
+    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        return quantized.data.cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+
+    def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
+        if reason := self.fits(shape):
+            raise FormatError(f"{name}: {self.name} cannot hold it: {reason}; choose another format")
+
+    def _require_own(self, quantized: Quantized) -> None:
+        if quantized.format != self.name:
+            raise FormatError(f"these are {quantized.format} data, not {self.name}")
+
+
+def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The weight in float32, or an error that names the tensor and what is wrong with it."""
+    if not weight.dtype.is_floating_point:
+        raise FormatError(f"{name}: expected floating-point weights, found {weight.dtype}")
+    values = weight.detach().float()
+    low, high = (float(v) for v in torch.aminmax(values))  # NaN anywhere makes both NaN
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise FormatError(f"{name}: holds NaN or infinity; repair or fetch the checkpoint again")
+    if (largest := max(-low, high)) > LARGEST_MAGNITUDE:
+        raise FormatError(
+            f"{name}: holds {largest:g}, beyond FP16's {LARGEST_MAGNITUDE:g}; rescale the weight"
+        )
+    return values

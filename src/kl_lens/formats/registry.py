@@ -1,0 +1,46 @@
+"""The formats by name, and what takes a format's place where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kl_lens.errors import FormatError
+from kl_lens.formats.base import Format
+
+_formats: dict[str, Format] = {}
+
+AnyFormat = TypeVar("AnyFormat", bound=Format)
+
+
+def register(fmt: AnyFormat) -> AnyFormat:
+    """Make a format known by its name. A new format is one file that ends in this call."""
+    if fmt.name in _formats:
+        raise FormatError(f"format {fmt.name!r} is registered twice")
+    _formats[fmt.name] = fmt
+    return fmt
+
+
+def known_formats() -> tuple[str, ...]:
+    """The names of all formats, in order of registration."""
+    return tuple(_formats)
+
+
+def get_format(name: str) -> Format:
+    try:
+        return _formats[name.lower()]
+    except KeyError:
+        raise FormatError(f"unknown format {name!r}; known: {', '.join(_formats)}") from None
+
+
+def resolve(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
+    """The format that a weight of this shape really gets, and why it is not the one asked for (or None)."""
+    wanted = get_format(fmt) if isinstance(fmt, str) else fmt
+    reason = wanted.fits(shape)
+    if reason is None:
+        return wanted, None
+    for name in wanted.fallback:
+        substitute = get_format(name)
+        if substitute.fits(shape) is None:
+            return substitute, f"{wanted.name}: {reason}; stored as {name}"
+    raise FormatError(f"no format can stand in for {wanted.name}: {reason}")

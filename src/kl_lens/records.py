@@ -1,0 +1,155 @@
+"""The records that flow from stage to stage: plain, typed, JSON-serialisable.
+
+Nothing here imports another room of the house; every other room may import this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+RECORDS_VERSION = 1
+
+
+class Record:
+    """Mixin: a dataclass that goes to JSON and comes back unchanged."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = set(data) - known
+        if unknown:
+            raise ValueError(f"{cls.__name__}: unknown fields {sorted(unknown)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+@dataclass(frozen=True)
+class Component(Record):
+    """One weight matrix (or stack of expert matrices) that a plan can give a format of its own."""
+
+    name: str  # dotted PyTorch module name, or parameter name where a module holds several
+    weight: str  # dotted name of the parameter that holds the weight
+    kind: str  # in_proj, x_proj, q_proj, embedding, lm_head, conv1d, …
+    family: str  # ssm, attention, mlp, moe, embedding, head, other
+    block: int | None  # index in the chain of blocks; None before and after it
+    shape: tuple[int, ...]  # (rows, columns), or (experts, rows, columns)
+    parameters: int
+    blocks: tuple[int, ...] = ()  # every block that uses this weight (more than one where blocks share)
+    tied_with: tuple[str, ...] = ()  # other components that hold the very same weight
+    fused_with: tuple[str, ...] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
+    quantizable: bool = True
+    reason: str | None = None  # why it is left alone, when it is
+
+
+@dataclass(frozen=True)
+class Estimate(Record):
+    """A number with the standard error of its mean; nan where none is defined."""
+
+    value: float
+    standard_error: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Measurement(Record):
+    """What quantizing one component to one format did to the model's output distribution."""
+
+    component: str
+    format: str
+    metrics: dict[str, Estimate]
+    tokens: int
+    windows: int
+    compute_dtype: str
+    seconds: float
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        metrics = {name: Estimate(**value) for name, value in data["metrics"].items()}
+        return cls(**{**data, "metrics": metrics})
+
+
+@dataclass(frozen=True)
+class Plan(Record):
+    """Which format each component gets. Components that are not named stay FP16."""
+
+    name: str
+    assignment: dict[str, str]  # component name → format name
+    made_by: str
+    predicted_kl: float | None = None
+    bytes: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SensitivityTable:
+    """All measurements of a run with the components they are about: what planning reads."""
+
+    model: str
+    model_type: str
+    components: tuple[Component, ...]  # every weight of the model, quantizable or not
+    head: str  # component that holds the head; the embedding's name when the two are tied
+    embedding: str
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def candidates(self) -> tuple[Component, ...]:
+        return tuple(c for c in self.components if c.quantizable)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats that were measured, in the order of first appearance."""
+        return tuple(dict.fromkeys(m.format for m in self.measurements))
+
+    def measurement(self, component: str, format_name: str) -> Measurement | None:
+        for measurement in self.measurements:
+            if (measurement.component, measurement.format) == (component, format_name):
+                return measurement
+        return None
+
+
+# Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
+METRICS = {
+    "kl_teacher_to_student": "KL(teacher ‖ student), nats per token",
+    "kl_student_to_teacher": "KL(student ‖ teacher), nats per token",
+    "mse": "mean squared error of the logits",
+    "sqnr_db": "signal to quantization noise ratio of the logits, dB (larger is better)",
+    "delta_cross_entropy": "change in cross-entropy against the true next token, nats per token",
+    "same_top": "share of tokens whose most likely next token stays the same",
+    "kl_p99": "99th percentile of KL(teacher ‖ student) over tokens",
+    "kl_max": "largest KL(teacher ‖ student) of any token",
+}
+
+
+@dataclass(frozen=True)
+class ExportedTensor(Record):
+    """Where one component went in an artifact, and in which format it really is there."""
+
+    component: str
+    runtime_name: str  # the runtime's own tensor name
+    planned: str  # format name
+    realised: str
+    bytes: int
+    reason: str | None = None  # why realised differs from planned
+
+
+@dataclass(frozen=True)
+class Artifact(Record):
+    """One exported model: files that a runtime loads."""
+
+    target: str  # openvino, gguf
+    plan: str  # name of the plan
+    files: tuple[str, ...]  # relative to the artifact's record
+    tensors: tuple[ExportedTensor, ...]
+    planned_bytes: int
+    realised_bytes: int
+    model: str
+    model_fingerprint: str
+    settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        tensors = tuple(ExportedTensor(**tensor) for tensor in data["tensors"])
+        return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})

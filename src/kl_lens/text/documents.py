@@ -1,0 +1,89 @@
+"""Documents and the sources that hold them.
+
+A document is the unit that calibration and evaluation must never share: a Wikipedia article, a row of a
+JSONL or Parquet file, a whole text file. It is known by the hash of its text, not by its name, so that a
+copied file is still the same document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from kl_lens.errors import TextError
+
+PARAGRAPH_BREAK = "\n\n"
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str  # where it comes from, for messages: "wikitext2:test, article 3 (Du Fu)", "notes.jsonl, line 7"
+    text: str
+    joint: str = PARAGRAPH_BREAK  # what stands between this document and the next when documents are joined
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the text without the blank space around it: a trailing newline makes no new document."""
+        return hashlib.sha256(self.text.strip().encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class TextSource:
+    """An ordered collection of documents, with the name under which the user asked for it."""
+
+    name: str
+    split: str | None
+    documents: tuple[Document, ...]
+    complete: bool = True  # False where reading stopped at `max_characters`
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.split}" if self.split else self.name
+
+    @cached_property
+    def characters(self) -> int:
+        return sum(len(document.text) for document in self.documents)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the whole text, joints included: equal hashes mean equal token streams."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(hashlib.sha256(piece.encode()).digest())
+        return digest.hexdigest()
+
+    def pieces(self) -> list[str]:
+        """Each document's text followed by its joint; nothing follows the last."""
+        pieces = [document.text + document.joint for document in self.documents[:-1]]
+        return [*pieces, *(document.text for document in self.documents[-1:])]
+
+    def joined(self) -> str:
+        """All documents in order as one string."""
+        return "".join(self.pieces())
+
+
+def checked_document(name: str, text: str, joint: str = PARAGRAPH_BREAK) -> Document | None:
+    """A document of this text; None if it is blank; TextError if it is no valid Unicode text."""
+    if not text.strip():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can smuggle in half a surrogate pair, which no tokenizer takes
+        raise TextError(
+            f"{name}: half a surrogate pair at character {error.start}: expected valid Unicode text"
+        ) from None
+    return Document(name, text, joint)
+
+
+def collect(documents: Iterable[Document], max_characters: int | None) -> tuple[tuple[Document, ...], bool]:
+    """Take documents until there are `max_characters` of text; say whether that was all of them."""
+    taken: list[Document] = []
+    characters = 0
+    for document in documents:
+        if max_characters is not None and characters >= max_characters:
+            return tuple(taken), False
+        taken.append(document)
+        characters += len(document.text)
+    return tuple(taken), True

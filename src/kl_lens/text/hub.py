@@ -1,0 +1,131 @@
+"""Texts that live on the Hugging Face hub: Penn Treebank, C4, the Pile.
+
+They are streamed with the `datasets` library, naming the files of just the split that is wanted, and only
+their beginning is read: a few windows need no terabyte.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kl_lens.errors import TextError
+from kl_lens.text.documents import Document, TextSource, checked_document, collect
+
+DEFAULT_MAX_CHARACTERS = 16_000_000  # more than all of WikiText-2
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class HubText:
+    name: str
+    repository: str
+    files: dict[str, str]  # split → pattern of its files in the repository
+    column: str
+    evaluation_split: str
+    revision: str | None = None
+
+
+HUB_TEXTS = {
+    text.name: text
+    for text in (
+        HubText(
+            "ptb",
+            "ptb-text-only/ptb_text_only",
+            {split: f"penn_treebank/{split}/*.parquet" for split in ("train", "validation", "test")},
+            column="sentence",
+            evaluation_split="test",
+            # The main branch holds a loading script, which `datasets` refuses since version 4.
+            revision="refs/convert/parquet",
+        ),
+        HubText(
+            "c4",
+            "allenai/c4",
+            {split: f"en/c4-{split}.*.json.gz" for split in ("train", "validation")},
+            column="text",
+            evaluation_split="validation",
+        ),
+        HubText(
+            "pile",
+            "monology/pile-uncopyrighted",
+            {"train": "train/*.jsonl.zst", "validation": "val.jsonl.zst", "test": "test.jsonl.zst"},
+            column="text",
+            evaluation_split="validation",
+        ),
+    )
+}
+
+
+def open_hub_text(
+    name: str,
+    split: str = "train",
+    *,
+    max_characters: int | None = None,
+    folder: Path | None = None,
+) -> TextSource:
+    """The first `max_characters` of a text on the hub, one row a document.
+
+    With `folder`, a downloaded copy of the repository is read and the network is left alone.
+    """
+    text = HUB_TEXTS[name]
+    split = {"valid": "validation"}.get(split, split)
+    if split not in text.files:
+        raise TextError(f"{name}:{split}: no such split: use one of {', '.join(text.files)}")
+    if folder is None:
+        _check_reachable(text)
+    limit = DEFAULT_MAX_CHARACTERS if max_characters is None else max_characters
+    documents, complete = collect(_rows(text, split, folder), limit)
+    if not documents:
+        raise TextError(f"{name}:{split}: {text.repository} gave no text: pass a local file instead")
+    return TextSource(name, split, documents, complete)
+
+
+def _rows(text: HubText, split: str, folder: Path | None) -> Iterator[Document]:
+    try:
+        import datasets
+    except ImportError:
+        raise TextError(
+            f"{text.name}:{split}: needs the `datasets` library: pip install 'kl-lens[eval]', "
+            "or pass a local file"
+        ) from None
+    try:
+        rows = datasets.load_dataset(
+            text.repository if folder is None else str(folder),
+            data_files={split: text.files[split]},
+            revision=text.revision if folder is None else None,
+            split=split,
+            streaming=True,
+        )
+        for number, row in enumerate(rows, start=1):
+            document = checked_document(f"{text.name}:{split}, row {number}", row[text.column])
+            if document:
+                yield document
+    except TextError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its file systems and parsers raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise TextError(
+            f"{text.name}:{split}: {text.repository} cannot be read ({reason}): pass a local file instead"
+        ) from None
+
+
+def _check_reachable(text: HubText) -> None:
+    """One short request first: left alone, `datasets` retries for half a minute and prints each failure."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(text.repository, revision=text.revision, timeout=_CONNECT_SECONDS)
+    except HfHubHTTPError as error:
+        reason = str(error).strip().partition("\n")[0]
+    except Exception as error:  # connection errors of whichever HTTP library the hub client uses
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
+        reason = "HF_HUB_OFFLINE is set" if offline else type(error).__name__
+    else:
+        return
+    raise TextError(
+        f"{text.name}: the Hugging Face hub cannot be reached ({reason}): "
+        "pass a local .txt, .jsonl or .parquet file, or use wikitext2, which ships with kl-lens"
+    )

@@ -1,0 +1,170 @@
+"""Keeping calibration and evaluation apart.
+
+`split_documents` makes two texts of one; `refuse_overlap` checks any two sets of windows, however they were
+made.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kl_lens.errors import TextError
+from kl_lens.text.documents import Document, TextSource
+from kl_lens.text.windows import Windows
+
+# How long a shared run of tokens must be to count as overlap. Articles on like subjects share boilerplate:
+# with an 8k BPE the longest run that WikiText-2's own train and test have in common is 84 tokens (a typhoon's
+# path), that of train and valid 165 (the rules of the Boat Race).
+OVERLAP_TOKENS = 192
+_SECTIONS = 32  # a document longer than this share of the text is cut before a split
+_PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
+_LINE_END = re.compile(r"\n")
+
+
+def split_documents(
+    source: TextSource, evaluation_share: float = 0.5, seed: int = 42
+) -> tuple[TextSource, TextSource]:
+    """Deal a text's documents into a calibration and an evaluation part that share none.
+
+    A document too long to be dealt fairly (a whole book in one file) is first cut into sections, at blank
+    lines, or at line ends where it has none. Equal documents go to the same side. Within each part the
+    order is kept.
+
+    Args:
+        source: the text.
+        evaluation_share: part of the text, in characters, for evaluation (as nearly as documents allow).
+        seed: decides which documents go where.
+
+    Returns:
+        The calibration part and the evaluation part.
+    """
+    if not 0 < evaluation_share < 1:
+        raise TextError(f"{source.label}: evaluation share {evaluation_share} must lie between 0 and 1")
+    documents = [
+        part for document in source.documents for part in _sections(document, source.characters // _SECTIONS)
+    ]
+    hashes = sorted({document.sha256 for document in documents})
+    if len(hashes) < 2:
+        raise TextError(
+            f"{source.label}: a single document without line breaks cannot be split into calibration "
+            "and evaluation: give two files"
+        )
+    random.Random(seed).shuffle(hashes)
+    sizes: dict[str, int] = dict.fromkeys(hashes, 0)
+    for document in documents:
+        sizes[document.sha256] += len(document.text)
+    wanted = evaluation_share * sum(sizes.values())
+    for_evaluation: set[str] = set()
+    dealt = 0
+    for hash_ in hashes[:-1]:  # the last always stays for calibration
+        if for_evaluation and dealt + sizes[hash_] / 2 > wanted:
+            break
+        for_evaluation.add(hash_)
+        dealt += sizes[hash_]
+
+    def part(name: str, evaluation: bool) -> TextSource:
+        chosen = tuple(d for d in documents if (d.sha256 in for_evaluation) == evaluation)
+        split = f"{source.split}/{name}" if source.split else name
+        return replace(source, split=split, documents=chosen)
+
+    return part("calibration", False), part("evaluation", True)
+
+
+def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERLAP_TOKENS) -> None:
+    """Raise TextError if the two share a document, or `ngram` tokens in a row (half a window if less).
+
+    The run of tokens catches what the documents' hashes cannot: an article that is part of another file, or
+    a copy that differs by a word.
+    """
+    known = {document.sha256: document.name for document in calibration.used_documents}
+    shared = [document for document in evaluation.used_documents if document.sha256 in known]
+    if shared:
+        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        raise TextError(
+            f"calibration and evaluation share a document: {known[shared[0].sha256]} is {shared[0].name}"
+            f"{others}: use separate texts, or split one with split_documents"
+        )
+    place = shared_ngram(calibration, evaluation, ngram)
+    if place:
+        (window_c, at_c), (window_e, at_e), run = place
+        raise TextError(
+            f"calibration and evaluation share {run} tokens in a row: {_place(calibration, window_c, at_c)} "
+            f"and {_place(evaluation, window_e, at_e)}: use separate texts, or split one with split_documents"
+        )
+
+
+def shared_ngram(
+    a: Windows, b: Windows, ngram: int = OVERLAP_TOKENS
+) -> tuple[tuple[int, int], tuple[int, int], int] | None:
+    """((window, token) in `a`, (window, token) in `b`, run length) of a shared run of tokens, or None."""
+    # Windows of the same text begin at different places: of short ones we can only ask for half in common.
+    size = min(ngram, max(1, min(a.length, b.length) // 2))
+    rows_a, rows_b = a.ids.numpy(), b.ids.numpy()
+    hashes_a, hashes_b = _ngram_hashes(rows_a, size), _ngram_hashes(rows_b, size)
+    for flat in np.flatnonzero(np.isin(hashes_b, hashes_a)):
+        window_b, at_b = (int(i) for i in np.unravel_index(flat, hashes_b.shape))
+        wanted = rows_b[window_b, at_b : at_b + size]
+        for window_a, at_a in np.argwhere(hashes_a == hashes_b[window_b, at_b]):
+            if np.array_equal(
+                rows_a[window_a, at_a : at_a + size], wanted
+            ):  # and no mere collision of hashes
+                return (int(window_a), int(at_a)), (window_b, at_b), size
+    return None
+
+
+def _ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
+    """Hash of each run of `size` tokens in each row: [rows, length − size + 1].
+
+    A polynomial hash modulo 2^64, put together from runs of 1, 2, 4, … tokens: H(uv) = H(u)·B^|v| + H(v).
+    That is log₂(size) passes over the array rather than `size`.
+    """
+    base = 0x9E3779B97F4A7C15  # odd, so that no power of it vanishes
+    power = rows.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    power ^= power >> np.uint64(31)  # spread small ids over all bits
+    positions = rows.shape[1] - size + 1
+    result = np.zeros((rows.shape[0], positions), dtype=np.uint64)
+    done, span = 0, 1
+    while True:
+        factor = np.uint64(pow(base, span, 1 << 64))
+        if size & span:
+            result = result * factor + power[:, done : done + positions]
+            done += span
+        if done == size:
+            return result
+        power = power[:, :-span] * factor + power[:, span:]
+        span *= 2
+
+
+def _place(windows: Windows, window: int, token: int) -> str:
+    names = ", ".join(document.name for document in windows.documents[window])
+    return f"window {window}, token {token} ({names})"
+
+
+def _sections(document: Document, longest: int) -> list[Document]:
+    """Cut a document after blank lines (or lines) into sections of `longest` characters or a little more.
+
+    The sections put one after the other are the document, character for character.
+    """
+    text = document.text
+    if len(text) <= 2 * longest:
+        return [document]
+    cuts = [0]
+    for ends in (_PARAGRAPH_END, _LINE_END):
+        for match in ends.finditer(text.rstrip()):
+            if match.end() - cuts[-1] >= longest and text[cuts[-1] : match.end()].strip():
+                cuts.append(match.end())
+        if len(cuts) > 1:
+            break
+    else:
+        return [document]
+    pieces = [text[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    sections = [
+        Document(f"{document.name}, section {n}", piece, "") for n, piece in enumerate(pieces, start=1)
+    ]
+    sections[-1] = replace(sections[-1], joint=document.joint)
+    return sections

@@ -1,0 +1,99 @@
+"""From text to one long stream of tokens.
+
+Documents are tokenised one by one, in batches that use all cores, each together with the joint that follows
+it. For byte-level tokenizers (GPT-NeoX and the like) on WikiText this gives the very tokens of the joined
+text, since their words never reach across the blank lines before an indented title.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from kl_lens.text.documents import Document, TextSource
+
+_BATCH_CHARACTERS = 2_000_000  # bounds what the tokenizer holds besides the ids
+_KEPT_STREAMS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    ids: NDArray[np.int64]
+    document_starts: NDArray[np.int64]  # token index at which each document begins
+    documents: tuple[Document, ...]
+
+    def documents_between(self, start: int, stop: int) -> tuple[Document, ...]:
+        """The documents that have a token in [start, stop)."""
+        first = int(np.searchsorted(self.document_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.document_starts, stop, side="left"))
+        return self.documents[first:last]
+
+
+# The last few streams: a run comes back to the same text for more windows.
+_streams: OrderedDict[tuple[str, str], TokenStream] = OrderedDict()
+
+
+def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
+    """All tokens of a source, no special tokens added.
+
+    `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is left as it was.
+    """
+    backend = _backend(tokenizer)
+    if backend is None:
+        return _encode(source, lambda texts: _encode_slowly(tokenizer, texts))
+    key = (source.sha256, hashlib.sha256(backend.to_str().encode()).hexdigest())
+    if key not in _streams:
+        _streams[key] = _encode(source, lambda texts: _encode_fast(backend, texts))
+        if len(_streams) > _KEPT_STREAMS:
+            _streams.popitem(last=False)
+    _streams.move_to_end(key)
+    return _streams[key]
+
+
+def _backend(tokenizer: Any) -> Tokenizer | None:
+    """The Rust tokenizer, with truncation and padding off: a tokenizer.json may bring both along."""
+    backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return None
+    if backend.truncation or backend.padding:
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
+
+
+def _encode_fast(backend: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]]:
+    return [
+        np.asarray(encoding.ids, dtype=np.int64)
+        for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
+    ]
+
+
+def _encode_slowly(tokenizer: Any, texts: list[str]) -> list[NDArray[np.int64]]:
+    """A tokenizer written in Python; `verbose=False` silences its warning about long sequences."""
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def _encode(source: TextSource, encode: Any) -> TokenStream:
+    encoded: list[NDArray[np.int64]] = []
+    batch: list[str] = []
+    characters = 0
+    for piece in source.pieces():
+        batch.append(piece)
+        characters += len(piece)
+        if characters >= _BATCH_CHARACTERS:
+            encoded += encode(batch)
+            batch, characters = [], 0
+    if batch:
+        encoded += encode(batch)
+    lengths = [len(ids) for ids in encoded]
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[: len(lengths)]
+    ids = np.concatenate(encoded) if encoded else np.empty(0, dtype=np.int64)
+    return TokenStream(ids, starts.astype(np.int64), source.documents)

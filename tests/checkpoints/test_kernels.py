@@ -1,0 +1,114 @@
+"""The fast kernels against the plain recurrences beside them, in double precision where that can be had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kl_lens.checkpoints.kernels import fast_kernels
+from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan, chunked_scan_reference
+from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference
+from kl_lens.checkpoints.kernels.selective_scan import selective_scan, selective_scan_reference
+from tests.families import tiny_model, token_ids
+
+
+def _mamba1_inputs(batch: int, time: int, channels: int, states: int, step: float = -2.0):
+    generator = torch.Generator().manual_seed(batch * time + channels)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    a = -torch.exp(
+        torch.log(torch.arange(1, states + 1.0)).repeat(channels, 1) + 0.1 * normal(channels, states)
+    )
+    dt = torch.nn.functional.softplus(normal(batch, time, channels) + step)
+    return normal(batch, time, channels), dt, a, normal(batch, time, states), normal(batch, time, states)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 7, 3, 4), (3, 65, 129, 16), (1, 300, 256, 5)])
+def test_selective_scan_equals_the_recurrence(shape: tuple[int, int, int, int]) -> None:
+    inputs = _mamba1_inputs(*shape)
+    y, state = selective_scan(*inputs)
+    expected, last = selective_scan_reference(*(t.double() for t in inputs))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(state.double(), last, rtol=1e-5, atol=1e-5 * float(last.abs().max()))
+
+
+@pytest.mark.parametrize("step", [-12.0, 8.0])
+def test_selective_scan_holds_at_tiny_and_at_huge_time_steps(step: float) -> None:
+    """Huge steps make exp underflow: the state is forgotten at once, and must not become NaN."""
+    inputs = _mamba1_inputs(2, 33, 64, 16, step)
+    y, _ = selective_scan(*inputs)
+    expected, _ = selective_scan_reference(*(t.double() for t in inputs))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_selective_scan_goes_on_from_a_state() -> None:
+    x, dt, a, b, c = _mamba1_inputs(2, 40, 24, 8)
+    whole, last = selective_scan(x, dt, a, b, c)
+    first, middle = selective_scan(x[:, :13], dt[:, :13], a, b[:, :13], c[:, :13])
+    second, end = selective_scan(x[:, 13:], dt[:, 13:], a, b[:, 13:], c[:, 13:], middle)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    torch.testing.assert_close(end, last)
+
+
+def _mamba2_inputs(batch: int, time: int, heads: int, width: int, groups: int, states: int):
+    generator = torch.Generator().manual_seed(time + heads)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    dt = torch.nn.functional.softplus(normal(batch, time, heads) - 2)
+    a = -torch.arange(1, heads + 1, dtype=torch.float64)
+    b, c = normal(batch, time, groups, states), normal(batch, time, groups, states)
+    return normal(batch, time, heads, width), dt, a, b, c
+
+
+@pytest.mark.parametrize("time", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_chunked_scan_equals_the_recurrence(time: int, groups: int, chunk: int) -> None:
+    inputs = _mamba2_inputs(2, time, 4, 8, groups, 6)
+    start = torch.randn(2, 4, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for state in (None, start):
+        y, last = chunked_scan(*inputs, initial_state=state, chunk=chunk)
+        expected, expected_last = chunked_scan_reference(*inputs, initial_state=state)
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(last, expected_last, rtol=1e-10, atol=1e-10)
+
+
+def test_chunked_scan_in_float32_does_not_overflow_at_strong_decay() -> None:
+    x, dt, a, b, c = (t.float() for t in _mamba2_inputs(1, 128, 4, 8, 1, 6))
+    y, _ = chunked_scan(x, dt + 20, a * 50, b, c)
+    assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolution_equals_torchs(bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 37, generator=generator)
+    weight = torch.randn(37, 4, generator=generator)
+    offset = torch.randn(37, generator=generator) if bias else None
+    ours = causal_convolution(x, weight, offset)
+    torch.testing.assert_close(ours, causal_convolution_reference(x, weight, offset))
+
+
+def test_kernels_are_swapped_in_one_model_only_and_only_inside_the_block() -> None:
+    import transformers.models.mamba.modeling_mamba as library
+
+    original = library.mamba_selective_scan
+    model, other = tiny_model("mamba"), tiny_model("mamba")
+    with fast_kernels(model) as layers:
+        assert layers == 4
+        assert library.mamba_selective_scan is original
+        assert not any("forward" in vars(module) for module in other.modules())
+        with fast_kernels(model) as again:
+            assert again == 0, "already swapped"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_under_autograd_the_librarys_own_functions_run() -> None:
+    model = tiny_model("mamba").requires_grad_(True)
+    with fast_kernels(model):
+        model(token_ids(1, 6), use_cache=False).logits.sum().backward()
+    assert model.backbone.layers[0].mixer.in_proj.weight.grad is not None

@@ -1,0 +1,57 @@
+"""`kl-lens inspect`: the table a person reads, and the records a program reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kl_lens.cli.main import main
+from kl_lens.records import Component
+
+
+def test_the_table_names_blocks_components_and_reasons(saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved("falcon_h1"))]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "falcon_h1, 3 blocks",
+        "in_proj 328×64",
+        "attention",
+        "short convolution",
+        "left alone",
+        "INT4",
+    ):
+        assert expected in out
+
+
+def test_json_gives_the_records_and_exact_bytes(saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved("mamba")), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    components = data["components"]
+    in_proj = next(c for c in components if c["name"] == "backbone.layers.0.mixer.in_proj")
+    rows, columns = in_proj["shape"]
+    scales = 2 * rows
+    assert in_proj["bytes"] == {
+        "fp16": 2 * rows * columns,
+        "int8": rows * columns + scales,
+        "int4": rows * columns // 2 + scales,
+    }
+    assert data["bytes"]["fp16"] == 2 * data["parameters"] == sum(c["bytes"]["fp16"] for c in components)
+    assert Component.from_json({k: v for k, v in in_proj.items() if k != "bytes"}).kind == "in_proj"
+
+
+def test_every_component_can_be_listed(saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved("zamba2")), "--components"]) == 0
+    assert "shared_transformer" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_model_is_one_line_and_exit_code_one(tmp_path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "kl_lens.cli.main", "inspect", str(tmp_path)], capture_output=True, text=True
+    )
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    assert finished.stderr.count("\n") == 1
+    assert "no config.json" in finished.stderr

@@ -1,0 +1,69 @@
+"""What several tests share: where things are, tiny models, a folder of any family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.families import tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Larger models and data that stand beside a checkout on some machines."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared beside the checkout")
+    return SHARED
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str], Path]:
+    """Saves a tiny model of a family as a Hugging Face folder."""
+
+    def save(family: str, **options: object) -> Path:
+        folder = tmp_path / family
+        model = tiny_model(family)
+        model.save_pretrained(folder, **options)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def remote_code_folder(tmp_path: Path) -> Path:
+    """A checkpoint that brings its own Python code: parallel attention and state-space heads, meta tokens."""
+    folder = tmp_path / "parallel_heads"
+    shutil.copytree(
+        ROOT / "tests/fixtures/parallel_heads", folder, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    config = {
+        "model_type": "parallel_heads",
+        "architectures": ["ParallelHeadsForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_parallel_heads.ParallelHeadsConfig",
+            "AutoModelForCausalLM": "modeling_parallel_heads.ParallelHeadsForCausalLM",
+        },
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True
+    )
+    weights = {name: t.clone() for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,184 @@
+"""Tiny random models of every supported family, from the real transformers classes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import transformers
+
+VOCABULARY = 97
+
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def _mamba() -> transformers.PretrainedConfig:
+    return transformers.MambaConfig(**_COMMON, num_hidden_layers=4, state_size=8, time_step_rank=5)
+
+
+def _falcon_mamba() -> transformers.PretrainedConfig:
+    return transformers.FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5)
+
+
+def _mamba2() -> transformers.PretrainedConfig:
+    return transformers.Mamba2Config(
+        **_COMMON, num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=16
+    )
+
+
+def _falcon_h1() -> transformers.PretrainedConfig:
+    return transformers.FalconH1Config(
+        **_COMMON,
+        **_ATTENTION,
+        **_MAMBA2,
+        num_hidden_layers=3,
+        mamba_d_ssm=128,
+        mamba_rms_norm=True,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=2.0,
+        key_multiplier=0.7,
+        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2],
+    )
+
+
+def _zamba2() -> transformers.PretrainedConfig:
+    return transformers.Zamba2Config(
+        **_COMMON,
+        num_hidden_layers=7,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        n_mamba_heads=8,
+        mamba_headdim=16,
+        num_mem_blocks=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=96,
+        chunk_size=16,
+        use_shared_attention_adapter=True,
+        adapter_rank=8,
+        use_mem_rope=True,
+    )
+
+
+def _jamba(experts: int) -> transformers.PretrainedConfig:
+    return transformers.JambaConfig(
+        **_COMMON,
+        **_ATTENTION,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=experts,
+        num_experts_per_tok=min(2, experts),
+        mamba_d_state=8,
+        mamba_dt_rank=5,
+        use_mamba_kernels=False,
+    )
+
+
+def _bamba() -> transformers.PretrainedConfig:
+    return transformers.BambaConfig(
+        **_COMMON, **_ATTENTION, **_MAMBA2, num_hidden_layers=4, attn_layer_indices=[1, 3]
+    )
+
+
+def _nemotron_h() -> transformers.PretrainedConfig:
+    return transformers.NemotronHConfig(
+        **_COMMON,
+        **_ATTENTION,
+        layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        moe_shared_expert_intermediate_size=48,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def _granitemoehybrid() -> transformers.PretrainedConfig:
+    return transformers.GraniteMoeHybridConfig(
+        **_COMMON,
+        **_ATTENTION,
+        **_MAMBA2,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+        logits_scaling=3.0,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+    )
+
+
+def _llama() -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**_COMMON, **_ATTENTION, num_hidden_layers=3)
+
+
+def _gemma2() -> transformers.PretrainedConfig:
+    """Not a promised family: it has a soft cap behind the head and tied weights, which nothing else here has."""
+    return transformers.Gemma2Config(
+        **_COMMON, **_ATTENTION, num_hidden_layers=2, head_dim=16, final_logit_softcapping=5.0
+    )
+
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
+    "mamba2": _mamba2,
+    "falcon_h1": _falcon_h1,
+    "zamba2": _zamba2,
+    "jamba": functools.partial(_jamba, 1),
+    "jamba_experts": functools.partial(_jamba, 4),
+    "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
+    "granitemoehybrid": _granitemoehybrid,
+    "llama": _llama,
+    "gemma2": _gemma2,
+}
+
+
+def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
+    """A random model of the family, in float32, with every parameter away from zero and one."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model = model.eval().requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and not name.endswith("A_log"):
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+            elif "norm" in name or name.endswith(".D"):
+                parameter.uniform_(0.7, 1.3)
+            elif name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
+    return model
+
+
+def token_ids(batch: int, time: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (batch, time), generator=generator)

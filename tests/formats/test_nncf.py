@@ -1,0 +1,172 @@
+"""Our integers against the real NNCF and OpenVINO: same integers, same scales, same products, same bytes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kl_lens.formats import Format, Quantized, get_format, resolve
+from kl_lens.formats.integer import SignedScaleFormat
+
+ov = pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
+nncf = pytest.importorskip("nncf", reason="the extra 'openvino' is not installed")
+from openvino import opset13 as op  # noqa: E402
+
+logging.getLogger("nncf").setLevel(logging.ERROR)
+
+FORMATS = ["int8", "int4", "int4-g128", "int4-g64", "int4-g32"]
+# From 10,000 weights on, NNCF computes with an OpenVINO graph instead of numpy: have both.
+SHAPES = [(1, 128), (8, 128), (96, 384), (40, 256), (3, 40, 256), (300, 128)]
+
+
+def awkward_matrices(seed: int) -> list[np.ndarray]:
+    """Ordinary weights of many sizes, with one row for each way to go wrong."""
+    random = np.random.default_rng(seed)
+    matrices = []
+    for shape in SHAPES:
+        for size in (1.0, 0.02, 1e-4, 1e-6, 1e-7, 3e3):
+            w = (random.standard_normal(shape) * size).astype(np.float32)
+            if shape[-2] >= 40:
+                columns = shape[-1]
+                w[..., 0, :] = 0
+                w[..., 1, :] = 1e-41
+                w[..., 2, :] = 0.3 * size
+                w[..., 3, :] = -0.3 * size
+                w[..., 4, :] = np.abs(w[..., 4, :])
+                w[..., 5, :] = -np.abs(w[..., 5, :])
+                w[..., 6, :] = random.integers(-15, 16, columns) / np.float32(2)  # ties to even
+                w[..., 6, ::32] = -8
+                w[..., 7, :] = -w[..., 6, :]
+                w[..., 8, ::2], w[..., 8, 1::2] = size, -size  # both extremes equal
+                w[..., 9, :] = random.standard_normal(columns) * 10.0 ** random.integers(-10, 1, columns)
+                w[..., 10, 0] = 65504
+            matrices.append(w)
+    return matrices
+
+
+def matmul_model(matrices: list[np.ndarray]) -> Any:
+    inputs, results = [], []
+    for i, w in enumerate(matrices):
+        x = op.parameter([*w.shape[:-2], -1, w.shape[-1]], np.float32, name=f"x{i}")
+        inputs.append(x)
+        results.append(op.result(op.matmul(x, op.constant(w, dtype=np.float32, name=f"w{i}"), False, True)))
+    return ov.Model(results, inputs)
+
+
+def compressed(matrices: list[np.ndarray], fmt: Format, file: Path, **advanced: Any) -> Any:
+    """The model as NNCF writes it, saved and read back."""
+    mode = nncf.CompressWeightsMode.INT8_SYM if fmt.bits == 8 else nncf.CompressWeightsMode.INT4_SYM
+    options: dict[str, Any] = {}
+    if fmt.bits == 4:
+        options = {"ratio": 1.0, "group_size": fmt.group_size or -1, "all_layers": True}
+        options |= {"backup_mode": nncf.BackupMode.NONE} | advanced
+    model = nncf.compress_weights(matmul_model(matrices), mode=mode, **options)
+    ov.save_model(model, file, compress_to_fp16=False)
+    return ov.Core().read_model(file)
+
+
+def constants(model: Any) -> dict[str, Any]:
+    return {n.get_friendly_name(): n for n in model.get_ops() if n.get_type_name() == "Constant"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
+    fmt = get_format(name)
+    matrices = awkward_matrices(seed=FORMATS.index(name))
+    found = constants(compressed(matrices, fmt, tmp_path / "model.xml"))
+    for i, w in enumerate(matrices):
+        stored = fmt.quantize(torch.from_numpy(w))
+        assert stored.scales is not None
+        their_integers = found[f"w{i}"].data.tobytes()
+        their_scales = found[f"w{i}/scale"].data
+        assert their_scales.dtype == np.float16
+        assert fmt.pack(stored).tobytes() == their_integers, f"integers of {w.shape}, matrix {i}"
+        assert stored.scales.numpy().tobytes() == their_scales.tobytes(), f"scales of {w.shape}, matrix {i}"
+        assert len(their_integers) + their_scales.nbytes == fmt.bytes(w.shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (7, 9), (5, 64)])
+def test_the_file_is_as_large_as_we_say(shape: tuple[int, int], tmp_path: Path) -> None:
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    compressed([w], get_format("int4"), tmp_path / "model.xml")
+    assert (tmp_path / "model.bin").stat().st_size == get_format("int4").bytes(shape)
+
+
+def test_int8_groups_follow_nncf_s_arithmetic() -> None:
+    """NNCF's interface has no groups for 8 bits; its arithmetic has."""
+    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_integer_quantization
+    from nncf.tensor import Tensor
+
+    config = WeightCompressionConfig(nncf.CompressWeightsMode.INT8_SYM, group_size=128)
+    for w in awkward_matrices(seed=9):
+        theirs = do_integer_quantization(Tensor(w), config, reduction_axes=w.ndim - 1)
+        ours = get_format("int8-g128").quantize(torch.from_numpy(w))
+        assert ours.scales is not None
+        assert np.array_equal(theirs.tensor.data.reshape(w.shape), ours.data.numpy())
+        assert np.array_equal(
+            theirs.scale.data.astype(np.float16).reshape(ours.scales.shape), ours.scales.numpy()
+        )
+
+
+def stored_model(stored: Quantized, fmt: Format) -> Any:
+    """A matrix product with the weight built from nothing but what `Quantized` and `pack` give."""
+    assert stored.scales is not None
+    rows, groups = stored.scales.shape
+    shape = [rows, groups, stored.shape[-1] // groups]
+    kind = ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
+    tensor = ov.Tensor(kind, ov.Shape(shape))
+    tensor.data.view(np.uint8).reshape(-1)[:] = fmt.pack(stored)
+    integers = op.convert(op.constant(tensor), np.float16)
+    weight = op.multiply(integers, op.constant(stored.scales.unsqueeze(-1).numpy()))
+    weight = op.convert(op.reshape(weight, list(stored.shape), False), np.float32)
+    x = op.parameter([-1, stored.shape[-1]], np.float32)
+    return ov.Model([op.result(op.matmul(x, weight, False, True))], [x])
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int8-g128"])
+def test_openvino_computes_with_our_values(name: str) -> None:
+    """A product with the identity shows the weights that the plugin uses: q · fp16(s) in float32, exactly.
+
+    With its default on ARM, half-precision execution, the plugin rounds that product to FP16.
+    """
+    fmt = get_format(name)
+    w = torch.from_numpy(awkward_matrices(seed=5)[2 * 6 + 1])
+    stored = fmt.quantize(w)
+    model = stored_model(stored, fmt)
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    compiled = ov.Core().compile_model(model, "CPU", exact)
+    product = compiled([np.eye(w.shape[-1], dtype=np.float32)])[0]
+    assert np.array_equal(product.T, fmt.dequantize(stored).numpy())
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(256, 128), (192, 64), (96, 32)])
+def test_groups_that_do_not_divide_shrink_as_in_nncf(columns: int, expected: int, tmp_path: Path) -> None:
+    from nncf.quantization.advanced_parameters import AdvancedCompressionParameters, GroupSizeFallbackMode
+
+    w = np.random.default_rng(0).standard_normal((8, columns)).astype(np.float32)
+    adjust = AdvancedCompressionParameters(group_size_fallback_mode=GroupSizeFallbackMode.ADJUST)
+    model = compressed([w], get_format("int4-g128"), tmp_path / "m.xml", advanced_parameters=adjust)
+    assert list(constants(model)["w0"].shape) == [8, columns // expected, expected]
+    assert resolve("int4-g128", w.shape)[0].group_size == expected
+
+
+def test_no_divisor_means_eight_bits_as_in_nncf(tmp_path: Path) -> None:
+    from nncf.quantization.advanced_parameters import AdvancedCompressionParameters, GroupSizeFallbackMode
+
+    w = np.random.default_rng(0).standard_normal((8, 48)).astype(np.float32)
+    options = {
+        "advanced_parameters": AdvancedCompressionParameters(
+            group_size_fallback_mode=GroupSizeFallbackMode.ADJUST
+        ),
+        "backup_mode": nncf.BackupMode.INT8_SYM,
+    }
+    found = constants(compressed([w], get_format("int4-g128"), tmp_path / "m.xml", **options))
+    fmt = resolve("int4-g128", w.shape)[0]
+    assert fmt == SignedScaleFormat("int8", bits=8, group_size=None, symmetric=True)
+    assert found["w0"].data.tobytes() == fmt.pack(fmt.quantize(torch.from_numpy(w))).tobytes()

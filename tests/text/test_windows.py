@@ -1,0 +1,210 @@
+"""Windows: drawn with a seed, extendable, and with their origin written down."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from kl_lens.errors import TextError
+from kl_lens.text import TextSource, draw_windows, evaluation_windows, open_text, token_stream
+from kl_lens.text.windows import _random_starts
+
+
+def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: Tokenizer) -> None:
+    stream = tokenizer.encode(source.joined(), add_special_tokens=False).ids
+    windows = draw_windows(source, tokenizer, windows=8, length=64)
+    assert windows.ids.dtype == torch.int64
+    assert windows.ids.shape == (8, 64)
+    # These documents begin without a space, so that a token or two at each seam may differ.
+    assert abs(windows.stream_tokens - len(stream)) <= len(source.documents)
+    ids = token_stream(source, tokenizer).ids
+    for row, start in zip(windows.ids, windows.starts, strict=True):
+        assert row.tolist() == ids[start : start + 64].tolist()
+
+
+def test_decoded_stream_is_the_text(source: TextSource, tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(token_stream(source, tokenizer).ids.tolist()) == source.joined()
+
+
+def test_same_seed_same_windows_other_seed_other_windows(source: TextSource, tokenizer: Tokenizer) -> None:
+    one, again = (draw_windows(source, tokenizer, windows=8, length=64, seed=1) for _ in range(2))
+    other = draw_windows(source, tokenizer, windows=8, length=64, seed=2)
+    assert torch.equal(one.ids, again.ids)
+    assert one.fingerprint == again.fingerprint
+    assert not torch.equal(one.ids, other.ids)
+    assert one.fingerprint != other.fingerprint
+
+
+def test_more_windows_extend_the_earlier_ones(source: TextSource, tokenizer: Tokenizer) -> None:
+    few = draw_windows(source, tokenizer, windows=32, length=64)
+    many = draw_windows(source, tokenizer, windows=64, length=64)
+    assert torch.equal(many.ids[:32], few.ids)
+    assert many.first(32).fingerprint == few.fingerprint
+    assert many.first(32).used_documents == few.used_documents
+    assert many.fingerprint != few.fingerprint
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 40), st.integers(1, 30), st.integers(0, 400), st.integers(0, 10**9))
+def test_starts_lie_in_the_text_and_extend(length: int, windows: int, spare: int, seed: int) -> None:
+    available = windows * length + spare
+    starts = _random_starts(available, windows, length, seed)
+    assert all(0 <= start <= available - length for start in starts)
+    assert _random_starts(available, windows // 2, length, seed) == starts[: windows // 2]
+
+
+def test_windows_do_not_overlap_while_there_is_room(source: TextSource, tokenizer: Tokenizer) -> None:
+    available = len(token_stream(source, tokenizer).ids)
+    half_full = available // 64 // 2
+    assert draw_windows(source, tokenizer, windows=half_full, length=64).overlapping == 0
+    brim_full = draw_windows(source, tokenizer, windows=available // 64, length=64)
+    assert brim_full.overlapping > 0
+    assert brim_full.provenance()["overlapping"] == brim_full.overlapping
+
+
+def test_starts_are_those_of_pythons_own_generator() -> None:
+    """The customary drawing (one random start after the other), as long as none overlap."""
+    generator = random.Random(42)
+    expected = [generator.randrange(3_000_000 - 512 + 1) for _ in range(5)]
+    assert _random_starts(3_000_000, 5, 512, 42) == expected
+
+
+def test_documents_of_each_window_are_known(source: TextSource, tokenizer: Tokenizer) -> None:
+    windows = draw_windows(source, tokenizer, windows=16, length=64)
+    by_hash = {document.sha256: document for document in source.documents}
+    for row, used in zip(windows.ids, windows.documents, strict=True):
+        around = "\n\n".join(by_hash[document.sha256].text for document in used)
+        assert tokenizer.decode(row.tolist()).strip() in around
+
+
+def test_provenance_goes_to_json_and_names_everything(source: TextSource, tokenizer: Tokenizer) -> None:
+    windows = draw_windows(source, tokenizer, windows=4, length=64, seed=7)
+    record = json.loads(json.dumps(windows.provenance()))
+    assert (record["source"], record["seed"], record["windows"], record["length"]) == ("made-up", 7, 4, 64)
+    assert record["fingerprint"] == windows.fingerprint
+    assert {d["sha256"] for d in record["documents"]} == {d.sha256 for d in windows.used_documents}
+
+
+def test_fingerprint_follows_the_tokens_and_not_the_path(
+    tmp_path: Path, source: TextSource, tokenizer
+) -> None:
+    prints = set()
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(source.joined(), encoding="utf-8")
+        prints.add(
+            draw_windows(str(tmp_path / folder / "a.txt"), tokenizer, windows=4, length=64).fingerprint
+        )
+    assert len(prints) == 1
+    windows = draw_windows(source, tokenizer, windows=4, length=64)
+    changed = windows.ids.clone()
+    changed[3, 63] += 1
+    assert replace(windows, ids=changed).fingerprint != windows.fingerprint
+
+
+def test_evaluation_windows_cover_the_text_in_order(source: TextSource, tokenizer: Tokenizer) -> None:
+    ids = token_stream(source, tokenizer).ids
+    windows = evaluation_windows(source, tokenizer, length=100)
+    assert len(windows) == len(ids) // 100
+    assert np.array_equal(windows.ids.flatten().numpy(), ids[: len(windows) * 100])
+    assert torch.equal(evaluation_windows(source, tokenizer, length=100, limit=3).ids, windows.ids[:3])
+
+
+@pytest.mark.parametrize("stride", [1, 30, 100])
+def test_with_a_stride_every_token_but_the_first_is_scored_once(source, tokenizer, stride: int) -> None:
+    windows = evaluation_windows(source, tokenizer, length=100, stride=stride, limit=20)
+    scored = [s + t for w, s in enumerate(windows.starts) for t in range(windows.first_target(w), 100)]
+    unscored = set(range(windows.starts[-1] + 100)) - set(scored)
+    assert len(set(scored)) == len(scored)
+    # Without overlap nothing precedes the first token of a window, so that it cannot be scored.
+    assert unscored == (set(windows.starts) if stride == 100 else {0})
+
+
+def test_evaluation_by_name_takes_the_evaluation_split(tokenizer: Tokenizer) -> None:
+    windows = evaluation_windows("wikitext2", tokenizer, length=256, limit=2)
+    assert (windows.source, windows.split) == ("wikitext2", "test")
+    assert windows.used_documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
+    assert draw_windows("wikitext2", tokenizer, windows=2, length=64, split="valid").split == "valid"
+
+
+def test_text_shorter_than_a_window_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("Too short.", encoding="utf-8")
+    for cut in (draw_windows, evaluation_windows):
+        with pytest.raises(
+            TextError, match=r"a\.txt: \d+ tokens, shorter than one window of 512: give more text"
+        ):
+            cut(str(tmp_path / "a.txt"), tokenizer, length=512)
+
+
+def test_text_of_exactly_one_window_is_enough_for_one_but_not_for_two(source, tokenizer: Tokenizer) -> None:
+    ids = token_stream(source, tokenizer).ids
+    assert draw_windows(source, tokenizer, windows=1, length=len(ids)).starts == (0,)
+    with pytest.raises(TextError, match="ask for at most 1 windows, or give more text"):
+        draw_windows(source, tokenizer, windows=2, length=len(ids))
+
+
+def test_senseless_sizes_are_refused(source: TextSource, tokenizer: Tokenizer) -> None:
+    for wrong in ({"windows": 0}, {"length": 1}, {"length": -5}):
+        with pytest.raises(TextError, match="is too small"):
+            draw_windows(source, tokenizer, **wrong)
+    for wrong in ({"stride": 0}, {"limit": 0}):
+        with pytest.raises(TextError, match="is too small"):
+            evaluation_windows(source, tokenizer, **wrong)
+    with pytest.raises(TextError, match="stride 20 is longer than the window of 10"):
+        evaluation_windows(source, tokenizer, length=10, stride=20)
+    with pytest.raises(TextError, match="cannot be asked for split test"):
+        draw_windows(source, tokenizer, split="test")
+
+
+def test_truncation_padding_and_special_tokens_of_a_tokenizer_are_left_out(
+    source, tokenizer: Tokenizer
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    fussy = Tokenizer.from_str(tokenizer.to_str())
+    fussy.add_special_tokens(["<s>"])
+    fussy.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", fussy.token_to_id("<s>"))]
+    )
+    fussy.enable_truncation(16)
+    fussy.enable_padding(length=4096)
+    assert np.array_equal(token_stream(source, fussy).ids, token_stream(source, tokenizer).ids)
+    assert fussy.truncation["max_length"] == 16  # the caller's tokenizer is as it was
+
+
+def test_transformers_tokenizer_gives_the_same_and_does_not_warn(source, tokenizer, caplog) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream = token_stream(open_text("wikitext2:valid"), wrapped)
+    assert len(stream.ids) > 300_000
+    assert "longer than" not in caplog.text
+    assert np.array_equal(token_stream(source, wrapped).ids, token_stream(source, tokenizer).ids)
+
+
+def test_tokenizer_written_in_python_is_accepted(source: TextSource) -> None:
+    """Some checkpoints bring a tokenizer without a Rust half."""
+    from transformers import ByT5Tokenizer
+
+    stream = token_stream(source, ByT5Tokenizer())
+    assert len(stream.ids) == len(source.joined().encode())
+
+
+def test_the_reference_checkpoints_tokenizer(shared: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "mamba-wiki")
+    windows = evaluation_windows("wikitext2", tokenizer, length=512, limit=4)
+    assert tokenizer.decode(windows.ids[0]).startswith(" = Robert Boulter = \n")
