@@ -35,3 +35,7 @@ class BudgetError(PlanError):
     """A budget that nothing can meet; the message holds the achievable range."""
 
     exit_code = 2
+
+
+class TargetError(KLLensError):
+    """A model, plan, file or device that a target (OpenVINO, GGUF) cannot serve."""

@@ -45,6 +45,8 @@ class LoadedModel:
     model: torch.nn.Module
     tokenizer: Any | None
     layout: str = "transformers"
+    source: str = ""  # what load() was given: with it the model can be opened again
+    tokenizer_source: str | None = None
     fast: bool = field(default=True, repr=False)
 
     @cached_property
@@ -122,6 +124,8 @@ def load(
         model=model,
         tokenizer=_load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
+        source=str(folder.resolve()) if Path(source).expanduser().is_dir() else str(source),
+        tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
     )
 

@@ -9,12 +9,16 @@ import os
 import sys
 from collections.abc import Sequence
 
+# Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each other:
+# on a busy machine two spinning threads are slower than one. Must be said before torch loads its OpenMP.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from kl_lens.errors import KLLensError
 from kl_lens.version import __version__
 
 # In the order of the pipeline. A new verb is one new file and one word here. Each file has HELP,
 # add_arguments(parser) and execute(arguments) -> exit code.
-VERBS = ("inspect",)
+VERBS = ("inspect", "measure", "rank", "import-legacy")
 
 
 def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:

@@ -11,7 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from kl_lens.errors import KLLensError
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.errors import KLLensError, RunError
+from kl_lens.runs import CALIBRATION, Run
+from kl_lens.text import Windows, draw_windows
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -23,16 +26,36 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
 
 
+_MODEL_HELP = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
+
+
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
+    """MODEL as the first argument, and what goes with it."""
+    parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
         default="reference:mamba" if optional else None,
-        help="folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
-        + (" (default: reference:mamba)" if optional else ""),
+        help=_MODEL_HELP + (" (default: reference:mamba)" if optional else ""),
     )
+    _add_loading(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model MODEL, and what goes with it."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
+    _add_loading(parser)
+
+
+def add_run_model(parser: argparse.ArgumentParser) -> None:
+    """--run DIR of an existing run; --model only when the run's model is not where it was."""
+    parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/reference-mamba)")
+    parser.add_argument("--model", metavar="MODEL", help="where the run's model is now, if it moved")
+    _add_loading(parser)
+
+
+def _add_loading(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("loading the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument(
         "--tokenizer", metavar="PLACE", help="folder, tokenizer.json or hub id of another tokenizer"
@@ -44,9 +67,63 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     )
 
 
-def load_model(arguments: argparse.Namespace) -> Any:
-    from kl_lens.checkpoints import load
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/<model>)")
 
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("calibration text")
+    group.add_argument(
+        "--text",
+        default="wikitext2:train",
+        help="name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder (default: wikitext2:train)",
+    )
+    group.add_argument("--windows", type=positive, default=64, help="how many windows (default: 64)")
+    group.add_argument(
+        "--window-length", type=positive, default=512, metavar="N", help="tokens each (default: 512)"
+    )
+    group.add_argument("--seed", type=int, default=42, help="chooses the windows (default: 42)")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def open_run(arguments: argparse.Namespace) -> Run:
+    """The run of --run DIR."""
+    return Run.open(Path(arguments.run or "runs/reference-mamba"))
+
+
+def load_run_model(arguments: argparse.Namespace, run: Run) -> LoadedModel:
+    """The model a run was made with, from where it was, or from --model; refused when its weights differ."""
+    arguments.model = arguments.model or run.identity.get("source") or run.identity.get("model")
+    arguments.tokenizer = arguments.tokenizer or run.identity.get("tokenizer")
+    model = load_model(arguments)
+    known = run.identity.get("model_fingerprint")
+    if known != model.fingerprint:
+        raise RunError(f"{arguments.model} is not the model of {run.folder}: its weights differ")
+    return model
+
+
+def redraw(run: Run, tokenizer: Any, count: int) -> Windows:
+    """The calibration windows of a run, drawn again."""
+    identity = run.text_identity(CALIBRATION)
+    if identity is None:
+        raise RunError(f"{run.folder} holds no measurements of our own")
+    return draw_windows(
+        identity["source"],
+        tokenizer,
+        windows=count,
+        length=identity["length"],
+        seed=identity["seed"],
+        split=identity["split"],
+    )
+
+
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
     return load(
         arguments.model,
         dtype=arguments.dtype,

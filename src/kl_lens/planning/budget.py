@@ -1,0 +1,218 @@
+"""Exact budgets: the best plan under limits on bytes, predicted KL and latency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kl_lens.errors import BudgetError, PlanError
+from kl_lens.planning import knapsack
+from kl_lens.planning.predict import PREDICTED_METRIC, Predictor, finished_plan
+from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
+from kl_lens.planning.units import human_bytes, human_kl, human_seconds
+from kl_lens.records import Plan, SensitivityTable
+
+QUANTITIES = ("bytes", "kl", "latency")
+_HUMAN = {"bytes": human_bytes, "kl": human_kl, "latency": human_seconds}
+_OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "latency": "--max-latency"}
+
+
+@dataclass(frozen=True)
+class BudgetSolution:
+    """A plan and how well it is proven."""
+
+    plan: Plan
+    totals: Totals
+    minimised: str  # bytes, kl or latency
+    gap: float  # relative; 0.0: proven optimal (to 1e-9, HiGHS's arithmetic)
+    variables: int
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class AchievableRange:
+    """What each quantity can be at all, over every plan."""
+
+    bytes: tuple[int, int]
+    kl: tuple[float, float]
+    latency: tuple[float, float]
+
+
+def plan_for_budget(
+    table: SensitivityTable,
+    *,
+    max_bytes: float | None = None,
+    max_bpw: float | None = None,
+    max_kl: float | None = None,
+    max_latency: float | None = None,
+    latency: LatencyTable | None = None,
+    minimise: str | None = None,
+    formats: Sequence[str] | None = None,
+    exclude: Collection[str] = (),
+    no_head: bool = False,
+    keep_fused: bool = True,
+    metric: str = PREDICTED_METRIC,
+    name: str | None = None,
+    time_limit: float = 60.0,
+) -> BudgetSolution:
+    """The plan that is best within the limits, proven by a mixed-integer solver.
+
+    What is minimised, unless `minimise` says: bytes where KL is limited and bytes are not, predicted KL
+    otherwise. `latency` holds measured seconds per (component, format), `max_latency` is in seconds.
+    Raises BudgetError with the achievable range where no plan meets the limits.
+    """
+    exclude = set(exclude) | ({table.head} if no_head else set())
+    if max_latency is not None and latency is None:
+        raise PlanError(
+            "a latency limit needs a latency profile of the target; make one with `kl-lens benchmark`"
+        )
+    problem = build_problem(
+        table, formats=formats, exclude=exclude, keep_fused=keep_fused, latency=latency, metric=metric
+    )
+    limits = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
+    goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
+    if goal not in QUANTITIES or (goal == "latency" and latency is None):
+        raise PlanError(
+            f"cannot minimise {goal!r}; choose bytes or kl, or latency with a profile of the target"
+        )
+    selection, optimum = solve(problem, goal, limits, time_limit)
+    totals = problem.totals(selection)
+    notes: dict[str, object] = {
+        "minimised": goal,
+        "limits": dict(limits),
+        "metric": metric,
+        "mip_gap": optimum.gap,
+        "formats": list(formats) if formats is not None else "all measured",
+        "fused_siblings_together": keep_fused,
+    }
+    if latency is not None:
+        notes["predicted_latency"] = totals.seconds
+    plan = finished_plan(
+        table,
+        name or _name(goal, limits),
+        problem.assignment(selection),
+        "exact budget",
+        notes,
+        Predictor(table, metric),
+    )
+    assert plan.bytes == totals.bytes, "the plan's bytes must be those that the solver added up"
+    return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)
+
+
+def achievable_range(problem: Problem) -> AchievableRange:
+    def ends(values: list[tuple[float, float]], fixed: float = 0.0) -> tuple[float, float]:
+        return fixed + math.fsum(v[0] for v in values), fixed + math.fsum(v[1] for v in values)
+
+    groups = [g.choices for g in problem.groups]
+    sizes = ends([(min(c.bytes for c in g), max(c.bytes for c in g)) for g in groups], problem.fixed_bytes)
+    return AchievableRange(
+        bytes=(int(sizes[0]), int(sizes[1])),
+        kl=ends([(min(c.kl for c in g), max(c.kl for c in g)) for g in groups]),
+        latency=ends(
+            [(min(c.seconds for c in g), max(c.seconds for c in g)) for g in groups], problem.fixed_seconds
+        ),
+    )
+
+
+def solve(
+    problem: Problem, goal: str, limits: dict[str, float], time_limit: float = 60.0
+) -> tuple[list[int], knapsack.Optimum]:
+    """The selection that makes `goal` least within limits on the other quantities (totals, fixed parts in)."""
+    _require_each_possible(problem, limits)
+    amounts = _amounts(problem)
+    fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "latency": problem.fixed_seconds}
+    rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
+    optimum = knapsack.minimise(amounts[goal], rows, time_limit)
+    # A limit on what is minimised anyway needs no row: the least either meets it or nothing does.
+    if optimum is None or (goal in limits and _reached(problem, optimum.selection, goal) > limits[goal]):
+        raise BudgetError(_contradiction(problem, limits, time_limit))
+    return optimum.selection, optimum
+
+
+def _reached(problem: Problem, selection: Sequence[int], quantity: str) -> float:
+    totals = problem.totals(selection)
+    return {"bytes": totals.bytes, "kl": totals.kl, "latency": totals.seconds}[quantity]
+
+
+def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
+    groups = [g.choices for g in problem.groups]
+    return {
+        "bytes": [np.array([c.bytes for c in g], dtype=np.int64) for g in groups],
+        "kl": [np.array([c.kl for c in g], dtype=np.float64) for g in groups],
+        "latency": [np.array([c.seconds for c in g], dtype=np.float64) for g in groups],
+    }
+
+
+def _limits(
+    problem: Problem,
+    max_bytes: float | None,
+    max_bpw: float | None,
+    max_kl: float | None,
+    max_latency: float | None,
+) -> dict[str, float]:
+    limits: dict[str, float] = {}
+    sizes = [max_bytes] if max_bytes is not None else []
+    if max_bpw is not None:
+        sizes.append(max_bpw * problem.parameters / 8)
+    if sizes:
+        limits["bytes"] = min(sizes)
+    if max_kl is not None:
+        limits["kl"] = max_kl
+    if max_latency is not None:
+        limits["latency"] = max_latency
+    if not limits:
+        raise PlanError(
+            "no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --max-latency"
+        )
+    for quantity, most in limits.items():
+        if not math.isfinite(most):
+            raise PlanError(f"{_OPTION[quantity]} {most} is no limit; give a number")
+        if quantity == "bytes":
+            limits[quantity] = math.floor(most)
+    return limits
+
+
+def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
+    possible = achievable_range(problem)
+    for quantity, most in limits.items():
+        low, high = getattr(possible, quantity)
+        if most < low:
+            show = _HUMAN[quantity]
+            extra = ""
+            if quantity == "bytes":
+                bits = [8 * end / problem.parameters for end in (low, high)]
+                extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
+            raise BudgetError(
+                f"{_OPTION[quantity]} {show(most)} cannot be met: plans from these measurements reach "
+                f"{show(low)} to {show(high)}{extra}; raise the budget or measure smaller formats"
+            )
+
+
+def _contradiction(problem: Problem, limits: dict[str, float], time_limit: float) -> str:
+    """Why limits that are possible one by one are not so together: what each leaves of the others."""
+    asked = " and ".join(f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items())
+    facts = []
+    for quantity in limits:
+        others = {q: most for q, most in limits.items() if q != quantity}
+        try:
+            selection, _ = solve(problem, quantity, others, time_limit)
+        except BudgetError:
+            continue
+        reached = _reached(problem, selection, quantity)
+        rest = " and ".join(f"{q} ≤ {_HUMAN[q](most)}" for q, most in others.items())
+        facts.append(f"with {rest} the least {quantity} is {_HUMAN[quantity](reached)}")
+    return f"{asked} cannot be met together: {'; '.join(facts)}; relax one of them"
+
+
+def _name(goal: str, limits: dict[str, float]) -> str:
+    parts = []
+    if "bytes" in limits:
+        parts.append(human_bytes(limits["bytes"]).replace(" ", ""))
+    if "kl" in limits:
+        parts.append(f"kl{limits['kl']:g}")
+    if "latency" in limits:
+        parts.append(human_seconds(limits["latency"]).replace(" ", "").replace("µ", "u"))
+    return f"least_{goal}_at_{'_'.join(parts)}"

@@ -1,0 +1,117 @@
+"""What an assignment of formats costs on disk, to the byte.
+
+Every weight of the model counts once (tied weights are one component already). What is not quantizable, and
+what the assignment does not name, is stored as FP16: two bytes a weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kl_lens.errors import FormatError, PlanError
+from kl_lens.formats import get_format, resolve
+from kl_lens.records import Component
+
+FP16 = "fp16"
+
+
+@dataclass(frozen=True)
+class FormatShare:
+    """How much of a model one format got."""
+
+    format: str
+    components: int
+    parameters: int
+    share: float  # of all weights of the model
+    quantizable: bool = True  # False for the one row of weights that never had a choice
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Exact size of a model under an assignment, and what was really stored where."""
+
+    bytes: int
+    parameters: int
+    stored: dict[str, str]  # every quantizable component → the format it really gets
+    fallbacks: dict[str, str]  # component → why it did not get the format asked for
+    shares: tuple[FormatShare, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / self.parameters if self.parameters else 0.0
+
+
+def fp16_bytes(component: Component) -> int:
+    return 2 * component.parameters
+
+
+def stored_format(component: Component, format_name: str) -> tuple[str, str | None]:
+    """The format a component really gets when asked for one, and why it is another (or None)."""
+    try:
+        fmt, reason = resolve(format_name, component.shape)
+    except FormatError as error:
+        raise PlanError(f"{component.name}: {error}") from None
+    return fmt.name, reason
+
+
+def component_bytes(component: Component, format_name: str) -> int:
+    """Bytes of one component in a format that fits it."""
+    if format_name == FP16:
+        return fp16_bytes(component)
+    return get_format(format_name).bytes(component.shape)
+
+
+def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> Cost:
+    """Prices an assignment; formats that do not fit a component fall back, and `fallbacks` says so."""
+    components = tuple(components)
+    require_known(components, assignment)
+    stored: dict[str, str] = {}
+    fallbacks: dict[str, str] = {}
+    total = 0
+    for component in components:
+        wanted = assignment.get(component.name, FP16)
+        if not component.quantizable:
+            if wanted != FP16:
+                raise PlanError(
+                    f"{component.name}: {wanted} asked for, but it stays FP16 ({component.reason}); "
+                    "take it out of the plan"
+                )
+            total += fp16_bytes(component)
+            continue
+        name, reason = stored_format(component, wanted)
+        stored[component.name] = name
+        if reason is not None:
+            fallbacks[component.name] = reason
+        total += component_bytes(component, name)
+    parameters = sum(c.parameters for c in components)
+    return Cost(total, parameters, stored, fallbacks, _shares(components, stored, parameters))
+
+
+def require_known(components: Iterable[Component], assignment: Mapping[str, str]) -> None:
+    unknown = sorted(set(assignment) - {c.name for c in components})
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise PlanError(f"the model has no component {unknown[0]!r}{more}; `kl-lens inspect` lists them all")
+
+
+def _shares(
+    components: tuple[Component, ...], stored: Mapping[str, str], total: int
+) -> tuple[FormatShare, ...]:
+    count: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    kept_components = kept_weights = 0
+    for component in components:
+        if component.quantizable:
+            count[stored[component.name]] += 1
+            weights[stored[component.name]] += component.parameters
+        else:
+            kept_components += 1
+            kept_weights += component.parameters
+    # Most bits first, so that every table reads the same way round.
+    names = sorted(count, key=lambda name: (-get_format(name).bits, name))
+    rows = [FormatShare(n, count[n], weights[n], weights[n] / total) for n in names]
+    if kept_components:
+        rows.append(FormatShare(FP16, kept_components, kept_weights, kept_weights / total, quantizable=False))
+    return tuple(rows)

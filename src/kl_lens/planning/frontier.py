@@ -1,0 +1,187 @@
+"""The Pareto frontier of bytes and predicted KL, from which any budget is read at once.
+
+The frontier is built by dynamic programming: group by group, all sums of choices, without those that another
+beats in both bytes and KL. That is exact, but the number of sums can grow beyond any bound. Past
+`most_points` states, states whose KL agrees within a small factor are merged into the smallest of them. The
+product of these factors is kept in `within`: no plan of the same size or less has a KL below the frontier's
+divided by `within`. `within == 1` means that nothing was merged and the frontier is complete.
+
+Corners of the lower convex hull are always exact and always on the frontier; the lines between them bound
+the KL of every plan from below. `plan_for_budget` proves the optimum of one budget.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.errors import BudgetError
+from kl_lens.planning.hull import Hull, hull_of
+from kl_lens.planning.predict import finished_plan
+from kl_lens.planning.problem import Problem
+from kl_lens.planning.units import human_bytes, human_kl
+from kl_lens.records import Plan, SensitivityTable
+
+MOST_POINTS = 30_000
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    bytes: int
+    kl: float
+    selection: tuple[int, ...]  # choice of each group of the problem
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans none of which is beaten in both bytes and predicted KL, smallest first."""
+
+    problem: Problem
+    sizes: npt.NDArray[np.int64]  # increasing
+    kls: npt.NDArray[np.float64]  # decreasing
+    within: float  # 1.0: every Pareto-optimal (bytes, KL) is here; else see the module's first lines
+    _trail: _Trail
+    _hull: Hull
+
+    @property
+    def complete(self) -> bool:
+        return self.within == 1.0
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> FrontierPoint:
+        index = range(len(self))[index]
+        return FrontierPoint(int(self.sizes[index]), float(self.kls[index]), self._trail.selection(index))
+
+    def __iter__(self) -> Iterator[FrontierPoint]:
+        return (self[i] for i in range(len(self)))
+
+    def at_bytes(self, max_bytes: float) -> FrontierPoint:
+        """The point of least KL within a size."""
+        index = bisect.bisect_right(self.sizes.tolist(), max_bytes) - 1
+        if index < 0:
+            raise BudgetError(
+                f"{human_bytes(max_bytes)} cannot be met: the frontier runs from {human_bytes(int(self.sizes[0]))} "
+                f"to {human_bytes(int(self.sizes[-1]))}; raise the budget"
+            )
+        return self[index]
+
+    def at_kl(self, max_kl: float) -> FrontierPoint:
+        """The smallest point within a predicted KL."""
+        index = bisect.bisect_left((-self.kls).tolist(), -max_kl)
+        if index == len(self):
+            raise BudgetError(
+                f"KL {human_kl(max_kl)} cannot be met: the frontier runs from {human_kl(float(self.kls[-1]))} "
+                f"to {human_kl(float(self.kls[0]))}; raise the budget"
+            )
+        return self[index]
+
+    def least_possible_kl(self, max_bytes: float) -> float:
+        """A lower bound that no plan of this size can beat (the convex hull)."""
+        return self._hull.bound(max_bytes - self.problem.fixed_bytes)
+
+    def thinned(self, points: int) -> list[FrontierPoint]:
+        """A few points for a figure, evenly spread over the bytes, both ends among them."""
+        if len(self) <= points:
+            return list(self)
+        wanted = np.linspace(self.sizes[0], self.sizes[-1], points)
+        indices = np.unique(np.searchsorted(self.sizes, wanted, side="right") - 1)
+        return [self[int(i)] for i in indices]
+
+    def plan(self, point: FrontierPoint, table: SensitivityTable, name: str) -> Plan:
+        notes: dict[str, object] = {"frontier_within": self.within}
+        return finished_plan(
+            table, name, self.problem.assignment(point.selection), "Pareto frontier of bytes and KL", notes
+        )
+
+
+class _Trail:
+    """Which choice made each state out of which earlier state; lets any point tell its selection."""
+
+    def __init__(self, order: npt.NDArray[np.intp]) -> None:
+        self.order = order
+        self.parents: list[npt.NDArray[np.int32]] = []
+        self.picks: list[npt.NDArray[np.int16]] = []
+        self.known: dict[int, tuple[int, ...]] = {}  # points that came from the hull
+        self.states: npt.NDArray[np.int64] = np.zeros(1, np.int64)  # point → state of the last stage
+
+    def selection(self, index: int) -> tuple[int, ...]:
+        if index in self.known:
+            return self.known[index]
+        selection = [0] * len(self.order)
+        state = int(self.states[index])
+        for stage in reversed(range(len(self.order))):
+            selection[int(self.order[stage])] = int(self.picks[stage][state])
+            state = int(self.parents[stage][state])
+        return tuple(selection)
+
+
+def pareto_frontier(problem: Problem, most_points: int = MOST_POINTS) -> Frontier:
+    """All undominated (bytes, predicted KL), or a frontier that says how close to them it is."""
+    sizes_of = [np.array([c.bytes for c in g.choices], dtype=np.int64) for g in problem.groups]
+    kls_of = [np.array([c.kl for c in g.choices], dtype=np.float64) for g in problem.groups]
+    # Groups of equal shape one after the other: their sums coincide in bytes, and most states fall away.
+    keys = [tuple(sizes.tolist()) for sizes in sizes_of]
+    order = np.array(sorted(range(len(keys)), key=lambda g: (len(keys[g]), keys[g])), dtype=np.intp)
+    trail = _Trail(order)
+    sizes, kls = np.array([problem.fixed_bytes], dtype=np.int64), np.zeros(1)
+    within, factor = 1.0, 1e-9
+    for group in order:
+        choices = len(sizes_of[group])
+        all_sizes = (sizes[:, None] + sizes_of[group]).ravel()
+        all_kls = (kls[:, None] + kls_of[group]).ravel()
+        kept = _undominated(all_sizes, all_kls)
+        if len(kept) > max(most_points, 2):
+            kept, factor = _merged(kept, all_kls, most_points, factor)
+            within *= 1 + factor
+        trail.parents.append((kept // choices).astype(np.int32))
+        trail.picks.append((kept % choices).astype(np.int16))
+        sizes, kls = all_sizes[kept], all_kls[kept]
+    hull = hull_of(kls_of, [s.astype(np.float64) for s in sizes_of])
+    sizes, kls = _with_corners(problem, hull, sizes, kls, trail)
+    return Frontier(problem, sizes, kls, within, trail, hull)
+
+
+def _undominated(sizes: npt.NDArray[np.int64], kls: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """Indices of states that no other beats, by increasing size and decreasing KL."""
+    order = np.lexsort((kls, sizes))
+    best_so_far = np.minimum.accumulate(kls[order])
+    keep = np.ones(len(order), dtype=bool)
+    keep[1:] = best_so_far[1:] < best_so_far[:-1]
+    return order[keep]
+
+
+def _merged(
+    kept: npt.NDArray[np.intp], kls: npt.NDArray[np.float64], most: int, factor: float
+) -> tuple[npt.NDArray[np.intp], float]:
+    """One state, the smallest, for each bucket of KLs within 1 + factor of each other."""
+    with np.errstate(divide="ignore"):
+        logs = np.log(kls[kept])  # decreasing; −inf for a KL of zero, which is a bucket of its own
+    while True:
+        buckets = np.floor((logs[0] - logs) / np.log1p(factor))
+        first = np.ones(len(kept), dtype=bool)
+        first[1:] = buckets[1:] != buckets[:-1]
+        if np.count_nonzero(first) <= max(most, 2):
+            return kept[first], factor
+        factor *= 1.25
+
+
+def _with_corners(
+    problem: Problem, hull: Hull, sizes: npt.NDArray[np.int64], kls: npt.NDArray[np.float64], trail: _Trail
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Puts the hull's corners back where merging lost them: they are exact."""
+    corners = [hull.selection(step) for step in range(len(hull.steps) + 1)]
+    totals = [problem.totals(selection) for selection in corners]
+    all_sizes = np.concatenate([sizes, np.array([t.bytes for t in totals], dtype=np.int64)])
+    all_kls = np.concatenate([kls, np.array([t.kl for t in totals])])
+    kept = _undominated(all_sizes, all_kls)
+    trail.states = kept.astype(np.int64)
+    trail.known = {
+        place: tuple(corners[state - len(sizes)]) for place, state in enumerate(kept) if state >= len(sizes)
+    }
+    return all_sizes[kept], all_kls[kept]

@@ -1,0 +1,155 @@
+"""Greedy acceptance under a quality budget: quantize from least to most sensitive while perplexity allows.
+
+A plan is within the budget when its perplexity is at most γ times that of the FP16 model, a baseline that
+stays fixed. Entries are (component, format) pairs sorted from least to most sensitive, one list or the merged
+4-bit and 8-bit lists. Accepting an entry gives its component that format; an entry that would not make its
+component smaller than it already is gets passed over without an evaluation.
+
+`exhaustive` is the paper's algorithm: one evaluation per entry. The default finds the longest acceptable head
+of the list by binary search first and then tries the rest one by one, like the paper's. The search takes a
+longer head to be no better than a shorter one; where that is false it may stop at a shorter head than the
+longest, but what it returns was measured and is within the budget all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kl_lens.errors import PlanError
+from kl_lens.planning.cost import FP16, component_bytes, stored_format
+from kl_lens.planning.predict import finished_plan
+from kl_lens.planning.ranking import (
+    PUBLISHED_METRIC,
+    Entry,
+    excluded_components,
+    metric_label,
+    ranked,
+    sensitivity_list,
+)
+from kl_lens.records import Component, Plan, SensitivityTable
+
+# Perplexity of the model under an assignment; the empty assignment is the FP16 model.
+Evaluate = Callable[[Mapping[str, str]], float]
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    plan: Plan
+    baseline: float
+    limit: float  # γ × baseline
+    perplexity: float  # of the plan
+    evaluations: int  # the baseline's included when it had to be measured
+    accepted: tuple[Entry, ...]
+    rejected: tuple[Entry, ...]
+
+
+def greedy_plan(
+    table: SensitivityTable,
+    evaluate: Evaluate,
+    *,
+    gamma: float = 1.10,
+    baseline: float | None = None,
+    exhaustive: bool = False,
+    formats: Sequence[str] = ("int4", "int8"),
+    metric: str = PUBLISHED_METRIC,
+    no_head: bool = False,
+    name: str | None = None,
+) -> GreedyResult:
+    """Accepts entries while the measured perplexity stays within γ × the FP16 baseline."""
+    if not gamma >= 1:
+        raise PlanError(f"--gamma {gamma:g} would ask for better than FP16; give 1 or more, such as 1.10")
+    exclude = excluded_components(table, no_head=no_head)
+    order = ranked([sensitivity_list(table, f, metric, exclude) for f in formats], metric)
+    search = _Search({c.name: c for c in table.candidates}, order, evaluate)
+    if baseline is None:
+        baseline = search.perplexity({})
+    if not (math.isfinite(baseline) and baseline > 0):
+        raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
+    search.limit = gamma * baseline
+    search.known[frozenset()] = baseline
+    accepted, rejected = search.run(0 if exhaustive else search.longest_head())
+    assignment = search.applied(accepted)
+    perplexity = search.perplexity(assignment)
+    notes = {
+        "gamma": gamma,
+        "baseline_perplexity": baseline,
+        "perplexity": perplexity,
+        "evaluations": search.evaluations,
+        "exhaustive": exhaustive,
+        "metric": metric,
+    }
+    plan = finished_plan(
+        table,
+        name or f"{metric_label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
+        assignment,
+        "greedy under a perplexity budget",
+        notes,
+    )
+    return GreedyResult(
+        plan, baseline, search.limit, perplexity, search.evaluations, tuple(accepted), tuple(rejected)
+    )
+
+
+class _Search:
+    """Evaluates assignments once each and counts how often."""
+
+    def __init__(
+        self, components: Mapping[str, Component], order: Sequence[Entry], evaluate: Evaluate
+    ) -> None:
+        self.components = components
+        self.order = order
+        self.evaluate = evaluate
+        self.limit = math.inf
+        self.evaluations = 0
+        self.known: dict[frozenset[tuple[str, str]], float] = {}
+
+    def perplexity(self, assignment: Mapping[str, str]) -> float:
+        key = frozenset(assignment.items())
+        if key not in self.known:
+            self.evaluations += 1
+            self.known[key] = float(self.evaluate(dict(assignment)))
+        return self.known[key]
+
+    def acceptable(self, entries: Sequence[Entry]) -> bool:
+        return self.perplexity(self.applied(entries)) <= self.limit  # False for nan
+
+    def applied(self, entries: Sequence[Entry]) -> dict[str, str]:
+        assignment: dict[str, str] = {}
+        for entry in entries:
+            if self._saves(entry, assignment):
+                assignment[entry.component] = self._stored(entry)
+        return assignment
+
+    def longest_head(self) -> int:
+        """Binary search for how many entries from the start can be accepted together."""
+        low, high = 0, len(self.order)  # low is acceptable; everything above high is taken not to be
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.acceptable(self.order[:middle]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def run(self, head: int) -> tuple[list[Entry], list[Entry]]:
+        """Takes the first `head` entries as they are, then tries the others one by one."""
+        accepted = list(self.order[:head])
+        rejected: list[Entry] = []
+        for entry in self.order[head:]:
+            if not self._saves(entry, self.applied(accepted)):
+                continue
+            if self.acceptable([*accepted, entry]):
+                accepted.append(entry)
+            else:
+                rejected.append(entry)
+        return accepted, rejected
+
+    def _saves(self, entry: Entry, assignment: Mapping[str, str]) -> bool:
+        component = self.components[entry.component]
+        current = assignment.get(entry.component, FP16)
+        return component_bytes(component, self._stored(entry)) < component_bytes(component, current)
+
+    def _stored(self, entry: Entry) -> str:
+        return stored_format(self.components[entry.component], entry.format)[0]

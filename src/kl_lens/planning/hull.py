@@ -1,0 +1,104 @@
+"""The lower convex hull of a multiple-choice knapsack: bounds, and points that are provably optimal.
+
+Relaxing the budget with a price per unit (Lagrange) splits the problem into its groups. The selections that
+are best for some price are the corners of the lower convex hull of all plans: each is the exact optimum at
+its own amount, and the straight lines between them are a lower bound everywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Hull:
+    """Start with the least amount in every group, then take the steps in order, best gain per unit first."""
+
+    start: tuple[int, ...]  # choice of each group at the least amount
+    steps: tuple[tuple[int, int], ...]  # (group, choice it changes to)
+    step_amounts: Array  # what each step adds to the amount
+    step_costs: Array  # and to the cost: negative, most per unit first
+    amounts: Array  # total amount at the start and after each step
+    costs: Array  # total cost likewise; decreasing and convex
+
+    def bound(self, amount: float) -> float:
+        """No selection of at most this amount costs less."""
+        if amount < self.amounts[0]:
+            return float("inf")
+        return float(np.interp(amount, self.amounts, self.costs))
+
+    def selection(self, step: int) -> list[int]:
+        """The selection after that many steps: an exact optimum at its own amount."""
+        selection = list(self.start)
+        for group, choice in self.steps[:step]:
+            selection[group] = choice
+        return selection
+
+    def fill(self, amounts: Sequence[Array], limit: float) -> list[int]:
+        """A feasible selection near the optimum: steps in order, each where it still fits."""
+        selection = list(self.start)
+        total = float(self.amounts[0])
+        blocked: set[int] = set()
+        for group, choice in self.steps:
+            if group in blocked:
+                continue
+            extra = float(amounts[group][choice] - amounts[group][selection[group]])
+            if total + extra <= limit:
+                selection[group] = choice
+                total += extra
+            else:
+                blocked.add(group)
+        return selection
+
+
+def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
+    """Hull of all sums, from the hulls of the groups: the steps of all groups sorted by slope."""
+    start: list[int] = []
+    steps: list[tuple[float, int, int, float, float]] = []  # slope, group, choice, extra amount, extra cost
+    for group, (cost, amount) in enumerate(zip(costs, amounts, strict=True)):
+        corners = _corners(cost, amount)
+        start.append(corners[0])
+        for before, after in pairwise(corners):
+            extra = float(amount[after] - amount[before])
+            change = float(cost[after] - cost[before])
+            steps.append((change / extra, group, after, extra, change))
+    steps.sort(key=lambda step: step[:2])  # stable: the steps of one group stay in order
+    first_amount = sum(float(a[i]) for a, i in zip(amounts, start, strict=True))
+    last_cost = math.fsum(float(c.min()) for c in costs)
+    return Hull(
+        start=tuple(start),
+        steps=tuple((group, choice) for _, group, choice, _, _ in steps),
+        step_amounts=np.array([step[3] for step in steps]),
+        step_costs=np.array([step[4] for step in steps]),
+        amounts=np.cumsum([first_amount, *(step[3] for step in steps)]),
+        costs=sums_from_the_end(last_cost, np.array([step[4] for step in steps])),
+    )
+
+
+def sums_from_the_end(last: float, changes: Array) -> Array:
+    """Running sums that end at `last`. Adding up from the small end keeps the small values exact."""
+    return np.cumsum(np.concatenate([[last], -changes[::-1]]))[::-1]
+
+
+def _corners(cost: Array, amount: Array) -> list[int]:
+    """Choices on a group's lower convex hull, from the least amount to the least cost."""
+    order = np.lexsort((cost, amount))
+    corners: list[int] = []
+    for i in order:
+        if corners and cost[i] >= cost[corners[-1]]:
+            continue  # dominated: more of the amount for no less cost
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
+            if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (amount[b] - amount[a]):
+                break
+            corners.pop()
+        corners.append(int(i))
+    return corners

@@ -1,0 +1,112 @@
+"""The paper's mixed-precision points, by their published definition.
+
+Merge the 4-bit and the 8-bit list, sort from least to most sensitive, drop the most sensitive entry, and cut
+the rest after ((n−1)//10)·i entries for i = 1 … 10, where n counts the merged list before the drop. Within a
+cut the later entry of a component wins: 8 bits usually do less damage than 4, so a component first turns
+INT8 and then INT4 as the cuts grow. What no entry of a cut names stays FP16, and so does every component
+behind the last cut.
+
+Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. A
+component whose two entries tie therefore gets INT8, the safer one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kl_lens.errors import PlanError
+from kl_lens.planning.predict import Predictor, finished_plan
+from kl_lens.planning.ranking import (
+    PUBLISHED_METRIC,
+    Entry,
+    excluded_components,
+    metric_label,
+    ranked,
+    sensitivity_list,
+)
+from kl_lens.records import Plan, SensitivityTable
+
+POINTS = 10
+MAMBA2_GPU_POINTS = 8
+
+# Pipeline → prefix of its names. `cpu` and `gpu-int4` merge both lists, `gpu` takes the 8-bit list only.
+PIPELINES = {"cpu": "", "gpu": "gpu_", "gpu-int4": "gpu_int4_"}
+
+
+def paper_points(
+    table: SensitivityTable,
+    *,
+    metric: str = PUBLISHED_METRIC,
+    pipeline: str = "cpu",
+    no_head: bool = False,
+    int4: str = "int4",
+    int8: str = "int8",
+) -> list[Plan]:
+    """The uniform plans and the points of one pipeline, in the paper's order.
+
+    `int4` and `int8` name the formats that stand for the two lists. The head's measurement takes part unless
+    `no_head`; conv1d never does (it is not quantizable), nor does an untied embedding, which the published
+    lists do not hold.
+    """
+    if pipeline not in PIPELINES:
+        raise PlanError(f"no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
+    exclude = excluded_components(table, no_head=no_head)
+    formats = (int8,) if pipeline == "gpu" else (int4, int8)
+    lists = [sensitivity_list(table, name, metric, exclude) for name in formats]
+    order = ranked(lists, metric)
+    predictor = Predictor(table)
+    prefix = PIPELINES[pipeline]
+    made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
+    shared_notes: dict[str, object] = {"metric": metric, "pipeline": pipeline, "head": not no_head}
+    planned = [c.name for c in table.candidates if c.name not in exclude]
+    if unlisted := sorted(set(planned) - {entry.component for entry in order}):
+        shared_notes["not_in_the_lists"] = unlisted  # left at FP16: they were never measured
+
+    plans = [
+        finished_plan(
+            table, f"{prefix}uniform_{label}", dict.fromkeys(planned, name), made_by, shared_notes, predictor
+        )
+        for label, name in (("int8", int8), ("int4", int4))
+        if name in formats
+    ]
+    for index, cut in enumerate(cuts(order)[: points_of(table, pipeline)], start=1):
+        plans.append(
+            finished_plan(
+                table,
+                f"{prefix}{metric_label(metric)}_point{index:02d}",
+                assignment_of(cut),
+                made_by,
+                {**shared_notes, "entries": len(cut), "entries_in_all": len(order)},
+                predictor,
+            )
+        )
+    return plans
+
+
+def cuts(order: Sequence[Entry]) -> list[list[Entry]]:
+    """The ten growing heads of a list that is sorted from least to most sensitive."""
+    without_worst = order[:-1]
+    step = len(without_worst) // POINTS  # (n − 1) // 10
+    if step == 0:
+        raise PlanError(
+            f"the paper's points need at least {POINTS + 1} measurements in the lists, found {len(order)}; "
+            "measure more components or use a budget instead"
+        )
+    return [list(without_worst[: step * i]) for i in range(1, POINTS + 1)]
+
+
+def assignment_of(entries: Sequence[Entry]) -> dict[str, str]:
+    """Component → format, where the later entry of a component wins."""
+    return {entry.component: entry.format for entry in entries}
+
+
+def points_of(table: SensitivityTable, pipeline: str) -> int:
+    """Ten points, except that the GPU pipelines stop at eight on Mamba-2."""
+    return MAMBA2_GPU_POINTS if pipeline != "cpu" and table.model_type == "mamba2" else POINTS
+
+
+def published_name(model: str, plan_name: str) -> str:
+    """`state-spaces/mamba-130m-hf`, `kl_point05` → `mamba-130m-hf_kl_point05`, as published files are called."""
+    model_name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
+    return f"{model_name}_{plan_name}"

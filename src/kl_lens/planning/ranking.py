@@ -1,0 +1,88 @@
+"""Lists of (component, format) from least to most sensitive, by any of the measured metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kl_lens.errors import PlanError
+from kl_lens.planning.predict import require_measurements
+from kl_lens.records import SensitivityTable
+
+# Name on the command line → key of the measurement, and whether a larger value means less damage.
+RANKING_METRICS = {
+    "kl_student_to_teacher": ("kl_student_to_teacher", False),
+    "kl_teacher_to_student": ("kl_teacher_to_student", False),
+    "sqnr": ("sqnr_db", True),
+    "mse": ("mse", False),
+    "delta_cross_entropy": ("delta_cross_entropy", False),
+}
+PUBLISHED_METRIC = "kl_student_to_teacher"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a sensitivity list: this component in this format does this much damage."""
+
+    component: str
+    format: str
+    value: float
+
+
+def metric_label(metric: str) -> str:
+    """How plan names spell a metric: the published ranking is plain `kl`."""
+    key, _ = require_metric(metric)
+    return {"kl_student_to_teacher": "kl", "sqnr_db": "sqnr"}.get(key, key)
+
+
+def require_metric(metric: str) -> tuple[str, bool]:
+    metric = "sqnr" if metric == "sqnr_db" else metric
+    if metric not in RANKING_METRICS:
+        raise PlanError(f"cannot rank by {metric!r}; choose one of {', '.join(RANKING_METRICS)}")
+    return RANKING_METRICS[metric]
+
+
+def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[str]:
+    """What the published lists leave out: an untied embedding always, the head when asked."""
+    left_out = set()
+    if table.embedding != table.head:
+        left_out.add(table.embedding)
+    if no_head:
+        left_out.add(table.head)
+    return frozenset(left_out)
+
+
+def sensitivity_list(
+    table: SensitivityTable, format_name: str, metric: str, exclude: Container[str] = ()
+) -> list[Entry]:
+    """One format's measurements in the model's order."""
+    key, _ = require_metric(metric)
+    require_measurements(table, format_name)
+    measured = {m.component: m.metrics for m in table.measurements if m.format == format_name}
+    entries = []
+    for component in table.candidates:
+        if component.name in exclude or component.name not in measured:
+            continue
+        if key not in measured[component.name]:
+            raise PlanError(
+                f"{component.name} at {format_name}: {key} was not measured; rank by another metric or measure again"
+            )
+        entries.append(Entry(component.name, format_name, measured[component.name][key].value))
+    return entries
+
+
+def ranked(lists: Sequence[Sequence[Entry]], metric: str) -> list[Entry]:
+    """The lists merged, least sensitive first.
+
+    Ties keep the order of the lists, then the model's order. A value that is not a number means the damage
+    was beyond measuring, and ranks as the worst.
+    """
+    _, larger_is_better = require_metric(metric)
+
+    def damage(entry: Entry) -> float:
+        if math.isnan(entry.value):
+            return math.inf
+        return -entry.value if larger_is_better else entry.value
+
+    return sorted((entry for entries in lists for entry in entries), key=damage)

@@ -1,0 +1,79 @@
+"""Plans in rows: what each costs, what it predicts, which format got how much, and where plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kl_lens.errors import PlanError
+from kl_lens.planning.cost import FP16, FormatShare, cost_of
+from kl_lens.records import Component, Plan
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One plan in numbers. Measured values come from the plan's notes, where verification puts them."""
+
+    name: str
+    bytes: int
+    bits_per_weight: float
+    predicted_kl: float | None
+    measured_kl: float | None
+    perplexity: float | None
+    shares: tuple[FormatShare, ...]
+
+    @property
+    def shares_text(self) -> str:
+        """`int8 40 (61.2 %), int4 10 (8.0 %), kept 73 (0.3 %)`: components, and share of all weights."""
+        return ", ".join(
+            f"{share.format if share.quantizable else 'kept'} {share.components} ({share.share:.1%})".replace(
+                "%", " %"
+            )
+            for share in self.shares
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A component that does not have the same format in all plans."""
+
+    component: str
+    formats: tuple[str, ...]  # in the order of the plans
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: tuple[PlanRow, ...]
+    differences: tuple[Difference, ...]
+
+
+def plan_row(plan: Plan, components: Iterable[Component]) -> PlanRow:
+    cost = cost_of(components, plan.assignment)
+    return PlanRow(
+        name=plan.name,
+        bytes=cost.bytes,
+        bits_per_weight=cost.bits_per_weight,
+        predicted_kl=plan.predicted_kl,
+        measured_kl=_number(plan, "measured_kl"),
+        perplexity=_number(plan, "perplexity"),
+        shares=cost.shares,
+    )
+
+
+def compare(plans: Sequence[Plan], components: Iterable[Component]) -> Comparison:
+    """Plans side by side, and every component on which they disagree, in the model's order."""
+    components = tuple(components)
+    if len(plans) < 2:
+        raise PlanError("comparing takes at least two plans")
+    stored = [cost_of(components, plan.assignment).stored for plan in plans]
+    differences = []
+    for component in components:
+        formats = tuple(assignment.get(component.name, FP16) for assignment in stored)
+        if len(set(formats)) > 1:
+            differences.append(Difference(component.name, formats))
+    return Comparison(tuple(plan_row(plan, components) for plan in plans), tuple(differences))
+
+
+def _number(plan: Plan, key: str) -> float | None:
+    value = plan.notes.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,317 @@
+"""The run folder: the journal `run.sqlite` and the plain files beside it.
+
+Whatever is measured is committed as it happens, so a kill loses at most the piece of work in flight. The first
+measurement fixes what the run is about (model, text, seed, meaning of the numbers); a later command that does not fit
+is refused with the difference named, and one that asks for more adds to what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sqlite3
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from kl_lens.errors import RunError
+from kl_lens.records import Component, Measurement, SensitivityTable
+from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
+from kl_lens.version import __version__
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS windows (
+    role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
+    PRIMARY KEY (role, window));
+CREATE TABLE IF NOT EXISTS samples (
+    role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
+    kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
+    delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
+    PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS effort (
+    role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
+    PRIMARY KEY (role, component, format));
+CREATE TABLE IF NOT EXISTS records (
+    kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
+CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT);
+"""
+
+CALIBRATION, EVALUATION = "calibration", "evaluation"
+# What a difference in identity means to a person.
+_MEANINGS = {
+    "model_fingerprint": "the model's weights",
+    "model": "the model",
+    "metrics_version": "the meaning of the metrics",
+    "dtype": "the compute dtype",
+    "activations": "what is measured (weights alone, or as deployed)",
+}
+
+
+class Run:
+    """One run folder, open for reading and writing.
+
+    Example:
+        >>> with Run.open(Path("runs/mamba")) as run:
+        ...     print(run.table().formats)
+    """
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        self.folder = folder
+        self._db = connection
+
+    @classmethod
+    def create(cls, folder: Path) -> Self:
+        """Opens the run folder, making it when it is missing."""
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file; --run wants a folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(folder / "run.sqlite", timeout=30)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.executescript(_SCHEMA)
+            connection.commit()
+        except sqlite3.DatabaseError as error:
+            raise RunError(
+                f"{folder / 'run.sqlite'} is no journal of KL Lens ({error}); use another --run"
+            ) from error
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
+        return cls(folder, connection)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Opens a run that must exist."""
+        if not (Path(folder) / "run.sqlite").is_file():
+            raise RunError(f"{folder} holds no run; make one with: kl-lens measure MODEL --run {folder}")
+        return cls.create(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- what the run is about -------------------------------------------------------------------------
+
+    def identify(self, model: Mapping[str, Any]) -> None:
+        """Fixes the model of the run, or checks that it is the same as before."""
+        given = {**model, "metrics_version": METRICS_VERSION}
+        known = dict(self._db.execute("SELECT key, value FROM identity").fetchall())
+        for key, value in given.items():
+            if key not in _MEANINGS or key not in known:
+                continue
+            if json.loads(known[key]) != value:
+                raise RunError(
+                    f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
+                    f"{key} is {json.loads(known[key])!r} there and {value!r} now; use another --run"
+                )
+        with self._db:
+            self._db.executemany(
+                "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
+            )
+
+    def identify_text(self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]) -> None:
+        """Fixes the text of a role (calibration, evaluation, …), or checks that it is the same as before.
+
+        More windows than before are welcome; those that are there already must be the same.
+        """
+        row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+        if row is not None:
+            known = json.loads(row[0])
+            for key, value in identity.items():
+                if known.get(key) != value:
+                    raise RunError(
+                        f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                        "use another --run, or the text, length and seed of this one"
+                    )
+        stored = dict(self._db.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall())
+        for index, value in enumerate(hashes):
+            if stored.get(index, value) != value:
+                raise RunError(
+                    f"{self.folder}: {role} window {index} holds other tokens than before; use another --run"
+                )
+        with self._db:
+            self._db.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
+            self._db.executemany(
+                "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
+                [(role, index, value) for index, value in enumerate(hashes)],
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        rows = self._db.execute("SELECT key, value FROM identity").fetchall()
+        return {key: json.loads(value) for key, value in rows}
+
+    def text_identity(self, role: str) -> dict[str, Any] | None:
+        row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def roles(self) -> list[str]:
+        return [role for (role,) in self._db.execute("SELECT role FROM texts ORDER BY rowid")]
+
+    def note_command(self, command: Sequence[str]) -> None:
+        with self._db:
+            self._db.execute(
+                "INSERT INTO commands VALUES (?, ?, ?)",
+                (time.time(), json.dumps(list(command)), json.dumps(provenance())),
+            )
+
+    def commands(self) -> list[dict[str, Any]]:
+        rows = self._db.execute(
+            "SELECT started, command, provenance FROM commands ORDER BY started"
+        ).fetchall()
+        return [{"started": s, "command": json.loads(c), "provenance": json.loads(p)} for s, c, p in rows]
+
+    # -- measurements ----------------------------------------------------------------------------------
+
+    def store_teacher(self, role: str, windows: Iterable[tuple[int, int, float]]) -> None:
+        """(window, tokens with a target, the teacher's summed cross-entropy on them)."""
+        with self._db:
+            self._db.executemany(
+                "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ?",
+                [(tokens, total, role, window) for window, tokens, total in windows],
+            )
+
+    def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
+        """The teacher's mean cross-entropy per token on a role's text, and how many tokens that rests on."""
+        total, tokens = self._db.execute(
+            "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0",
+            (role,),
+        ).fetchone()
+        if not tokens:
+            raise RunError(f"{self.folder} holds no {role} measurements yet")
+        return total / tokens, tokens
+
+    def store_samples(
+        self,
+        role: str,
+        component: str,
+        format_name: str,
+        windows: Sequence[WindowMetrics],
+        seconds: float,
+        compute_dtype: str,
+    ) -> None:
+        """Commits some windows of one candidate; this is the piece of work a kill can lose."""
+        marks = ", ".join("?" for _ in WINDOW_FIELDS)
+        with self._db:
+            self._db.executemany(
+                f"INSERT OR REPLACE INTO samples (role, component, format, {', '.join(WINDOW_FIELDS)}) "
+                f"VALUES (?, ?, ?, {marks})",
+                [(role, component, format_name, *astuple(w)) for w in windows],
+            )
+            self._db.execute(
+                "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
+                "DO UPDATE SET seconds = seconds + excluded.seconds",
+                (role, component, format_name, seconds, compute_dtype),
+            )
+
+    def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
+        """Which windows of which candidate are done."""
+        done: dict[tuple[str, str], set[int]] = {}
+        for component, format_name, window in self._db.execute(
+            "SELECT component, format, window FROM samples WHERE role = ?", (role,)
+        ):
+            done.setdefault((component, format_name), set()).add(window)
+        return done
+
+    def samples(
+        self, role: str, component: str, format_name: str, windows: int | None = None
+    ) -> list[WindowMetrics]:
+        """The windows of one candidate, in order; only the first `windows` when given."""
+        limit = "" if windows is None else f" AND window < {int(windows)}"
+        rows = self._db.execute(
+            f"SELECT {', '.join(WINDOW_FIELDS)} FROM samples "
+            f"WHERE role = ? AND component = ? AND format = ?{limit} ORDER BY window",
+            (role, component, format_name),
+        )
+        return [WindowMetrics(*row) for row in rows]
+
+    def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
+        """One record per candidate, in the order in which they were first measured."""
+        found = []
+        query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
+        for component, format_name, seconds, dtype in self._db.execute(query, (role,)).fetchall():
+            samples = self.samples(role, component, format_name, windows)
+            if samples:
+                found.append(
+                    Measurement(
+                        component=component,
+                        format=format_name,
+                        metrics=summarise(samples),
+                        tokens=sum(s.tokens for s in samples),
+                        windows=len(samples),
+                        compute_dtype=dtype,
+                        seconds=seconds,
+                    )
+                )
+        return found
+
+    def table(self, role: str = CALIBRATION, windows: int | None = None) -> SensitivityTable:
+        """All measurements of a role together with the components they are about."""
+        identity = self.identity
+        if "components" not in identity:
+            raise RunError(
+                f"{self.folder} holds no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
+            )
+        measurements = [m for m in self.imported() if role == CALIBRATION] or self.measurements(role, windows)
+        return SensitivityTable(
+            model=identity["model"],
+            model_type=identity["model_type"],
+            components=tuple(Component.from_json(c) for c in identity["components"]),
+            head=identity["head"],
+            embedding=identity["embedding"],
+            measurements=tuple(measurements),
+        )
+
+    # -- other records ---------------------------------------------------------------------------------
+
+    def store(self, kind: str, name: str, value: Any) -> None:
+        """Any JSON-serialisable record (noise floors, rankings, scores, profiles)."""
+        with self._db:
+            self._db.execute(
+                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
+                (kind, name, json.dumps(value), time.time()),
+            )
+
+    def load(self, kind: str, name: str) -> Any | None:
+        row = self._db.execute(
+            "SELECT value FROM records WHERE kind = ? AND name = ?", (kind, name)
+        ).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def load_all(self, kind: str) -> dict[str, Any]:
+        rows = self._db.execute(
+            "SELECT name, value FROM records WHERE kind = ? ORDER BY created", (kind,)
+        ).fetchall()
+        return {name: json.loads(value) for name, value in rows}
+
+    def imported(self) -> list[Measurement]:
+        """Measurements that others published, read by `import-legacy`."""
+        return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and machine: what a sceptic wants to know beside a number."""
+    versions = {"kl-lens": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "numba", "openvino", "nncf", "gguf", "xllamacpp"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "command": sys.argv[1:],
+    }

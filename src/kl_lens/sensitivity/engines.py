@@ -1,0 +1,227 @@
+"""Two ways to measure the same thing: `plain`, which anybody can check by reading, and `fast`.
+
+Both yield, for every perturbation, the metrics of every window. The plain engine runs the whole model for each
+perturbation and compares in plain torch. The fast engine starts at the first perturbed block from the teacher's cached
+states, lets candidates of one block share a stacked suffix when batches are small, and forms logits and all metrics a
+chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.samples import WindowMetrics
+from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.perturbation import Perturbation, Replacement, first_block, replacements, swapped
+from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, input_bytes
+
+DEFAULT_MEMORY = 8 * 10**9
+
+
+class Engine(ABC):
+    """Measures perturbations on windows of token ids."""
+
+    name: ClassVar[str]
+
+    def __init__(self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY) -> None:
+        self.model = model
+        self.chain = model.chain
+        self.memory_budget = memory_budget
+        self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
+
+    def slabs(self, ids: torch.Tensor) -> list[range]:
+        """The windows in stretches whose teacher states fit into the memory budget."""
+        width = int(self.model.model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]
+        per_window = input_bytes(self.chain, ids.shape[1], width)
+        most = max(1, self.memory_budget // 2 // per_window)
+        return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+
+    @abstractmethod
+    def prepare(self, ids: torch.Tensor) -> None:
+        """Runs the teacher on these windows (one slab); `measure` compares against it."""
+
+    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
+        """Indices of perturbations that are measured together."""
+        for index in range(len(perturbations)):
+            yield [index]
+
+    @abstractmethod
+    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+        """The windows of each perturbation of one group."""
+
+    def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+        """The windows of each perturbation."""
+        found: dict[int, list[WindowMetrics]] = {}
+        for group in self.groups(perturbations):
+            results = self.measure_group([perturbations[index] for index in group])
+            found.update(zip(group, results, strict=True))
+        return [found[index] for index in range(len(perturbations))]
+
+    @abstractmethod
+    def teacher_cross_entropy(self) -> Floats:
+        """The teacher's summed cross-entropy on each prepared window."""
+
+
+class PlainEngine(Engine):
+    """One full forward per perturbation, by the model's own code. The reference."""
+
+    name = "plain"
+
+    def prepare(self, ids: torch.Tensor) -> None:
+        self.ids = ids.to(self.chain.device)
+        targets = torch.full_like(self.ids, -1)
+        targets[:, :-1] = self.ids[:, 1:]
+        self.targets = targets
+        # A few windows at a time, so that whole logits fit.
+        self.per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
+        self.per_batch = min(self.per_batch, limit)
+
+    def _batches(self) -> Iterator[slice]:
+        for first in range(0, len(self.ids), self.per_batch):
+            yield slice(first, min(first + self.per_batch, len(self.ids)))
+
+    def _teacher(self, windows: slice) -> TeacherRows:
+        logits = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
+        return TeacherRows.of(logits, self.targets[windows].flatten())
+
+    def teacher_cross_entropy(self) -> Floats:
+        return np.concatenate(
+            [
+                self._teacher(windows).cross_entropy.cpu().numpy().reshape(-1, self.ids.shape[1]).sum(1)
+                for windows in self._batches()
+            ]
+        )
+
+    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+        return [self._measure_one(perturbation) for perturbation in perturbations]
+
+    def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
+        time = self.ids.shape[1]
+        found: list[WindowMetrics] = []
+        weights = replacements(self.model, perturbation)
+        for windows in self._batches():
+            teacher = self._teacher(windows)
+            with swapped(weights):
+                student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
+            rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
+            signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
+            for offset, (values, power) in enumerate(zip(rows, signal, strict=True)):
+                found.append(window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary))
+        return found
+
+
+class _Student:
+    """A perturbation made ready: its weights, where it parts from the teacher, and its head if that differs."""
+
+    def __init__(self, model: LoadedModel, perturbation: Perturbation) -> None:
+        self.weights = replacements(model, perturbation)
+        self.start = first_block(model.anatomy, perturbation)
+        head = model.chain.head.weight
+        self.head = [(parameter, weight) for parameter, weight in self.weights if parameter is head]
+
+
+class FastEngine(Engine):
+    """Suffixes only, from cached states, with streamed logits. The same numbers for far less work."""
+
+    name = "fast"
+
+    def prepare(self, ids: torch.Tensor) -> None:
+        self.ids = ids.to(self.chain.device)
+        self.teacher = Teacher(
+            self.chain, self.ids, memory_budget=self.memory_budget, vocabulary=self.vocabulary
+        )
+        self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+
+    def teacher_cross_entropy(self) -> Floats:
+        return self.teacher.cross_entropy()
+
+    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+        students = [_Student(self.model, perturbation) for perturbation in perturbations]
+        found: list[list[WindowMetrics]] = [[] for _ in students]
+        for batch, signal in zip(self.teacher.batches, self._signal, strict=True):
+            for member, rows in enumerate(self._measure_batch(batch, students)):
+                found[member] += self._windows(batch, rows, signal)
+        return found
+
+    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
+        """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
+        rows = max(batch.rows for batch in self.teacher.batches)
+        most = max(1, BATCH_TOKENS // rows)
+        group: list[int] = []
+        for index, perturbation in enumerate(perturbations):
+            block = self._only_block(perturbation)
+            fits = group and block is not None and block == self._only_block(perturbations[group[0]])
+            if group and not (fits and len(group) < most):
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _only_block(self, perturbation: Perturbation) -> int | None:
+        blocks: set[int] = set()
+        for name in perturbation.formats:
+            component = self.model.anatomy.component(name)
+            if not component.blocks:
+                return None
+            blocks.update(component.blocks)
+        return blocks.pop() if len(blocks) == 1 else None
+
+    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
+        """(rows, 5) for each student."""
+        if len(students) == 1:
+            states = self._states(batch, students[0])
+            return self._compare(batch, [states], students[0].head)
+        block = students[0].start
+        outputs = []
+        for student in students:
+            with swapped(student.weights):
+                outputs.append(self.chain.run(self._input(batch, block), batch.calls, block, block + 1))
+        hidden = self.chain.run(torch.cat(outputs), batch.calls, block + 1)
+        states = self.chain.finish(hidden, batch.calls)
+        return self._compare(batch, list(states.chunk(len(students))))
+
+    def _input(self, batch: Batch, block: int) -> torch.Tensor:
+        assert batch.inputs is not None
+        return batch.inputs[block]
+
+    def _states(self, batch: Batch, student: _Student) -> torch.Tensor:
+        """What enters the student's head."""
+        if student.start == len(self.chain):
+            return batch.states
+        with swapped(student.weights):
+            if student.start < 0:
+                calls = self.chain.calls(batch.calls.ids)
+                return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
+            hidden = self.chain.run(self._input(batch, student.start), batch.calls, student.start)
+            return self.chain.finish(hidden, batch.calls)
+
+    def _compare(
+        self, batch: Batch, states: Sequence[torch.Tensor], head: Sequence[Replacement] = ()
+    ) -> list[Floats]:
+        """`head` holds the student's own head when that is perturbed; the teacher's logits need the original."""
+        parts: list[list[Floats]] = [[] for _ in states]
+        for rows, teacher in self.teacher.rows(batch):
+            for member, entering in enumerate(states):
+                with swapped(head):
+                    logits = self.chain.logits(entering.flatten(0, 1)[rows])
+                parts[member].append(compare(teacher, logits))
+        return [np.concatenate(part) for part in parts]
+
+    def _windows(self, batch: Batch, rows: Floats, signal: Floats) -> list[WindowMetrics]:
+        time = batch.targets.shape[1]
+        by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
+        return [
+            window_metrics(window, by_window[k], power[k], time - 1, self.vocabulary)
+            for k, window in enumerate(batch.windows)
+        ]
+
+
+ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}

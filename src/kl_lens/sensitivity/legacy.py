@@ -1,0 +1,95 @@
+"""The published layout of sensitivity files: {layer: {"sqnr_db", "kl_teacher_to_student", …}}, one per bit width.
+
+Reading takes the numbers as they are. In the published files `kl_teacher_to_student` is about 5e8 in every row (their
+code passes probabilities where log-probabilities belong) and both divergences are sums over a sequence, not means over
+tokens; `kl_student_to_teacher`, `sqnr_db` and `delta_cross_entropy` still rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kl_lens.checkpoints import Anatomy
+from kl_lens.errors import RunError
+from kl_lens.formats import get_format
+from kl_lens.records import Estimate, Measurement
+from kl_lens.writing import write_text
+
+KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
+FORMAT_OF_BITS = {4: "int4", 8: "int8"}
+
+
+def write_legacy(
+    path: Path, measurements: Sequence[Measurement], perplexities: dict[tuple[str, str], float] | None = None
+) -> list[Path]:
+    """Writes one file per format: PATH itself for a single one, else NAME_4bit.json and so on."""
+    names = list(dict.fromkeys(m.format for m in measurements))
+    written = []
+    for name in names:
+        content: dict[str, dict[str, float]] = {}
+        for measurement in measurements:
+            if measurement.format != name:
+                continue
+            entry = {key: measurement.metrics[key].value for key in KEYS}
+            perplexity = (perplexities or {}).get((measurement.component, name))
+            if perplexity is not None:
+                entry["perplexity"] = perplexity
+            content[measurement.component] = entry
+        target = path if len(names) == 1 else path.with_name(f"{path.stem}_{_suffix(name)}{path.suffix}")
+        write_text(target, json.dumps(content, indent=2))
+        written.append(target)
+    return written
+
+
+def _suffix(format_name: str) -> str:
+    bits = get_format(format_name).bits
+    return f"{bits}bit" if FORMAT_OF_BITS.get(bits) == format_name else format_name
+
+
+def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
+    """Published measurements of one bit width, for the components of a model.
+
+    Raises:
+        RunError: the file is not of that layout, or names a layer that the model does not have.
+    """
+    if bits not in FORMAT_OF_BITS:
+        raise RunError(
+            f"--bits {bits}: the published files have {' or '.join(map(str, FORMAT_OF_BITS))} bits"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunError(f"{path}: no such file") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is no JSON ({error})") from error
+    if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()) or not data:
+        raise RunError(f"{path} is no published sensitivity file: expected {{layer: {{metric: value}}}}")
+    by_name = {name: c for c in anatomy.candidates for name in (c.name, *c.tied_with)}
+    unknown = [layer for layer in data if layer not in by_name]
+    if unknown:
+        raise RunError(
+            f"{path} names {unknown[0]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}, which the model "
+            "does not have (or which is not quantizable); is --model the right one?"
+        )
+    return [
+        _measurement(path, by_name[layer].name, layer, FORMAT_OF_BITS[bits], entry)
+        for layer, entry in data.items()
+    ]
+
+
+def _measurement(
+    path: Path, component: str, layer: str, format_name: str, entry: dict[str, Any]
+) -> Measurement:
+    metrics = {}
+    for key, value in entry.items():
+        if not isinstance(value, (int, float)):
+            raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
+        metrics[key] = Estimate(float(value))
+    if not set(metrics) & set(KEYS):
+        raise RunError(f"{path}: {layer} has none of {', '.join(KEYS)}")
+    return Measurement(
+        component, format_name, metrics, tokens=0, windows=0, compute_dtype="published", seconds=0.0
+    )

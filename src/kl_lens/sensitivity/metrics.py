@@ -1,0 +1,105 @@
+"""What a perturbed model's output distributions lose against the original's, token by token.
+
+Everything is computed from one chunk of rows at a time, so memory never grows with tokens × vocabulary. On CPU the
+row kernel of `metric_kernel` does the work; elsewhere, and as the reference, plain torch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kl_lens.samples import WindowMetrics
+from kl_lens.sensitivity import metric_kernel
+
+Floats = npt.NDArray[np.float64]  # (rows, 5), or one value per row or window
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The original model's side of some rows."""
+
+    logits: torch.Tensor  # (rows, vocabulary), float32
+    lse: torch.Tensor  # (rows,), float64
+    top: torch.Tensor  # (rows,), int64
+    targets: torch.Tensor  # (rows,), int64: the true next token, -1 where there is none
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, targets: torch.Tensor) -> Self:
+        logits = logits.float()
+        if logits.device.type == "cpu":
+            lse = torch.from_numpy(metric_kernel.log_sum_exp(logits.contiguous().numpy()))
+        else:
+            lse = torch.logsumexp(logits.double(), -1)
+        return cls(logits, lse, logits.argmax(-1), targets)
+
+    @property
+    def cross_entropy(self) -> torch.Tensor:
+        """Per row, in nats; 0 where there is no target."""
+        has_target = self.targets >= 0
+        at_target = self.logits.gather(1, self.targets.clamp(min=0)[:, None])[:, 0].double()
+        return torch.where(has_target, self.lse - at_target, 0.0)
+
+
+# Columns of the array that compare() returns.
+KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME_TOP = range(5)
+
+
+def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True) -> Floats:
+    """(rows, 5): both divergences, Σ squared error, change in cross-entropy, same top token."""
+    student = student.float()
+    if kernel and student.device.type == "cpu":
+        return metric_kernel.compare_rows(
+            teacher.logits.contiguous().numpy(),
+            teacher.lse.numpy(),
+            teacher.top.numpy(),
+            student.contiguous().numpy(),
+            teacher.targets.numpy(),
+        )
+    return _compare_reference(teacher, student)
+
+
+def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+    """The same in plain torch, float32 with double sums; metric_kernel's docstring says why in this form."""
+    lse = torch.logsumexp(student.double(), -1)
+    log_p = teacher.logits - teacher.lse.float()[:, None]
+    d = (student - teacher.logits) - (lse - teacher.lse).float()[:, None]
+    p, q = log_p.exp(), (student - lse.float()[:, None]).exp()
+    # q - p - p·d would round for small d; there the first terms of its series are exact.
+    small = d.abs() < 0.1
+    square = p * d * d
+    forward = torch.where(small, square * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120))), q - p - p * d)
+    backward = torch.where(small, square * (1 / 2 + d * (1 / 3 + d * (1 / 8 + d / 30))), q * d - q + p)
+    has_target = teacher.targets >= 0
+    at_target = teacher.targets.clamp(min=0)[:, None]
+    teacher_there = teacher.logits.gather(1, at_target)[:, 0].double() - teacher.lse
+    student_there = student.gather(1, at_target)[:, 0].double() - lse
+    columns = (
+        forward.sum(-1, dtype=torch.float64),
+        backward.sum(-1, dtype=torch.float64),
+        (student - teacher.logits).square().sum(-1, dtype=torch.float64),
+        torch.where(has_target, teacher_there - student_there, 0.0),
+        (student.gather(1, teacher.top[:, None])[:, 0] >= student.amax(-1)).double(),
+    )
+    return torch.stack(columns, 1).cpu().numpy()
+
+
+def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, vocabulary: int) -> WindowMetrics:
+    """One window's sums, from its rows of compare() and the teacher's Σ squared logits of each row."""
+    sums = rows.sum(0)
+    return WindowMetrics(
+        window=window,
+        tokens=len(rows),
+        targets=targets,
+        kl_teacher_to_student=float(sums[KL_TEACHER_STUDENT]),
+        kl_student_to_teacher=float(sums[KL_STUDENT_TEACHER]),
+        squared_error=float(sums[SQUARED_ERROR]) / vocabulary,
+        signal=float(signal.sum()) / vocabulary,
+        delta_cross_entropy=float(sums[DELTA_CROSS_ENTROPY]),
+        same_top=float(sums[SAME_TOP]),
+        token_kl=rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes(),
+    )

@@ -1,0 +1,233 @@
+"""The sweep: every candidate on every window, committed as it happens, taken up again where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.runs import CALIBRATION, Run
+from kl_lens.samples import WindowMetrics, summarise
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine
+from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.settling import Settled, settled
+from kl_lens.text import Windows
+
+
+@dataclass
+class Progress:
+    """What a progress display needs; the command line replaces the callbacks."""
+
+    started: Callable[[float, float], None] = lambda total, done: None  # work in all, work already done
+    advanced: Callable[[float, str], None] = lambda work, what: None
+    message: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """How a sweep went; the numbers themselves are in the run."""
+
+    candidates: int
+    windows: int
+    tokens: int
+    measured: int  # candidate-windows measured now
+    reused: int  # candidate-windows that the run had already
+    seconds: float
+    settled: Settled | None = None
+
+
+@dataclass
+class Sweep:
+    """Measures candidates on windows into a run.
+
+    Example:
+        >>> with Run.create(folder) as run:
+        ...     Sweep(model, run).measure(candidates, windows)
+    """
+
+    model: LoadedModel
+    run: Run
+    engine: str = FastEngine.name
+    memory_budget: int = DEFAULT_MEMORY
+    progress: Progress = field(default_factory=Progress)
+
+    def measure(
+        self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
+    ) -> SweepResult:
+        """All candidates on all windows; what the run holds already is not measured again."""
+        begin = time.perf_counter()
+        self._identify(windows, role)
+        engine = ENGINES[self.engine](self.model, self.memory_budget)
+        done = self.run.measured_windows(role)
+        wanted = range(len(windows))
+        work = {str(c): self._work(c) for c in candidates}
+        total = sum(work.values()) * len(wanted)
+        finished = sum(work[str(c)] * len(done.get(_key(c), set()) & set(wanted)) for c in candidates)
+        reused = sum(len(done.get(_key(c), set()) & set(wanted)) for c in candidates)
+        self.progress.started(total, finished)
+        measured = 0
+        for slab in engine.slabs(windows.ids):
+            missing = [w for w in slab if any(w not in done.get(_key(c), ()) for c in candidates)]
+            if missing:
+                measured += self._measure_slab(engine, candidates, windows.ids, missing, done, role, work)
+        return SweepResult(
+            candidates=len(candidates),
+            windows=len(windows),
+            tokens=windows.tokens,
+            measured=measured,
+            reused=reused,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def measure_until_settled(
+        self,
+        candidates: Sequence[Candidate],
+        windows: Windows,
+        role: str = CALIBRATION,
+        *,
+        per_round: int = 8,
+        threshold: float = 0.9,
+    ) -> SweepResult:
+        """Windows in rounds, until the ranking no longer depends on which of them were drawn."""
+        result: SweepResult | None = None
+        measured, begin = 0, time.perf_counter()
+        for count in [*range(per_round, len(windows), per_round), len(windows)]:
+            result = self.measure(candidates, windows.first(count), role)
+            measured += result.measured
+            state = settled(self._values(candidates, role, count), threshold)
+            self.progress.message(f"{count} windows: {state}")
+            if state.is_settled:
+                break
+        assert result is not None
+        return SweepResult(
+            candidates=result.candidates,
+            windows=result.windows,
+            tokens=result.tokens,
+            measured=measured,
+            reused=result.reused,
+            seconds=time.perf_counter() - begin,
+            settled=state,
+        )
+
+    def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
+        """Per format, each candidate's KL window by window."""
+        found: dict[str, list[list[float]]] = {}
+        for candidate in candidates:
+            samples = self.run.samples(role, *_key(candidate), windows=count)
+            row = [s.kl_teacher_to_student / s.tokens for s in samples]
+            found.setdefault(candidate.format, []).append(row)
+        return found
+
+    def _identify(self, windows: Windows, role: str) -> None:
+        self.run.identify(model_identity(self.model))
+        identity = {
+            "source": windows.source,
+            "split": windows.split,
+            "order": windows.order,
+            "length": windows.length,
+            "seed": windows.seed,
+            "stride": windows.stride,
+        }
+        self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
+        self.run.store("text", role, windows.provenance())
+
+    def _measure_slab(
+        self,
+        engine: Engine,
+        candidates: Sequence[Candidate],
+        ids: torch.Tensor,
+        missing: Sequence[int],
+        done: dict[tuple[str, str], set[int]],
+        role: str,
+        work: dict[str, float],
+    ) -> int:
+        self.progress.message(f"original model on {len(missing)} windows")
+        engine.prepare(ids[list(missing)])
+        entropies = engine.teacher_cross_entropy()
+        tokens = ids.shape[1] - 1
+        self.run.store_teacher(role, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        if self.run.load("noise", role) is None:
+            self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
+        dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
+        measured = 0
+        # Groups depend on the full list, never on what is left of it: a resumed sweep repeats the same arithmetic.
+        for group in engine.groups([c.perturbation for c in candidates]):
+            members = [candidates[index] for index in group]
+            if all(set(missing) <= done.get(_key(c), set()) for c in members):
+                continue
+            begin = time.perf_counter()
+            results = engine.measure_group([c.perturbation for c in members])
+            seconds = (time.perf_counter() - begin) / len(members)
+            for candidate, found in zip(members, results, strict=True):
+                known = done.get(_key(candidate), set())
+                fresh = [_renumbered(w, missing[w.window]) for w in found if missing[w.window] not in known]
+                if fresh:
+                    self.run.store_samples(role, *_key(candidate), fresh, seconds, dtype)
+                    measured += len(fresh)
+                    self.progress.advanced(work[str(candidate)] * len(fresh), str(candidate))
+        return measured
+
+    def _work(self, candidate: Candidate) -> float:
+        """Relative cost of a candidate: the blocks it runs through, and the head."""
+        anatomy = self.model.anatomy
+        blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
+        head = anatomy.component(anatomy.head).parameters
+        start = candidate.component.block
+        if start is None:
+            start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
+        if self.engine != FastEngine.name:
+            start = 0
+        return blocks * (anatomy.blocks - start) + 2 * head
+
+
+def model_identity(model: LoadedModel) -> dict[str, object]:
+    """What a run stores about its model."""
+    anatomy = model.anatomy
+    return {
+        "model": model.name,
+        "source": model.source,
+        "tokenizer": model.tokenizer_source,
+        "model_type": anatomy.model_type,
+        "model_fingerprint": model.fingerprint,
+        "dtype": str(next(model.model.parameters()).dtype).removeprefix("torch."),
+        "head": anatomy.head,
+        "embedding": anatomy.embedding,
+        "components": [c.to_json() for c in anatomy.components],
+    }
+
+
+def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
+    """The teacher against itself in another batch position: what the measuring alone makes of no difference."""
+    ids = ids[:windows].to(engine.chain.device)
+    together = engine.chain.full_logits(ids)
+    found: list[WindowMetrics] = []
+    for index in range(len(ids)):
+        targets = torch.full((ids.shape[1],), -1, device=ids.device)
+        alone = engine.chain.full_logits(ids[index : index + 1])[0]
+        rows = compare(TeacherRows.of(together[index], targets), alone)
+        signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
+        found.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
+    summary = summarise(found)
+    return {
+        "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
+        "kl_student_to_teacher": summary["kl_student_to_teacher"].value,
+        "mse": summary["mse"].value,
+        "kl_max": summary["kl_max"].value,
+    }
+
+
+def _key(candidate: Candidate) -> tuple[str, str]:
+    return candidate.component.name, candidate.format
+
+
+def _hash(ids: torch.Tensor) -> str:
+    return hashlib.blake2b(ids.cpu().to(torch.int64).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
+    return WindowMetrics(**{**vars(window), "window": index})

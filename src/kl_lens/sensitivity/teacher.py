@@ -1,0 +1,117 @@
+"""The original model's run over some windows, with everything kept that perturbed runs can start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kl_lens.checkpoints import BlockCalls, Chain
+from kl_lens.sensitivity.metrics import Floats, TeacherRows
+
+# Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
+BATCH_TOKENS = 4096
+# Bytes of logits formed at once.
+LOGIT_BYTES = 32 << 20
+
+
+@dataclass
+class Batch:
+    """Some windows that run together, and the teacher's states on them."""
+
+    windows: range  # indices into the ids that were given
+    calls: BlockCalls
+    inputs: list[torch.Tensor] | None  # what enters each block; None when memory did not suffice
+    states: torch.Tensor  # (windows, time, width): what enters the head
+    targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
+    logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
+    lse: torch.Tensor | None = None
+    top: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.targets.numel()
+
+
+class Teacher:
+    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        ids: torch.Tensor,
+        *,
+        memory_budget: int,
+        keep_inputs: bool = True,
+        batch_tokens: int = BATCH_TOKENS,
+        vocabulary: int,
+    ) -> None:
+        self.chain = chain
+        self.vocabulary = vocabulary
+        self.row_chunk = max(64, LOGIT_BYTES // (4 * vocabulary))
+        per_batch = max(1, batch_tokens // ids.shape[1])
+        needed_logits = ids.numel() * vocabulary * 4
+        self.keep_logits = needed_logits <= memory_budget // 2
+        self.batches: list[Batch] = []
+        for first in range(0, len(ids), per_batch):
+            self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids))), keep_inputs))
+
+    def _run(self, ids: torch.Tensor, windows: range, keep_inputs: bool) -> Batch:
+        part = ids[windows.start : windows.stop]
+        calls = self.chain.calls(part)
+        inputs: list[torch.Tensor] = []
+        final = self.chain.run(
+            calls.hidden,
+            calls,
+            0,
+            keep=(lambda _index, hidden: inputs.append(hidden)) if keep_inputs else None,
+        )
+        states = self.chain.finish(final, calls)
+        targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
+        batch = Batch(windows, calls, inputs if keep_inputs else None, states, targets)
+        if self.keep_logits:
+            chunks = [self._rows_of(batch, rows) for rows in self._chunks(batch)]
+            batch.logits = torch.cat([c.logits for c in chunks])
+            batch.lse = torch.cat([c.lse for c in chunks])
+            batch.top = torch.cat([c.top for c in chunks])
+        return batch
+
+    def _chunks(self, batch: Batch) -> Iterator[slice]:
+        for first in range(0, batch.rows, self.row_chunk):
+            yield slice(first, min(first + self.row_chunk, batch.rows))
+
+    def _rows_of(self, batch: Batch, rows: slice) -> TeacherRows:
+        targets = batch.targets.flatten()[rows]
+        if batch.logits is not None and batch.lse is not None and batch.top is not None:
+            return TeacherRows(batch.logits[rows], batch.lse[rows], batch.top[rows], targets)
+        logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
+        return TeacherRows.of(logits, targets)
+
+    def rows(self, batch: Batch) -> Iterator[tuple[slice, TeacherRows]]:
+        """The teacher's logits, a chunk of rows at a time."""
+        for rows in self._chunks(batch):
+            yield rows, self._rows_of(batch, rows)
+
+    def cross_entropy(self) -> Floats:
+        """Summed over each window's tokens."""
+        return np.concatenate(
+            [
+                np.concatenate([t.cross_entropy.cpu().numpy() for _, t in self.rows(batch)])
+                .reshape(batch.targets.shape)
+                .sum(1)
+                for batch in self.batches
+            ]
+        )
+
+    def signal(self, batch: Batch) -> Floats:
+        """Σ squared logits of each row."""
+        return np.concatenate(
+            [t.logits.square().sum(-1, dtype=torch.float64).cpu().numpy() for _, t in self.rows(batch)]
+        )
+
+
+def input_bytes(chain: Chain, time: int, width: int) -> int:
+    """What keeping one window's block inputs and final states costs."""
+    return (len(chain) + 2) * time * width * 4

@@ -1,0 +1,167 @@
+"""`kl-lens measure` and `rank` as a user runs them, kills and all."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kl_lens.cli.main import main
+from kl_lens.runs import Run
+
+
+def _kl_lens(*arguments: str, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kl_lens.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def _metrics(folder: Path) -> dict:
+    with Run.open(folder) as run:
+        return {(m.component, m.format): m.metrics for m in run.measurements()}
+
+
+def test_measure_prints_a_table_and_the_next_command(measure_arguments, capsys) -> None:
+    assert main(measure_arguments) == 0
+    out = capsys.readouterr().out
+    assert "backbone.layers.3.mixer.out_proj" in out
+    assert "34 candidates × 4 windows (128 tokens each)" in out
+    assert "Noise floor" in out
+    assert "Next: kl-lens plan --run" in out
+
+
+def test_json_and_legacy_files(measure_arguments, tmp_path, capsys) -> None:
+    assert main([*measure_arguments, "--json", "--legacy-json", str(tmp_path / "out.json")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["measurements"]) == 34
+    assert len(json.loads((tmp_path / "out_4bit.json").read_text())) == 17
+    assert len(json.loads((tmp_path / "out_8bit.json").read_text())) == 17
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--components", "nothing_like_this"], "matches none of"),
+        (["--formats", "int3"], "int3"),
+        (["--formats", ","], "names no format"),
+        (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--window-length", "1000000"], "text.txt"),
+        (["--memory-budget", "lots"], "is no size"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, message, capsys) -> None:
+    assert main([*measure_arguments, *extra]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.strip().count("\n") == 0
+
+
+def test_another_text_in_the_same_run_is_refused(measure_arguments, capsys) -> None:
+    assert main(measure_arguments) == 0
+    assert main([*measure_arguments, "--seed", "7"]) == 1
+    assert "seed 42, now it is 7" in capsys.readouterr().err
+
+
+def test_killed_at_random_moments_the_sweep_still_ends_with_the_same_table(
+    measure_arguments, tmp_path
+) -> None:
+    arguments = [*measure_arguments[:-4], "--windows", "16", "--window-length", "64"]
+    whole = [*arguments]
+    whole[3] = str(tmp_path / "whole")
+    assert main(whole) == 0
+    expected = _metrics(tmp_path / "whole")
+    folder, moments = tmp_path / "run", random.Random(0)
+    kills = 0
+    for _ in range(40):
+        process = _kl_lens(*arguments)
+        # Wait until the journal grows, then kill at once or a little later.
+        begin, known = time.monotonic(), _rows(folder)
+        while process.poll() is None and _rows(folder) == known and time.monotonic() - begin < 60:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.15))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        if kills == 3:
+            break
+    assert kills >= 1, "nothing was interrupted"
+    assert main(arguments) == 0
+    assert _metrics(folder) == expected
+
+
+def _rows(folder: Path) -> int:
+    if not (folder / "run.sqlite").exists():
+        return 0
+    try:
+        with Run.open(folder) as run:
+            return sum(len(w) for w in run.measured_windows("calibration").values())
+    except Exception:  # the other process is just making the file
+        return 0
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(measure_arguments, tmp_path) -> None:
+    process = _kl_lens(*measure_arguments[:-4], "--windows", "64", "--window-length", "128")
+    begin = time.monotonic()
+    while process.poll() is None and _rows(tmp_path / "run") == 0 and time.monotonic() - begin < 60:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "The same command goes on from there" in err
+    assert "Traceback" not in err
+
+
+def test_rank_says_which_metric_predicts_damage(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
+    assert main(measure_arguments) == 0
+    held_out = tmp_path / "other.txt"
+    text = (tiny_folder / "text.txt").read_text()
+    words = text.split()
+    random.Random(1).shuffle(words)
+    held_out.write_text(" ".join(words))
+    arguments = [
+        "rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(held_out), "--evaluation-windows", "6",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert main([*arguments, "--other-text", str(_novel(tmp_path))]) == 0
+    out = capsys.readouterr().out
+    assert "Kendall τ" in out
+    assert "novel" in out
+    with Run.open(tmp_path / "run") as run:
+        stored = run.load("ranking", "latest")
+    assert len(stored["points"]) == 34
+
+
+def _novel(tmp_path: Path) -> Path:
+    path = tmp_path / "novel.txt"
+    path.write_text(" ".join(random.Random(2).choices(["the", "of", "and", "in", ".", ","], k=2000)))
+    return path
+
+
+def test_rank_refuses_text_that_was_calibrated_on(measure_arguments, tiny_folder, tmp_path, capsys) -> None:
+    assert main(measure_arguments) == 0
+    same = ["rank", "--run", str(tmp_path / "run"), "--evaluation-text", str(tiny_folder / "text.txt")]
+    assert main(same) == 1
+    assert "text.txt" in capsys.readouterr().err
+
+
+def test_published_measurements_become_a_run(tiny_folder, tmp_path, capsys) -> None:
+    path = tmp_path / "published.json"
+    path.write_text(json.dumps({"lm_head": {"kl_student_to_teacher": 3.0}}))
+    folder = tmp_path / "imported"
+    arguments = ["import-legacy", "--bits", "4", str(path), "--model", str(tiny_folder), "--run", str(folder)]
+    assert main(arguments) == 0
+    with Run.open(folder) as run:
+        (measurement,) = run.table().measurements
+    assert measurement.metrics["kl_student_to_teacher"].value == 3.0

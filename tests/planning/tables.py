@@ -1,0 +1,112 @@
+"""Small sensitivity tables with real shapes and real formats, for the tests of planning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from kl_lens.records import Component, Estimate, Measurement, SensitivityTable
+
+SEED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "seed_sensitivity"
+
+
+def component(
+    name: str,
+    shape: tuple[int, ...] = (64, 64),
+    *,
+    quantizable: bool = True,
+    fused_with: Sequence[str] = (),
+    tied_with: Sequence[str] = (),
+) -> Component:
+    parameters = 1
+    for side in shape:
+        parameters *= side
+    return Component(
+        name=name,
+        weight=f"{name}.weight",
+        kind=name.rpartition(".")[2],
+        family="ssm",
+        block=None,
+        shape=shape,
+        parameters=parameters,
+        tied_with=tuple(tied_with),
+        fused_with=tuple(fused_with),
+        quantizable=quantizable,
+        reason=None if quantizable else "runtimes need it in full precision",
+    )
+
+
+def measurement(name: str, format_name: str, **metrics: float | Estimate) -> Measurement:
+    estimates = {k: v if isinstance(v, Estimate) else Estimate(v, 0.0) for k, v in metrics.items()}
+    return Measurement(name, format_name, estimates, 1024, 8, "float32", 0.1)
+
+
+def table_of(
+    components: Sequence[Component],
+    kls: Mapping[tuple[str, str], float],
+    *,
+    head: str = "head",
+    embedding: str | None = None,
+    model_type: str = "mamba",
+) -> SensitivityTable:
+    """Both KLs, the MSE and ΔCE of a measurement are the same number here, and SQNR its negative."""
+    measurements = tuple(
+        measurement(
+            name,
+            fmt,
+            kl_teacher_to_student=kl,
+            kl_student_to_teacher=kl,
+            mse=kl,
+            delta_cross_entropy=kl,
+            sqnr_db=-kl,
+        )
+        for (name, fmt), kl in kls.items()
+    )
+    return SensitivityTable(
+        "org/tiny-model", model_type, tuple(components), head, embedding or head, measurements
+    )
+
+
+def seed_lists() -> dict[int, dict[str, dict[str, float]]]:
+    """The published per-layer results of mamba-130m, or a skip."""
+    files = {bits: SEED_FOLDER / f"mamba-130m_{bits}bit.json" for bits in (4, 8)}
+    for path in files.values():
+        if not path.is_file():
+            pytest.skip(f"the published sensitivity lists are not here ({path.name})")
+    return {bits: json.loads(path.read_text()) for bits, path in files.items()}
+
+
+def mamba_130m_components() -> list[Component]:
+    """mamba-130m's weights: 24 blocks, and a head that is the embedding."""
+    components = [component("lm_head", (50280, 768), tied_with=["backbone.embeddings"])]
+    for i in range(24):
+        mixer = f"backbone.layers.{i}.mixer"
+        components += [
+            component(f"{mixer}.conv1d", (1536, 1, 4), quantizable=False),
+            component(f"{mixer}.A_log", (1536, 16), quantizable=False),
+            component(f"{mixer}.in_proj", (3072, 768)),
+            component(f"{mixer}.x_proj", (80, 1536)),
+            component(f"{mixer}.dt_proj", (1536, 48)),
+            component(f"{mixer}.out_proj", (768, 1536)),
+        ]
+    return components
+
+
+def seed_table(model_type: str = "mamba") -> SensitivityTable:
+    lists = seed_lists()
+    measurements = tuple(
+        measurement(name, f"int{bits}", **{k: v for k, v in metrics.items() if k != "perplexity"})
+        for bits, layers in lists.items()
+        for name, metrics in layers.items()
+    )
+    return SensitivityTable(
+        "state-spaces/mamba-130m-hf",
+        model_type,
+        tuple(mamba_130m_components()),
+        "lm_head",
+        "lm_head",
+        measurements,
+    )

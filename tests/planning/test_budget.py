@@ -1,0 +1,370 @@
+"""Exact budgets and the frontier against brute force, on random tables with real formats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kl_lens.errors import BudgetError, PlanError
+from kl_lens.formats import get_format
+from kl_lens.planning import build_problem, pareto_frontier, plan_for_budget
+from kl_lens.planning.proof import better_selection
+from kl_lens.records import SensitivityTable
+from tests.planning.tables import component, table_of
+
+FORMATS = ("int8", "int4", "q8_0")
+quick = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    bytes: int
+    kl: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Instance:
+    table: SensitivityTable
+    latency: Mapping[tuple[str, str], float]
+
+    def brute_force(self, *, keep_fused: bool = True) -> Iterator[Candidate]:
+        """Every assignment, priced here and not by the code under test."""
+        free = self.table.candidates
+        fixed = sum(2 * c.parameters for c in self.table.components if not c.quantizable)
+        kl = {
+            (m.component, m.format): m.metrics["kl_teacher_to_student"].value for m in self.table.measurements
+        }
+        options = [["fp16"] + [f for f in FORMATS if (c.name, f) in kl] for c in free]
+        for formats in itertools.product(*options):
+            chosen = dict(zip((c.name for c in free), formats, strict=True))
+            if keep_fused and any(chosen[c.name] != chosen[s] for c in free for s in c.fused_with):
+                continue
+            yield Candidate(
+                fixed + sum(get_format(f).bytes(c.shape) for c, f in zip(free, formats, strict=True)),
+                math.fsum(max(0.0, kl.get(pair, 0.0)) for pair in chosen.items()),
+                math.fsum(self.latency[pair] for pair in chosen.items()),
+            )
+
+
+# Wide ranges, exact ties, zeros, and the slightly negative values that a noise floor produces.
+damage = st.one_of(
+    st.floats(1e-9, 1e-3),
+    st.floats(1e-3, 20.0),
+    st.sampled_from([0.0, -1e-9, 1e-4, 2e-4, 0.5]),
+)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    count = draw(st.integers(1, 5))
+    shapes = [(draw(st.integers(1, 40)), 32 * draw(st.integers(1, 4))) for _ in range(count)]
+    names = [f"c{i}" for i in range(count)]
+    parts = [component(n, s) for n, s in zip(names, shapes, strict=True)]
+    if count >= 3 and draw(st.booleans()):
+        trio = names[: draw(st.integers(2, 3))]
+        parts = [
+            replace(c, fused_with=tuple(n for n in trio if n != c.name)) if c.name in trio else c
+            for c in parts
+        ]
+    kls = {(n, f): draw(damage) for n in names for f in FORMATS if draw(st.integers(0, 9)) > 0}
+    seconds = st.one_of(st.floats(1e-6, 1e-2), st.sampled_from([0.0, 1e-3]))
+    latency = {(n, f): draw(seconds) for n in names for f in ("fp16", *FORMATS)}
+    parts.append(component("conv1d", (draw(st.integers(1, 9)), 1, 4), quantizable=False))
+    return Instance(table_of(parts, kls, head="c0"), latency)
+
+
+def between(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
+@quick
+@given(instances(), st.floats(0, 1), st.booleans())
+def test_least_kl_within_bytes(instance: Instance, share: float, keep_fused: bool) -> None:
+    plans = list(instance.brute_force(keep_fused=keep_fused))
+    sizes = [p.bytes for p in plans]
+    budget = int(between(min(sizes), max(sizes), share))
+    solution = plan_for_budget(instance.table, max_bytes=budget, keep_fused=keep_fused)
+    best = min(p.kl for p in plans if p.bytes <= budget)
+    assert solution.totals.bytes <= budget
+    assert solution.totals.kl == pytest.approx(best, rel=1e-9, abs=1e-15)
+    assert solution.gap == 0.0
+    assert solution.plan.bytes == solution.totals.bytes
+    assert solution.plan.predicted_kl == pytest.approx(solution.totals.kl, rel=1e-12)
+
+
+@quick
+@given(instances(), st.data())
+def test_least_bytes_within_kl(instance: Instance, data: st.DataObject) -> None:
+    plans = list(instance.brute_force())
+    # Exactly on a plan's own KL, where a rounding error would decide, or anywhere.
+    limit = data.draw(
+        st.one_of(st.sampled_from([p.kl for p in plans]), st.floats(0, max(p.kl for p in plans)))
+    )
+    solution = plan_for_budget(instance.table, max_kl=limit)
+    assert solution.minimised == "bytes"
+    assert solution.totals.kl <= limit
+    assert solution.gap == 0.0
+    slack = 1e-12 * limit  # sums in another order may differ in the last digit
+    assert solution.totals.bytes <= min(p.bytes for p in plans if p.kl <= limit - slack or p.kl == 0)
+    assert solution.totals.bytes >= min(p.bytes for p in plans if p.kl <= limit + slack)
+
+
+@quick
+@given(instances(), st.floats(0, 1), st.floats(0, 1))
+def test_two_limits_together(instance: Instance, share: float, pace: float) -> None:
+    plans = list(instance.brute_force())
+    sizes, times = [p.bytes for p in plans], [p.seconds for p in plans]
+    limits = {
+        "max_bytes": int(between(min(sizes), max(sizes), share)),
+        "max_latency": between(min(times), max(times), pace) * (1 + 1e-12),
+    }
+    possible = [p for p in plans if p.bytes <= limits["max_bytes"] and p.seconds <= limits["max_latency"]]
+    if not possible:
+        with pytest.raises(BudgetError, match="cannot be met together"):
+            plan_for_budget(instance.table, latency=instance.latency, **limits)
+        return
+    solution = plan_for_budget(instance.table, latency=instance.latency, **limits)
+    assert solution.totals.bytes <= limits["max_bytes"]
+    assert solution.totals.seconds <= limits["max_latency"]
+    assert solution.totals.kl == pytest.approx(min(p.kl for p in possible), rel=1e-8, abs=1e-15)
+    assert solution.gap < 1e-6
+    fastest = plan_for_budget(
+        instance.table, latency=instance.latency, max_bytes=limits["max_bytes"], minimise="latency"
+    )
+    best = min(p.seconds for p in plans if p.bytes <= limits["max_bytes"])
+    assert fastest.totals.seconds == pytest.approx(best, rel=1e-9, abs=1e-15)
+
+
+@quick
+@given(instances(), st.floats(0, 1), st.floats(0, 1))
+def test_bytes_and_kl_together(instance: Instance, share: float, quality: float) -> None:
+    plans = list(instance.brute_force())
+    sizes = [p.bytes for p in plans]
+    max_bytes = int(between(min(sizes), max(sizes), share))
+    max_kl = quality * max(p.kl for p in plans)
+    reachable = min(p.kl for p in plans if p.bytes <= max_bytes)
+    if reachable > max_kl * (1 + 1e-12):
+        with pytest.raises(BudgetError, match="cannot be met together"):
+            plan_for_budget(instance.table, max_bytes=max_bytes, max_kl=max_kl)
+    elif reachable <= max_kl * (1 - 1e-12):
+        least_kl = plan_for_budget(instance.table, max_bytes=max_bytes, max_kl=max_kl)
+        assert least_kl.totals.kl == pytest.approx(reachable, rel=1e-9, abs=1e-15)
+        least_bytes = plan_for_budget(instance.table, max_bytes=max_bytes, max_kl=max_kl, minimise="bytes")
+        assert least_bytes.totals.bytes <= least_kl.totals.bytes
+        assert least_bytes.totals.kl <= max_kl
+
+
+@quick
+@given(instances())
+def test_the_frontier_is_every_undominated_pair(instance: Instance) -> None:
+    problem = build_problem(instance.table)
+    frontier = pareto_frontier(problem)
+    expected: list[tuple[int, float]] = []
+    for plan in sorted(instance.brute_force(), key=lambda p: (p.bytes, p.kl)):
+        if not expected or plan.kl < expected[-1][1] * (1 - 1e-12):
+            expected.append((plan.bytes, plan.kl))
+    found: list[tuple[int, float]] = []
+    for point in frontier:
+        totals = problem.totals(point.selection)
+        assert (totals.bytes, totals.kl) == (point.bytes, pytest.approx(point.kl, rel=1e-12))
+        # Two sums of the same numbers in another order may differ in the last digit: one point.
+        if not found or point.kl < found[-1][1] * (1 - 1e-12):
+            found.append((point.bytes, point.kl))
+    assert frontier.complete
+    assert [b for b, _ in found] == [b for b, _ in expected]
+    assert [k for _, k in found] == pytest.approx([k for _, k in expected], rel=1e-12, abs=1e-15)
+
+
+@quick
+@given(instances(), st.integers(2, 12), st.floats(0, 1))
+def test_a_merged_frontier_keeps_its_promise(instance: Instance, most: int, share: float) -> None:
+    frontier = pareto_frontier(build_problem(instance.table), most_points=most)
+    plans = list(instance.brute_force())
+    sizes = [p.bytes for p in plans]
+    budget = int(between(min(sizes), max(sizes), share))
+    best = min(p.kl for p in plans if p.bytes <= budget)
+    assert frontier.at_bytes(budget).bytes <= budget
+    assert best * (1 - 1e-12) <= frontier.at_bytes(budget).kl <= best * frontier.within * (1 + 1e-12)
+    assert frontier.least_possible_kl(budget) <= best * (1 + 1e-9) + 1e-15
+
+
+@quick
+@given(instances(), st.floats(0, 1), st.floats(0, 2))
+def test_the_second_proof_finds_what_is_better(instance: Instance, share: float, generosity: float) -> None:
+    problem = build_problem(instance.table)
+    costs = [np.array([c.kl for c in g.choices]) for g in problem.groups]
+    amounts = [np.array([float(c.bytes) for c in g.choices]) for g in problem.groups]
+    plans = list(instance.brute_force())
+    sizes = [p.bytes for p in plans]
+    budget = int(between(min(sizes), max(sizes), share))
+    best = min(p.kl for p in plans if p.bytes <= budget)
+    value = best * (1 + generosity)
+    finished, better = better_selection(
+        costs, amounts, budget - problem.fixed_bytes, value, 1e-6 * value if value else 1e-9
+    )
+    assert finished
+    if value * (1 - 2e-6) > best:
+        assert better is not None
+        assert problem.totals(better).kl == pytest.approx(best, rel=1e-9)
+        assert problem.totals(better).bytes <= budget
+    elif generosity == 0:
+        assert better is None
+
+
+def test_fused_siblings_share_a_format_unless_told_otherwise() -> None:
+    pair = [component("q", fused_with=["k"]), component("k", fused_with=["q"])]
+    kls = {("q", "int8"): 1e-6, ("q", "int4"): 1e-5, ("k", "int8"): 1e-6, ("k", "int4"): 1.0}
+    table = table_of(pair, kls, head="q")
+    one_int4 = get_format("int8").bytes((64, 64)) + get_format("int4").bytes((64, 64))
+    together = plan_for_budget(table, max_bytes=one_int4).plan
+    assert together.assignment == {"q": "int4", "k": "int4"}
+    apart = plan_for_budget(table, max_bytes=one_int4, keep_fused=False).plan
+    assert apart.assignment == {"q": "int4", "k": "int8"}
+
+
+def test_everything_counts_and_the_head_can_stay_out() -> None:
+    parts = [component("a"), component("head"), component("norm", (64,), quantizable=False)]
+    kls = {(n, "int4"): 0.1 for n in ("a", "head")}
+    table = table_of(parts, kls)
+    plan = plan_for_budget(table, max_bpw=16, max_kl=1, minimise="bytes", no_head=True).plan
+    assert plan.assignment == {"a": "int4", "head": "fp16"}
+    assert plan.bytes == get_format("int4").bytes((64, 64)) + 2 * 64 * 64 + 2 * 64
+
+
+def test_a_format_that_does_not_fit_falls_back_in_sight() -> None:
+    parts = [component("dt_proj", (64, 48)), component("in_proj", (64, 64))]
+    kls = {(n, f): 0.1 for n in ("dt_proj", "in_proj") for f in ("q4_0", "int4-g32")}
+    plan = plan_for_budget(table_of(parts, kls, head="in_proj"), max_kl=1.0).plan
+    assert plan.assignment["in_proj"] in ("q4_0", "int4-g32")
+    # q4_0 falls back to FP16, which is no gain; int4-g32 to int8, whose damage was measured under that name.
+    assert plan.assignment["dt_proj"] == "int8"
+    assert plan.predicted_kl == pytest.approx(0.2)
+
+
+def test_absmax_measurements_are_for_comparison_only() -> None:
+    table = table_of([component("head")], {("head", "int4-absmax"): 0.0, ("head", "int8"): 0.1})
+    assert plan_for_budget(table, max_kl=1.0).plan.assignment == {"head": "int8"}
+    asked = plan_for_budget(table, max_kl=1.0, formats=["int4-absmax"]).plan
+    assert asked.assignment == {"head": "int4-absmax"}
+
+
+def test_impossible_budgets_answer_with_the_range() -> None:
+    table = table_of([component("head", (1000, 1000))], {("head", "int8"): 0.25})
+    with pytest.raises(
+        BudgetError, match=r"--max-bytes 5 B cannot be met: .* 1.00 MB to 2.00 MB \(8.016 to 16"
+    ) as e:
+        plan_for_budget(table, max_bytes=5)
+    assert e.value.exit_code == 2
+    with pytest.raises(BudgetError, match=r"--max-bytes 500.00 kB cannot be met"):
+        plan_for_budget(table, max_bpw=4)
+    with pytest.raises(BudgetError, match=r"--max-kl -1 nats cannot be met: .* 0 nats to 0.25 nats"):
+        plan_for_budget(table, max_kl=-1)
+    with pytest.raises(BudgetError, match=r"together: with kl ≤ 0.1 nats the least bytes is 2.00 MB"):
+        plan_for_budget(table, max_bytes=1_500_000, max_kl=0.1)
+    latency = {("head", "fp16"): 0.02, ("head", "int8"): 0.01}
+    with pytest.raises(BudgetError, match=r"--max-latency 5 ms cannot be met: .* 10 ms to 20 ms"):
+        plan_for_budget(table, max_latency=0.005, latency=latency)
+    frontier = pareto_frontier(build_problem(table))
+    with pytest.raises(BudgetError, match=r"the frontier runs from 1.00 MB to 2.00 MB"):
+        frontier.at_bytes(17)
+    with pytest.raises(BudgetError, match=r"the frontier runs from 0 nats to 0.25 nats"):
+        frontier.at_kl(-1e-9)
+
+
+def test_budgets_that_make_no_sense_are_refused() -> None:
+    table = table_of([component("head")], {("head", "int8"): 0.25})
+    with pytest.raises(PlanError, match="no budget given"):
+        plan_for_budget(table)
+    with pytest.raises(PlanError, match="needs a latency profile"):
+        plan_for_budget(table, max_latency=1.0)
+    with pytest.raises(PlanError, match="no time for head in int8"):
+        plan_for_budget(table, max_latency=1.0, latency={("head", "fp16"): 1.0})
+    with pytest.raises(PlanError, match="nan is no limit"):
+        plan_for_budget(table, max_kl=math.nan)
+    with pytest.raises(PlanError, match="cannot minimise 'latency'"):
+        plan_for_budget(table, max_kl=1.0, minimise="latency")
+    with pytest.raises(PlanError, match="no measurements at int4"):
+        plan_for_budget(table, max_kl=1.0, formats=["int4"])
+    with pytest.raises(PlanError, match="cannot exclude 'tail'"):
+        plan_for_budget(table, max_kl=1.0, exclude=["tail"])
+
+
+def test_a_budget_with_room_to_spare_keeps_fp16() -> None:
+    table = table_of([component("head")], {("head", "int8"): 0.25})
+    assert plan_for_budget(table, max_bytes=10**9).plan.assignment == {"head": "fp16"}
+
+
+def test_hopeless_formats_do_not_spoil_the_scaling() -> None:
+    """A head at 4 bits can cost 1e30 nats in print; the rest differs in the ninth digit."""
+    names = [f"c{i}" for i in range(12)]
+    kls = {(n, "int4"): 1e-6 * (1 + 1e-3 * i) for i, n in enumerate(names)} | {("c0", "int4"): 1e30}
+    table = table_of([component(n) for n in names], kls, head="c0")
+    full, small = 2 * 64 * 64, get_format("int4").bytes((64, 64))
+    solution = plan_for_budget(table, max_bytes=7 * full + 5 * small)
+    assert [n for n, f in solution.plan.assignment.items() if f == "int4"] == names[1:6]
+    latency = {(n, f): 1.0 for n in names for f in ("fp16", "int4")}
+    limited = plan_for_budget(table, max_bytes=7 * full + 5 * small, max_latency=20.0, latency=latency)
+    assert limited.plan.assignment == solution.plan.assignment
+
+
+def test_limits_next_to_nothing() -> None:
+    kls = {("a", "int8"): 0.0, ("a", "int4"): 1e-300, ("head", "int8"): 0.5, ("head", "int4"): 0.7}
+    table = table_of([component("a"), component("head")], kls)
+    for limit in (0.0, 5e-324, 1e-310, 1e-301):
+        assert plan_for_budget(table, max_kl=limit).plan.assignment == {"a": "int8", "head": "fp16"}
+    assert plan_for_budget(table, max_kl=1e-300).plan.assignment == {"a": "int4", "head": "fp16"}
+
+
+def test_400_components_by_6_formats_are_proven_quickly_and_silently(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    generator = np.random.default_rng(7)
+    formats = ("int8", "q6_k", "q5_k", "q4_k", "int4")
+    shapes = [(1536, 512), (256, 768), (768, 256), (512, 768)]
+    parts = [component(f"c{i}", shapes[i % 4]) for i in range(400)]
+    kls = {
+        (c.name, f): float(scale * factor * generator.lognormal(0, 0.3))
+        for c, scale in zip(parts, generator.lognormal(-9, 2, 400), strict=True)
+        for f, factor in zip(formats, (0.004, 0.03, 0.2, 0.7, 1.0), strict=True)
+    }
+    table = table_of(parts, kls, head="c0")
+    started = time.process_time()
+    solution = plan_for_budget(table, max_bpw=5.1)
+    assert time.process_time() - started < 6  # under two seconds on an idle core; room for a busy machine
+    assert solution.gap == 0.0
+    assert solution.totals.bytes * 8 <= 5.1 * sum(c.parameters for c in parts)
+    assert capfd.readouterr().out == ""
+
+
+def test_the_frontier_of_a_real_shape_is_complete_and_agrees_with_the_solver() -> None:
+    generator = np.random.default_rng(3)
+    shapes = [(3072, 768), (80, 1536), (1536, 48), (768, 1536)]
+    parts = [component(f"c{i}", shapes[i % 4]) for i in range(96)]
+    kls = {
+        (c.name, f): float(generator.lognormal(-9, 2) * factor)
+        for c in parts
+        for f, factor in (("int8", 0.004), ("int4", 1.0))
+    }
+    table = table_of(parts, kls, head="c0")
+    frontier = pareto_frontier(build_problem(table))
+    assert frontier.complete
+    for bits in (4.2, 6.0, 9.0, 13.0):
+        budget = bits * sum(c.parameters for c in parts) / 8
+        exact = plan_for_budget(table, max_bytes=budget)
+        point = frontier.at_bytes(budget)
+        assert point.kl == pytest.approx(exact.totals.kl, rel=1e-9)
+        plan = frontier.plan(point, table, "from_the_frontier")
+        assert (plan.bytes, plan.predicted_kl) == (point.bytes, pytest.approx(point.kl, rel=1e-9))
+        assert frontier.at_kl(point.kl).bytes == point.bytes
+    few = frontier.thinned(20)
+    assert len(few) <= 20
+    assert (few[0].bytes, few[-1].bytes) == (frontier[0].bytes, frontier[-1].bytes)
