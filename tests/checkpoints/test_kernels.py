@@ -112,3 +112,16 @@ def test_under_autograd_the_librarys_own_functions_run() -> None:
     with fast_kernels(model):
         model(token_ids(1, 6), use_cache=False).logits.sum().backward()
     assert model.backbone.layers[0].mixer.in_proj.weight.grad is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(2, 7, 3, 4), (3, 65, 129, 16)])
+def test_the_gpus_scan_equals_the_recurrence(shape: tuple[int, int, int, int]) -> None:
+    from kl_lens.checkpoints.kernels.triton_scan import selective_scan_gpu
+
+    inputs = _mamba1_inputs(*shape)
+    start = torch.randn(shape[0], shape[2], shape[3], generator=torch.Generator().manual_seed(1))
+    y, state = selective_scan_gpu(*(t.cuda() for t in inputs), start.cuda())
+    expected, last = selective_scan_reference(*(t.double() for t in inputs), start.double())
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(state.cpu().double(), last, rtol=1e-5, atol=1e-5 * float(last.abs().max()))

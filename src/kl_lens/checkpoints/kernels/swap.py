@@ -18,16 +18,27 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kl_lens.checkpoints.kernels import triton_scan
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
+from kl_lens.checkpoints.kernels.triton_scan import selective_scan_gpu
 
 Function = Callable[..., Any]
 
 
-def _ours_fits(tensor: torch.Tensor) -> bool:
-    """Our kernels are for inference on CPU; elsewhere the library's own (CUDA) functions are better."""
-    return tensor.device.type == "cpu" and not (torch.is_grad_enabled() and tensor.requires_grad)
+def _is_inference(tensor: torch.Tensor) -> bool:
+    """Our kernels have no gradients; under autograd the library's own functions run."""
+    return not (torch.is_grad_enabled() and tensor.requires_grad)
+
+
+def _scan_for(tensor: torch.Tensor, states: int) -> Function | None:
+    """The selective scan for this device; None where we have none."""
+    if not _is_inference(tensor):
+        return None
+    if tensor.device.type == "cpu":
+        return selective_scan
+    return selective_scan_gpu if triton_scan.is_available(tensor.device, states) else None
 
 
 def _mamba_selective_scan(original: Function) -> Function:
@@ -45,7 +56,8 @@ def _mamba_selective_scan(original: Function) -> Function:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not _ours_fits(hidden_states):
+        kernel = _scan_for(hidden_states, A.shape[-1])
+        if kernel is None:
             return original(
                 hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
             )
@@ -55,7 +67,7 @@ def _mamba_selective_scan(original: Function) -> Function:
             step = step + delta_bias.to(step.dtype)
         if delta_softplus:
             step = functional.softplus(step)
-        y, state = selective_scan(x, step, A, B.transpose(1, 2), C.transpose(1, 2))
+        y, state = kernel(x, step, A, B.transpose(1, 2), C.transpose(1, 2))
         if D is not None:
             y = torch.addcmul(y, x.float(), D)
         if z is not None:
@@ -83,7 +95,7 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not _ours_fits(hidden_states):
+        if not _is_inference(hidden_states):
             return original(
                 hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
                 initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
@@ -113,7 +125,8 @@ def _causal_conv1d_fn(original: Function) -> Function:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not _ours_fits(hidden_states) or activation not in (None, "silu", "swish"):
+        fits = hidden_states.device.type == "cpu" and _is_inference(hidden_states)
+        if not fits or activation not in (None, "silu", "swish"):
             return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
         y = causal_convolution(hidden_states.transpose(1, 2), weight, bias)
         if activation is not None:
