@@ -155,7 +155,10 @@ class Run:
 
     def text_identity(self, role: str) -> dict[str, Any] | None:
         row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        if row is None:
+            return None
+        (count,) = self._db.execute("SELECT count(*) FROM windows WHERE role = ?", (role,)).fetchone()
+        return json.loads(row[0]) | {"windows": count}
 
     def roles(self) -> list[str]:
         return [role for (role,) in self._db.execute("SELECT role FROM texts ORDER BY rowid")]

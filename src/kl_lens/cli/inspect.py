@@ -12,6 +12,7 @@ from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.cli import options
 from kl_lens.formats import get_format
 from kl_lens.records import Component
+from kl_lens.units import human_bytes
 
 HELP = "look inside a model: blocks, components, bytes, what is left alone and why"
 PRECISIONS = ("fp16", "int8", "int4")
@@ -71,7 +72,7 @@ def _add_size_columns(table: Table) -> None:
 
 def _sizes(components: Sequence[Component]) -> list[str]:
     cells = [f"{sum(c.parameters for c in components):,}"]
-    return cells + [options.format_bytes(sum(_bytes(c, p) for c in components)) for p in PRECISIONS]
+    return cells + [human_bytes(sum(_bytes(c, p) for c in components)) for p in PRECISIONS]
 
 
 def _block_table(anatomy: Anatomy) -> Table:

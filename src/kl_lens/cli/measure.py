@@ -18,6 +18,7 @@ from kl_lens.sensitivity.legacy import write_legacy
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.text import draw_windows
+from kl_lens.units import parse_bytes
 
 HELP = "quantize one component at a time and measure what the output distribution loses"
 
@@ -71,9 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         run.note_command(sys.argv)
         try:
             with sweep_progress("measuring") as progress:
-                sweep = Sweep(
-                    model, run, arguments.engine, options.parse_bytes(arguments.memory_budget), progress
-                )
+                sweep = Sweep(model, run, arguments.engine, parse_bytes(arguments.memory_budget), progress)
                 if arguments.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=arguments.settled_at)
                 else:

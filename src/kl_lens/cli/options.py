@@ -6,18 +6,16 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.errors import KLLensError, RunError
+from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.text import Windows, draw_windows
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -108,7 +106,7 @@ def load_run_model(arguments: argparse.Namespace, run: Run) -> LoadedModel:
     return model
 
 
-def redraw(run: Run, tokenizer: Any, count: int) -> Windows:
+def redraw(run: Run, tokenizer: Any) -> Windows:
     """The calibration windows of a run, drawn again."""
     identity = run.text_identity(CALIBRATION)
     if identity is None:
@@ -116,7 +114,7 @@ def redraw(run: Run, tokenizer: Any, count: int) -> Windows:
     return draw_windows(
         identity["source"],
         tokenizer,
-        windows=count,
+        windows=identity["windows"],
         length=identity["length"],
         seed=identity["seed"],
         split=identity["split"],
@@ -150,19 +148,8 @@ def run_folder(arguments: argparse.Namespace, model_name: str) -> Path:
     return Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
 
 
-def parse_bytes(text: str) -> int:
-    """`90MB`, `1.5GiB`, `4096` → bytes."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not match:
-        raise KLLensError(f"{text!r} is no size; write something like 90MB, 1.5GiB or 4096")
-    unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY.get(unit) or _UNITS[unit]))
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as file managers and the paper use them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError
+def rest(windows: Windows, first: int) -> Windows:
+    """The windows from `first` on."""
+    return replace(
+        windows, ids=windows.ids[first:], starts=windows.starts[first:], documents=windows.documents[first:]
+    )

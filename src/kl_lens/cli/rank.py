@@ -17,6 +17,7 @@ from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.ranking import Ranking, rank
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
+from kl_lens.units import parse_bytes
 
 HELP = "measure real damage on held-out text and say which metric predicts it"
 
@@ -57,13 +58,13 @@ def execute(arguments: argparse.Namespace) -> int:
         if calibration is None:
             raise RunError(f"{run.folder} holds no measurements of our own; run kl-lens measure first")
         length, seed = calibration["length"], calibration["seed"]
-        count = len(run.samples(CALIBRATION, candidates[0].component.name, candidates[0].format))
-        drawn = options.redraw(run, tokenizer, count)
+        count = calibration["windows"]
+        drawn = options.redraw(run, tokenizer)
         held_out = evaluation_windows(
             arguments.evaluation_text, tokenizer, length=length, limit=arguments.evaluation_windows
         )
         refuse_overlap(drawn, held_out)
-        budget = options.parse_bytes(arguments.memory_budget)
+        budget = parse_bytes(arguments.memory_budget)
         try:
             with sweep_progress("damage on held-out text") as progress:
                 Sweep(model, run, memory_budget=budget, progress=progress).measure(

@@ -12,8 +12,8 @@ from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
 from kl_lens.planning.predict import PREDICTED_METRIC, Predictor, finished_plan
 from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
-from kl_lens.planning.units import human_bytes, human_kl, human_seconds
 from kl_lens.records import Plan, SensitivityTable
+from kl_lens.units import human_bytes, human_kl, human_seconds
 
 QUANTITIES = ("bytes", "kl", "latency")
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "latency": human_seconds}

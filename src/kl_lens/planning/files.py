@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.formats import get_format
 from kl_lens.planning.cost import FP16, cost_of
 from kl_lens.records import Component, Plan
+from kl_lens.writing import write_text
 
 PLAN_FILE_VERSION = 1
 _FIELDS = {
@@ -55,17 +54,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "notes": notes,
         "assignment": cost.stored,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1, ensure_ascii=False, allow_nan=False)
-            stream.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 

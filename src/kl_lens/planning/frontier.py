@@ -23,8 +23,8 @@ from kl_lens.errors import BudgetError
 from kl_lens.planning.hull import Hull, hull_of
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import Problem
-from kl_lens.planning.units import human_bytes, human_kl
 from kl_lens.records import Plan, SensitivityTable
+from kl_lens.units import human_bytes, human_kl
 
 MOST_POINTS = 30_000
 

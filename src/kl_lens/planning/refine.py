@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kl_lens.errors import PlanError
 from kl_lens.planning.problem import Problem
-from kl_lens.planning.units import human_bytes
+from kl_lens.units import human_bytes
 
 Windows = npt.NDArray[np.float64]
 # Mean KL of every window of a fixed text under an assignment; the same windows in the same order each time.

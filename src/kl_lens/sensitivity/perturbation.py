@@ -112,7 +112,7 @@ def _parameters(model: LoadedModel, component: Component) -> list[torch.nn.Param
 
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:
     """Where a perturbed forward parts from the teacher's: -1 before the blocks, the number of blocks at the head."""
-    starts = []
+    starts = [anatomy.blocks]  # nothing perturbed: nothing but the head to run
     for name in perturbation.formats:
         component = anatomy.component(name)
         if component.block is not None:

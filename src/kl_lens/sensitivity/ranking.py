@@ -221,7 +221,9 @@ def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
     count = len(values)
     x = np.sign(values[:, None] - values[None, :])
     y = np.sign(target[:, None] - target[None, :])
-    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), BOOTSTRAPS).astype(float)
+    weights = (
+        np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), BOOTSTRAPS).astype(float)
+    )
 
     def total(pairs: Floats) -> Floats:
         return np.einsum("bi,bi->b", weights @ pairs, weights)

@@ -1,0 +1,94 @@
+"""Whole plans on held-out text: many components perturbed at once, by the sweep's own engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.records import Estimate
+from kl_lens.samples import WindowMetrics, summarise, window_kl
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.perturbation import Perturbation
+from kl_lens.text import Windows
+
+_FP16 = "fp16"
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """What a plan does to the model on some text."""
+
+    kl: Estimate  # KL(original ‖ planned), nats per token
+    delta_cross_entropy: Estimate
+    perplexity: Estimate  # per token, of the planned model
+    original_perplexity: float
+    same_top: Estimate
+    windows: npt.NDArray[np.float64]  # mean KL of each window
+
+
+class PlanMeter:
+    """Measures plans against the original model on fixed windows; each plan once.
+
+    Components at `fp16` keep their weights: the original is the checkpoint as it is loaded, and reference points are
+    FP16 already.
+
+    Example:
+        >>> meter = PlanMeter(model, windows)
+        >>> meter.measure({"backbone.layers.0.mixer.in_proj": "int4"}).kl
+    """
+
+    def __init__(self, model: LoadedModel, windows: Windows, memory_budget: int = DEFAULT_MEMORY) -> None:
+        self.model = model
+        self.text = windows
+        self._engine = FastEngine(model, memory_budget)
+        self._slabs = self._engine.slabs(windows.ids)
+        self._prepared: range | None = None
+        self._entropy: dict[int, float] = {}
+        self._known: dict[tuple[tuple[str, str], ...], JointResult] = {}
+
+    def kl_by_window(self, assignment: Mapping[str, str]) -> npt.NDArray[np.float64]:
+        return self.measure(assignment).windows
+
+    def perplexity(self, assignment: Mapping[str, str]) -> float:
+        return self.measure(assignment).perplexity.value
+
+    @property
+    def evaluations(self) -> int:
+        return len(self._known)
+
+    def measure(self, assignment: Mapping[str, str]) -> JointResult:
+        key = tuple(sorted((name, fmt) for name, fmt in assignment.items() if fmt != _FP16))
+        if key not in self._known:
+            self._known[key] = self._result(self._windows(Perturbation(dict(key))))
+        return self._known[key]
+
+    def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:
+        found: list[WindowMetrics] = []
+        for slab in self._slabs:
+            if self._prepared != slab:
+                self._engine.prepare(self.text.ids[slab.start : slab.stop])
+                self._prepared = slab
+                entropies = self._engine.teacher_cross_entropy()
+                self._entropy.update(zip(slab, entropies.tolist(), strict=True))
+            found += self._engine.measure([perturbation])[0]
+        return found
+
+    def _result(self, windows: list[WindowMetrics]) -> JointResult:
+        summary = summarise(windows)
+        entropy = sum(self._entropy.values()) / sum(w.targets for w in windows)
+        change = summary["delta_cross_entropy"]
+        value = math.exp(min(entropy + change.value, 700.0))
+        return JointResult(
+            kl=summary["kl_teacher_to_student"],
+            delta_cross_entropy=change,
+            # The error of the change alone: what both models share cancels in every comparison of plans.
+            perplexity=Estimate(value, value * change.standard_error),
+            original_perplexity=math.exp(entropy),
+            same_top=summary["same_top"],
+            windows=window_kl(windows),
+        )

@@ -1,0 +1,47 @@
+"""Numbers as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from kl_lens.errors import KLLensError
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+
+
+def parse_bytes(text: str) -> int:
+    """`90MB`, `1.5GiB`, `4096` → bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]i?)?b?\s*", text.lower())
+    if not match:
+        raise KLLensError(f"{text!r} is no size; write something like 90MB, 1.5GiB or 4096")
+    unit = match[2] or ""
+    return int(float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit]))
+
+
+def parse_seconds(text: str) -> float:
+    """`12ms`, `0.5s`, `800us` → seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us|µs)\s*", text.lower())
+    if not match:
+        raise KLLensError(f"{text!r} is no time; write something like 12ms or 0.5s")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def human_bytes(count: float) -> str:
+    """Decimal units, as file managers and the paper use them."""
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def human_seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def human_kl(value: float) -> str:
+    return f"{value:.4g} nats"

@@ -1,0 +1,146 @@
+"""`kl-lens plan` on a measured run, as a user goes about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kl_lens.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One measured run of the tiny model; tests write their plans into it under names of their own."""
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    arguments = [
+        "measure", str(tiny_folder), "--run", str(folder), "--text", str(tiny_folder / "text.txt"),
+        "--windows", "6", "--window-length", "32",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    return folder
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> list[str]:
+    from kl_lens.text import wikitext2
+
+    path = tmp_path / "held-out.txt"
+    path.write_text("\n\n".join(document.text for document in wikitext2("test").documents[:3]))
+    return ["--held-out", str(path), "--held-out-windows", "8"]
+
+
+def _plan(folder: Path, name: str) -> dict:
+    return json.loads((folder / "plans" / f"{name}.json").read_text())
+
+
+def test_the_papers_points(measured: Path, capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--paper"]) == 0
+    out = capsys.readouterr().out
+    for name in ("uniform_int8", "uniform_int4", "kl_point01", "kl_point10"):
+        assert name in out
+        assert _plan(measured, name)["assignment"]
+    assert set(_plan(measured, "uniform_int4")["assignment"].values()) == {"int4"}
+
+
+def test_gpu_points_hold_no_int4(measured: Path) -> None:
+    assert main(["plan", "--run", str(measured), "--paper", "--gpu", "--metric", "sqnr"]) == 0
+    assert set(_plan(measured, "gpu_sqnr_point05")["assignment"].values()) <= {"int8", "fp16"}
+
+
+def test_an_exact_budget_is_kept_and_proven(measured: Path, capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--max-bpw", "7", "--name", "seven"]) == 0
+    captured = capsys.readouterr()
+    assert "proven optimal" in captured.err
+    assert _plan(measured, "seven")["bits_per_weight"] <= 7
+
+
+def test_an_impossible_budget_is_exit_code_two_with_the_range(measured: Path, capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--max-bytes", "1kB"]) == 2
+    err = capsys.readouterr().err
+    assert "kB" in err
+    assert err.strip().count("\n") == 0
+
+
+def test_dry_run_writes_nothing(measured: Path) -> None:
+    assert main(["plan", "--run", str(measured), "--max-kl", "0.01", "--name", "ghost", "--dry-run"]) == 0
+    assert not (measured / "plans" / "ghost.json").exists()
+
+
+def test_verify_and_refine_measure_on_held_out_text(measured: Path, held_out: list[str], capsys) -> None:
+    arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
+    assert main([*arguments, "--verify"]) == 0
+    verified = _plan(measured, "six")
+    assert verified["notes"]["measured_kl"] > 0
+    assert "held-out.txt, 4 windows" in verified["notes"]["measured_on"]
+    assert (
+        main(
+            ["plan", "--run", str(measured), "--plan", "six", "--refine", "--max-evaluations", "6", *held_out]
+        )
+        == 0
+    )
+    refined = _plan(measured, "six_refined")
+    assert refined["bytes"] <= 6 * sum(_parameters(measured)) / 8
+    assert refined["notes"]["refinement"]["kl_after"] <= refined["notes"]["refinement"]["kl_before"]
+    capsys.readouterr()
+    assert main(["plan", "--run", str(measured), "--compare", "six", "six_refined"]) == 0
+    assert "six_refined" in capsys.readouterr().out
+
+
+def _parameters(folder: Path) -> list[int]:
+    from kl_lens.runs import Run
+
+    with Run.open(folder) as run:
+        return [c.parameters for c in run.table().components]
+
+
+def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list[str], capsys) -> None:
+    assert (
+        main(["plan", "--run", str(measured), "--gamma", "1.05", "--name", "g", "--verify", *held_out]) == 0
+    )
+    assert "evaluations of perplexity" in capsys.readouterr().err
+    notes = _plan(measured, "g")["notes"]
+    assert notes["perplexity"] <= 1.10 * notes["original_perplexity"]
+
+
+def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
+    arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--verify"]
+    assert main([*arguments, "--held-out", str(tiny_folder / "text.txt")]) == 1
+    assert "text.txt" in capsys.readouterr().err
+
+
+def test_the_frontier(measured: Path, capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--frontier"]) == 0
+    assert "Complete." in capsys.readouterr().out
+    assert main(["plan", "--run", str(measured), "--frontier", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert [p["bytes"] for p in points] == sorted(p["bytes"] for p in points)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "say what to plan"),
+        (["--max-latency", "12ms"], "holds no latency profile"),
+        (["--plan", "nowhere", "--verify"], "no such plan"),
+        (["--max-bytes", "many"], "is no size"),
+    ],
+)
+def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:
+    assert main(["plan", "--run", str(measured), *extra]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_latency_profile_of_the_run_is_used(measured: Path) -> None:
+    from kl_lens.runs import Run
+
+    with Run.open(measured) as run:
+        speeds = {"fp16": 4e-6, "int8": 2e-6, "int4": 1e-6}
+        run.store("latency", "cpu", {c.name: speeds for c in run.table().candidates})
+    assert (
+        main(["plan", "--run", str(measured), "--max-latency", "40us", "--profile", "cpu", "--name", "quick"])
+        == 0
+    )
+    plan = _plan(measured, "quick")
+    assert sum({"fp16": 4, "int8": 2, "int4": 1}[f] for f in plan["assignment"].values()) <= 40
