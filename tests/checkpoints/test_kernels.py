@@ -83,14 +83,27 @@ def test_chunked_scan_in_float32_does_not_overflow_at_strong_decay() -> None:
     assert torch.isfinite(y).all()
 
 
+def test_what_stands_around_the_scan_can_be_done_on_the_way() -> None:
+    x, dt, a, b, c = _mamba1_inputs(2, 33, 40, 7)
+    generator = torch.Generator().manual_seed(5)
+    raw, gate = (6 * torch.randn(2, 33, 40, generator=generator) for _ in range(2))
+    bias, skip = (torch.randn(40, generator=generator) for _ in range(2))
+    y, _ = selective_scan(x, raw, a, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate)
+    step = torch.nn.functional.softplus((raw + bias).double())
+    expected, _ = selective_scan_reference(*(t.double() for t in (x, step, a, b, c)))
+    expected = (expected + skip.double() * x.double()) * torch.nn.functional.silu(gate.double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("with_silu", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolution_equals_torchs(bias: bool) -> None:
+def test_convolution_equals_torchs(bias: bool, with_silu: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 37, generator=generator)
     weight = torch.randn(37, 4, generator=generator)
     offset = torch.randn(37, generator=generator) if bias else None
-    ours = causal_convolution(x, weight, offset)
-    torch.testing.assert_close(ours, causal_convolution_reference(x, weight, offset))
+    ours = causal_convolution(x, weight, offset, with_silu=with_silu)
+    torch.testing.assert_close(ours, causal_convolution_reference(x, weight, offset, with_silu=with_silu))
 
 
 def test_kernels_are_swapped_in_one_model_only_and_only_inside_the_block() -> None:

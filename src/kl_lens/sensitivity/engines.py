@@ -19,7 +19,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Perturbation, Replacement, first_block, replacements, swapped
-from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, input_bytes
+from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
 
 DEFAULT_MEMORY = 8 * 10**9
 
@@ -37,8 +37,8 @@ class Engine(ABC):
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
-        width = int(self.model.model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]
-        per_window = input_bytes(self.chain, ids.shape[1], width)
+        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
+        per_window = window_bytes(self.chain, ids.shape[1], width, self.vocabulary)
         most = max(1, self.memory_budget // 2 // per_window)
         return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
 
@@ -82,12 +82,18 @@ class PlainEngine(Engine):
         self.per_batch = max(1, BATCH_TOKENS // ids.shape[1])
         limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
         self.per_batch = min(self.per_batch, limit)
+        # The teacher runs once, if its logits fit; slabs are cut so that they do.
+        keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
+        self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
 
     def _batches(self) -> Iterator[slice]:
         for first in range(0, len(self.ids), self.per_batch):
             yield slice(first, min(first + self.per_batch, len(self.ids)))
 
     def _teacher(self, windows: slice) -> TeacherRows:
+        return self._kept.get(windows.start) or self._run_teacher(windows)
+
+    def _run_teacher(self, windows: slice) -> TeacherRows:
         logits = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
         return TeacherRows.of(logits, self.targets[windows].flatten())
 
@@ -183,14 +189,10 @@ class FastEngine(Engine):
         outputs = []
         for student in students:
             with swapped(student.weights):
-                outputs.append(self.chain.run(self._input(batch, block), batch.calls, block, block + 1))
+                outputs.append(self.chain.run(batch.inputs[block], batch.calls, block, block + 1))
         hidden = self.chain.run(torch.cat(outputs), batch.calls, block + 1)
         states = self.chain.finish(hidden, batch.calls)
         return self._compare(batch, list(states.chunk(len(students))))
-
-    def _input(self, batch: Batch, block: int) -> torch.Tensor:
-        assert batch.inputs is not None
-        return batch.inputs[block]
 
     def _states(self, batch: Batch, student: _Student) -> torch.Tensor:
         """What enters the student's head."""
@@ -200,7 +202,7 @@ class FastEngine(Engine):
             if student.start < 0:
                 calls = self.chain.calls(batch.calls.ids)
                 return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
-            hidden = self.chain.run(self._input(batch, student.start), batch.calls, student.start)
+            hidden = self.chain.run(batch.inputs[student.start], batch.calls, student.start)
             return self.chain.finish(hidden, batch.calls)
 
     def _compare(

@@ -23,7 +23,7 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    inputs: list[torch.Tensor] | None  # what enters each block; None when memory did not suffice
+    inputs: list[torch.Tensor]  # what enters each block
     states: torch.Tensor  # (windows, time, width): what enters the head
     targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
     logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
@@ -44,21 +44,18 @@ class Teacher:
         ids: torch.Tensor,
         *,
         memory_budget: int,
-        keep_inputs: bool = True,
-        batch_tokens: int = BATCH_TOKENS,
         vocabulary: int,
     ) -> None:
         self.chain = chain
-        self.vocabulary = vocabulary
         self.row_chunk = max(64, LOGIT_BYTES // (4 * vocabulary))
-        per_batch = max(1, batch_tokens // ids.shape[1])
-        needed_logits = ids.numel() * vocabulary * 4
-        self.keep_logits = needed_logits <= memory_budget // 2
+        per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
+        self.keep_logits = ids.numel() * vocabulary * 4 <= memory_budget // 2
         self.batches: list[Batch] = []
         for first in range(0, len(ids), per_batch):
-            self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids))), keep_inputs))
+            self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids)))))
 
-    def _run(self, ids: torch.Tensor, windows: range, keep_inputs: bool) -> Batch:
+    def _run(self, ids: torch.Tensor, windows: range) -> Batch:
         part = ids[windows.start : windows.stop]
         calls = self.chain.calls(part)
         inputs: list[torch.Tensor] = []
@@ -66,11 +63,11 @@ class Teacher:
             calls.hidden,
             calls,
             0,
-            keep=(lambda _index, hidden: inputs.append(hidden)) if keep_inputs else None,
+            keep=lambda _index, hidden: inputs.append(hidden),
         )
         states = self.chain.finish(final, calls)
         targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
-        batch = Batch(windows, calls, inputs if keep_inputs else None, states, targets)
+        batch = Batch(windows, calls, inputs, states, targets)
         if self.keep_logits:
             chunks = [self._rows_of(batch, rows) for rows in self._chunks(batch)]
             batch.logits = torch.cat([c.logits for c in chunks])
@@ -112,6 +109,6 @@ class Teacher:
         )
 
 
-def input_bytes(chain: Chain, time: int, width: int) -> int:
-    """What keeping one window's block inputs and final states costs."""
-    return (len(chain) + 2) * time * width * 4
+def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:
+    """What keeping one window's block inputs, final states and logits costs."""
+    return time * ((len(chain) + 2) * width + vocabulary) * 4

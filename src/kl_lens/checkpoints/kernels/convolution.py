@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from kl_lens.checkpoints.kernels.selective_scan import silu
+
 _MATH = {"contract", "nnan", "ninf", "nsz"}
 
 
 @njit(parallel=True, fastmath=_MATH, error_model="numpy", cache=True)
-def _convolve(x, taps, bias, y):  # type: ignore[no-untyped-def]
+def _convolve(x, taps, bias, with_silu, y):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); taps: (width, channels); y[t] = bias + Σ taps[k]·x[t - width + 1 + k]."""
     batch, time, channels = x.shape
     width = taps.shape[0]
@@ -28,23 +30,29 @@ def _convolve(x, taps, bias, y):  # type: ignore[no-untyped-def]
             if source >= 0:
                 for d in range(channels):
                     y[sequence, t, d] += taps[k, d] * x[sequence, source, d]
+        if with_silu:
+            for d in range(channels):
+                y[sequence, t, d] = silu(y[sequence, t, d])
 
 
-def causal_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def causal_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, with_silu: bool = False
+) -> torch.Tensor:
     """x: (batch, time, channels), weight: (channels, width) → (batch, time, channels), float32, on CPU."""
     y = torch.empty(x.shape, dtype=torch.float32)
     taps = weight.detach().to(torch.float32).T.contiguous().numpy()
     offset = np.zeros(x.shape[-1], np.float32) if bias is None else bias.detach().to(torch.float32).numpy()
-    _convolve(x.detach().to(torch.float32).contiguous().numpy(), taps, offset, y.numpy())
+    _convolve(x.detach().to(torch.float32).contiguous().numpy(), taps, offset, with_silu, y.numpy())
     return y
 
 
 def causal_convolution_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, with_silu: bool = False
 ) -> torch.Tensor:
     """The same by torch's grouped convolution."""
     width = weight.shape[-1]
     y = torch.nn.functional.conv1d(
         x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=x.shape[-1]
     )
-    return y[..., : x.shape[1]].transpose(1, 2)
+    y = y[..., : x.shape[1]].transpose(1, 2)
+    return torch.nn.functional.silu(y) if with_silu else y

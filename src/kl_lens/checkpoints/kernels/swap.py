@@ -62,16 +62,17 @@ def _mamba_selective_scan(original: Function) -> Function:
                 hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
             )
         # transformers passes (batch, channels, time) and (batch, states, time).
-        x, step = hidden_states.transpose(1, 2), dt.transpose(1, 2)
-        if delta_bias is not None:
-            step = step + delta_bias.to(step.dtype)
-        if delta_softplus:
-            step = functional.softplus(step)
-        y, state = kernel(x, step, A, B.transpose(1, 2), C.transpose(1, 2))
-        if D is not None:
-            y = torch.addcmul(y, x.float(), D)
-        if z is not None:
-            y = y.mul_(functional.silu(z.transpose(1, 2)))
+        y, state = kernel(
+            hidden_states.transpose(1, 2),
+            dt.transpose(1, 2),
+            A,
+            B.transpose(1, 2),
+            C.transpose(1, 2),
+            dt_bias=delta_bias,
+            dt_softplus=delta_softplus,
+            skip=D,
+            gate=None if z is None else z.transpose(1, 2),
+        )
         y = y.transpose(1, 2)
         return (y, state) if return_last_state else y
 
@@ -128,9 +129,7 @@ def _causal_conv1d_fn(original: Function) -> Function:
         fits = hidden_states.device.type == "cpu" and _is_inference(hidden_states)
         if not fits or activation not in (None, "silu", "swish"):
             return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
-        y = causal_convolution(hidden_states.transpose(1, 2), weight, bias)
-        if activation is not None:
-            y = functional.silu(y, inplace=True)
+        y = causal_convolution(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
         return y.transpose(1, 2).to(hidden_states.dtype)
 
     return convolve

@@ -51,10 +51,20 @@ def selective_scan_gpu(
     b: torch.Tensor,
     c: torch.Tensor,
     initial_state: torch.Tensor | None = None,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    skip: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results as those of `selective_scan`, on a GPU."""
     batch, time, channels = x.shape
     states = a.shape[1]
+
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
 
     def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float().contiguous()
@@ -69,4 +79,8 @@ def selective_scan_gpu(
         plain(x), plain(dt), plain(a), plain(b), plain(c), plain(start), y, last, time,
         D=channels, N=states, BLOCK=CHANNEL_BLOCK, num_warps=1,
     )  # fmt: skip
+    if skip is not None:
+        y = torch.addcmul(y, x.float(), skip.float())
+    if gate is not None:
+        y = y * torch.nn.functional.silu(gate.float())
     return y, last

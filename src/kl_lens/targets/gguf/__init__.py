@@ -1,0 +1,24 @@
+"""GGUF files for llama.cpp: write them from a plan, run them, and predict what running them does.
+
+Needs the extra `gguf` (the packages gguf and xllamacpp); a native llama.cpp is used when one is found.
+"""
+
+from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
+from kl_lens.targets.gguf.architectures import supported_architectures
+from kl_lens.targets.gguf.export import DEFAULT_MAP, FORMATS, export
+from kl_lens.targets.gguf.header import read_header
+from kl_lens.targets.gguf.library import find_library
+from kl_lens.targets.gguf.session import GGUFSession, open_session
+
+__all__ = [
+    "DEFAULT_MAP",
+    "FORMATS",
+    "GGUFSession",
+    "as_deployed",
+    "export",
+    "find_library",
+    "open_session",
+    "quantize_activations",
+    "read_header",
+    "supported_architectures",
+]

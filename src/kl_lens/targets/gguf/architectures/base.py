@@ -1,0 +1,99 @@
+"""What an architecture has to say: its metadata, and where each tensor of the file comes from.
+
+A model is described by listing every tensor of the file, not by patterns: so whatever is left over on either
+side is an error with a name, and nothing is dropped or matched twice without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kl_lens.errors import TargetError
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+Metadata = dict[str, Any]  # key without the architecture's prefix → int, float, bool, str or list of int
+Shapes = Mapping[str, tuple[int, ...]]  # parameter name → shape, everything the checkpoint holds
+
+ENDLESS_CONTEXT = 2**20  # state-space models have no trained limit; llama.cpp wants a number
+
+
+def as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of the file: its name in llama.cpp, the parameter it is made from, and how.
+
+    Transforms also run on tensors without data (device `meta`), which is how shapes are known before anything
+    is read. They may cut out rows, reorder or scale rows, and reshape; never mix columns, along which formats
+    have their blocks.
+    """
+
+    name: str
+    parameter: str | None  # None: made from nothing (a bias that the checkpoint leaves out)
+    transform: Transform = as_is
+    float32: bool = False  # llama.cpp's kernels read it as F32
+    shape: tuple[int, ...] | None = None  # only for tensors made from nothing
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one transformers family becomes one llama.cpp architecture."""
+
+    model_type: str  # transformers' name
+    name: Callable[[Any], str]  # llama.cpp's name, from the configuration
+    metadata: Callable[[Any], Metadata]
+    tensors: Callable[[Any, Shapes], list[TensorRule]]
+    refusals: Callable[[Any], Iterable[str | None]]  # reasons why this very configuration is not supported
+    notes: Callable[[Any], Sequence[str]] = field(default=lambda _: ())  # known small differences
+
+    def require(self, config: Any) -> None:
+        for reason in self.refusals(config):
+            if reason:
+                raise TargetError(f"GGUF cannot hold this {self.model_type} model: {reason}")
+
+
+_architectures: dict[str, Architecture] = {}
+
+
+def register(architecture: Architecture) -> None:
+    _architectures[architecture.model_type] = architecture
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """The transformers model types that can be exported."""
+    return tuple(sorted(_architectures))
+
+
+def get_architecture(model_type: str) -> Architecture:
+    try:
+        return _architectures[model_type]
+    except KeyError:
+        raise TargetError(
+            f"GGUF export knows no {model_type!r} models; it knows {', '.join(supported_architectures())}"
+        ) from None
+
+
+def check_complete(rules: Sequence[TensorRule], shapes: Shapes, ignored: Iterable[str] = ()) -> None:
+    """Proves the name map: every parameter is used, every tensor of the file has its source, no name twice."""
+    names = [rule.name for rule in rules]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    used = {rule.parameter for rule in rules if rule.parameter is not None}
+    missing = sorted(used - set(shapes))
+    unused = sorted(set(shapes) - used - set(ignored))
+    problems = [
+        f"{label}: {', '.join(items[:3])}{f' and {len(items) - 3} more' if len(items) > 3 else ''}"
+        for label, items in (
+            ("the checkpoint lacks", missing),
+            ("no tensor of the file takes", unused),
+            ("two tensors are called", twice),
+        )
+        if items
+    ]
+    if problems:
+        raise TargetError(f"weights and the GGUF name map do not fit: {'; '.join(problems)}")

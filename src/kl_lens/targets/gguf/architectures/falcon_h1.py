@@ -1,0 +1,118 @@
+"""Falcon-H1: llama.cpp's `falcon-h1`. Attention and Mamba-2 side by side in every layer.
+
+llama.cpp knows none of the model's constant factors: they go into the weights. A factor on a whole matrix
+changes the scales of its blocks, not its integers (up to a tie in rounding). The head's factor goes into the
+final norm instead, so that the head keeps its integers and a tied head stays one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+    register,
+)
+
+_HEAD = "lm_head.weight"
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _inner(config: Any) -> int:
+    return int(config.mamba_d_ssm or config.mamba_expand * config.hidden_size)
+
+
+def _metadata(config: Any) -> Metadata:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": _head_size(config),
+        "attention.value_length": _head_size(config),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": parts.rope_base(config),
+        "rope.dimension_count": _head_size(config),
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": _inner(config),
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.group_count": config.mamba_n_groups,
+    }
+
+
+def _projection_factors(config: Any) -> Transform:
+    """Rows of the input projection are z, x, B, C and the time steps, each with a factor of its own."""
+    inner, states = _inner(config), config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
+    factors = torch.tensor(
+        [m * config.ssm_in_multiplier for m in config.ssm_multipliers], dtype=torch.float32
+    )
+    if bool((factors == 1).all()):
+        return lambda tensor: tensor
+    rows = factors.repeat_interleave(sizes)[:, None]
+    return lambda tensor: tensor * rows.to(tensor.device)
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embed_tokens.weight", "model.final_layernorm.weight", _HEAD, shapes)
+    tied = _HEAD not in shapes
+    rules[0] = replace(rules[0], transform=parts.scaled(config.embedding_multiplier))
+    head = config.lm_head_multiplier / (config.embedding_multiplier if tied else 1.0)
+    rules[1] = replace(rules[1], transform=parts.scaled(head))
+    attention_in = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    for index in range(config.num_hidden_layers):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        rules += [
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
+            # Without ".weight", in this architecture alone.
+            TensorRule(f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True),
+        ]
+        rules += parts.mamba2_layer(
+            block,
+            f"{layer}.mamba",
+            config.mamba_n_groups,
+            shapes,
+            norm=config.mamba_rms_norm,
+            enter=_projection_factors(config),
+            leave=parts.scaled(config.ssm_out_multiplier),
+        )
+        rules += parts.attention_layer(
+            block,
+            f"{layer}.self_attn",
+            query=parts.scaled(attention_in),
+            key=parts.scaled(attention_in * config.key_multiplier),
+            value=parts.scaled(attention_in),
+            output=parts.scaled(config.attention_out_multiplier),
+        )
+        rules += parts.gated_mlp(
+            block, f"{layer}.feed_forward", gate=parts.scaled(gate), down=parts.scaled(down)
+        )
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    if config.mamba_rms_norm and config.mamba_norm_before_gate:
+        yield "it normalises before the gate (mamba_norm_before_gate) and llama.cpp gates first"
+    yield parts.refuse_bias(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
+    yield parts.refuse_activation(config)
+    yield parts.refuse_time_limits(config)
+    yield parts.refuse_rope_scaling(config)
+
+
+register(Architecture("falcon_h1", lambda _: "falcon-h1", _metadata, _tensors, _refusals))

@@ -1,0 +1,76 @@
+"""Jamba, with and without experts: llama.cpp's `jamba`. Attention without rope, Mamba-1 layers with norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+
+
+def _is_attention(config: Any, index: int) -> bool:
+    return bool(index % config.attn_layer_period == config.attn_layer_offset)
+
+
+def _has_experts(config: Any, index: int) -> bool:
+    return config.num_experts > 1 and index % config.expert_layer_period == config.expert_layer_offset
+
+
+def _inner(config: Any) -> int:
+    return int(config.mamba_expand * config.hidden_size)
+
+
+def _metadata(config: Any) -> Metadata:
+    layers = range(config.num_hidden_layers)
+    with_experts = any(_has_experts(config, index) for index in layers)
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [config.num_key_value_heads * _is_attention(config, i) for i in layers],
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": _inner(config),
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": int(config.mamba_dt_rank),
+        "expert_count": config.num_experts if with_experts else 0,
+        "expert_used_count": config.num_experts_per_tok if with_experts else 0,
+    }
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embed_tokens.weight", "model.final_layernorm.weight", "lm_head.weight", shapes)
+    for index in range(config.num_hidden_layers):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        rules += [
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
+            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.pre_ff_layernorm.weight", float32=True),
+        ]
+        if _is_attention(config, index):
+            rules += parts.attention_layer(block, f"{layer}.self_attn")
+        else:
+            rules += parts.mamba1_layer(block, f"{layer}.mamba", shapes)
+            rules += [
+                TensorRule(
+                    f"{block}.ssm_{part}_norm.weight", f"{layer}.mamba.{part}_layernorm.weight", float32=True
+                )
+                for part in ("dt", "b", "c")
+            ]
+        mlp = f"{layer}.feed_forward"
+        if _has_experts(config, index):
+            rules += parts.gated_experts(block, f"{mlp}.router.weight", f"{mlp}.experts")
+        else:
+            rules += parts.gated_mlp(block, mlp)
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    yield parts.refuse_expansion(config.hidden_size, _inner(config))
+    yield parts.refuse_bias(config, "mamba_proj_bias")
+    yield parts.refuse_activation(config)
+
+
+register(Architecture("jamba", lambda _: "jamba", _metadata, _tensors, _refusals))

@@ -1,0 +1,60 @@
+"""Mamba and Falcon-Mamba: llama.cpp's `mamba`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import (
+    ENDLESS_CONTEXT,
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    register,
+)
+
+
+def _metadata(config: Any) -> Metadata:
+    return {
+        "context_length": ENDLESS_CONTEXT,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "block_count": config.num_hidden_layers,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.intermediate_size,
+        "ssm.state_size": config.state_size,
+        "ssm.time_step_rank": int(config.time_step_rank),
+        "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight", shapes)
+    for index in range(config.num_hidden_layers):
+        block, layer = f"blk.{index}", f"backbone.layers.{index}"
+        rules.append(TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True))
+        rules += parts.mamba1_layer(block, f"{layer}.mixer", shapes)
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    yield parts.refuse_expansion(config.hidden_size, config.intermediate_size)
+    yield parts.refuse_bias(config, "use_bias")
+    yield parts.refuse_activation(config)
+
+
+def _falcon_notes(config: Any) -> tuple[str, ...]:
+    if config.mixer_rms_eps == config.layer_norm_epsilon:
+        return ()
+    return (
+        f"llama.cpp normalises B, C and the time step with epsilon {config.layer_norm_epsilon:g}, "
+        f"transformers with {config.mixer_rms_eps:g}",
+    )
+
+
+register(Architecture("mamba", lambda _: "mamba", _metadata, _tensors, _refusals))
+register(Architecture("falcon_mamba", lambda _: "mamba", _metadata, _tensors, _refusals, notes=_falcon_notes))

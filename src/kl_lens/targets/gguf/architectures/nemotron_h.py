@@ -1,0 +1,125 @@
+"""Nemotron-H: llama.cpp's `nemotron_h`, and `nemotron_h_moe` where the feed-forward layers have experts.
+
+Every layer does one thing: Mamba-2, attention without rope, a plain MLP with squared ReLU, or experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names since version 5
+
+
+def _layers(config: Any) -> list[str]:
+    return [_KINDS.get(kind, kind) for kind in config.layers_block_type]
+
+
+def _has_experts(config: Any) -> bool:
+    return "moe" in _layers(config)
+
+
+def _metadata(config: Any) -> Metadata:
+    layers = _layers(config)
+    width = config.moe_intermediate_size if _has_experts(config) else config.intermediate_size
+    values: Metadata = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": len(layers),
+        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in layers],
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [
+            config.num_key_value_heads if kind == "attention" else 0 for kind in layers
+        ],
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        # Releases of llama.cpp differ in which of the two they ask for.
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "rope.dimension_count": config.head_dim,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.group_count": config.n_groups,
+    }
+    if _has_experts(config):
+        values |= {
+            "expert_count": config.n_routed_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": bool(config.norm_topk_prob),
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_group_count": 1,
+        }
+    return values
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embeddings.weight", "model.norm_f.weight", "lm_head.weight", shapes)
+    for index, kind in enumerate(_layers(config)):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        mixer = f"{layer}.mixer"
+        rules.append(TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True))
+        if kind == "mamba":
+            rules += parts.mamba2_layer(block, mixer, config.n_groups, shapes)
+        elif kind == "attention":
+            rules += parts.attention_layer(block, mixer)
+        elif kind == "mlp":
+            rules += [
+                TensorRule(f"{block}.ffn_up.weight", f"{mixer}.up_proj.weight"),
+                TensorRule(f"{block}.ffn_down.weight", f"{mixer}.down_proj.weight"),
+            ]
+        else:
+            rules += [
+                TensorRule(f"{block}.ffn_gate_inp.weight", f"{mixer}.gate.weight", float32=True),
+                TensorRule(
+                    f"{block}.exp_probs_b.bias", f"{mixer}.gate.e_score_correction_bias", float32=True
+                ),
+                TensorRule(f"{block}.ffn_up_exps.weight", f"{mixer}.experts.up_proj"),
+                TensorRule(f"{block}.ffn_down_exps.weight", f"{mixer}.experts.down_proj"),
+                TensorRule(f"{block}.ffn_up_shexp.weight", f"{mixer}.shared_experts.up_proj.weight"),
+                TensorRule(f"{block}.ffn_down_shexp.weight", f"{mixer}.shared_experts.down_proj.weight"),
+            ]
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    kinds = set(_layers(config))
+    if {"mlp", "moe"} <= kinds:
+        yield "it has plain MLP layers and expert layers, and llama.cpp takes one kind or the other"
+    if "mamba" not in kinds or "attention" not in kinds:
+        yield "llama.cpp's nemotron_h needs both Mamba-2 and attention layers"
+    if "moe" in kinds and getattr(config, "moe_latent_size", None):
+        yield "its experts work in a latent space (moe_latent_size), which is not mapped"
+    if "moe" in kinds and config.n_group != 1:
+        yield f"it routes within {config.n_group} groups of experts and llama.cpp's nemotron_h routes in one"
+    yield parts.refuse_bias(config, "use_bias", "attention_bias", "mlp_bias", "mamba_proj_bias")
+    yield parts.refuse_activation(config, ("relu2",), "mlp_hidden_act")
+    yield parts.refuse_activation(config, name="mamba_hidden_act")
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    if not config.time_step_min:
+        return ()
+    return (
+        f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp leaves them: "
+        "layers that use such small steps differ a little",
+    )
+
+
+register(
+    Architecture(
+        "nemotron_h",
+        lambda config: "nemotron_h_moe" if _has_experts(config) else "nemotron_h",
+        _metadata,
+        _tensors,
+        _refusals,
+        notes=_notes,
+    )
+)

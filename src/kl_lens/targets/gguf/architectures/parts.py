@@ -1,0 +1,213 @@
+"""Pieces that several architectures share: state-space layers, attention, experts, and their transforms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule, Transform, as_is
+
+# -- transforms ------------------------------------------------------------------------------------------
+
+
+def negative_exponential(tensor: torch.Tensor) -> torch.Tensor:
+    """A_log → A, in float32: in half precision the states would decay at visibly other speeds."""
+    return -torch.exp(tensor.float())
+
+
+def column(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, 1)
+
+
+def negative_exponential_column(tensor: torch.Tensor) -> torch.Tensor:
+    return column(negative_exponential(tensor))
+
+
+def squeezed_convolution(tensor: torch.Tensor) -> torch.Tensor:
+    """(channels, 1, taps) → (channels, taps)."""
+    return tensor.reshape(tensor.shape[0], tensor.shape[-1])
+
+
+def in_groups(groups: int) -> Transform:
+    return lambda tensor: tensor.reshape(groups, -1)
+
+
+def half(index: int) -> Transform:
+    """The first or second half of the rows: gate and up are stored as one matrix."""
+    return lambda tensor: tensor.chunk(2, dim=-2)[index]
+
+
+def scaled(factor: float) -> Transform:
+    return as_is if factor == 1.0 else (lambda tensor: tensor.float() * factor)
+
+
+def interleaved_heads(heads: int, rotary: int) -> Transform:
+    """Rows of each head from (first halves, second halves) to pairs, for the dimensions that rotate.
+
+    transformers rotates dimension i with i + rotary/2; llama.cpp's plain rope rotates 2i with 2i + 1.
+    """
+
+    def reorder(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.shape[0]
+        size = rows // heads
+        pairs = torch.arange(rotary).reshape(2, -1).T.reshape(-1)
+        order = torch.cat([pairs, torch.arange(rotary, size)])
+        index = (torch.arange(heads)[:, None] * size + order).reshape(-1)
+        return tensor[index.to(tensor.device)]
+
+    return reorder
+
+
+# -- groups of tensors -----------------------------------------------------------------------------------
+
+
+def ends(embedding: str, norm: str, head: str, shapes: Shapes) -> list[TensorRule]:
+    """Embedding, final norm, and the head unless it is tied to the embedding."""
+    rules = [
+        TensorRule("token_embd.weight", embedding),
+        TensorRule("output_norm.weight", norm, float32=True),
+    ]
+    if head in shapes:
+        rules.append(TensorRule("output.weight", head))
+    return rules
+
+
+def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
+    weight, bias = f"{mixer}.conv1d.weight", f"{mixer}.conv1d.bias"
+    rules = [TensorRule(f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True)]
+    if bias in shapes:
+        rules.append(TensorRule(f"{block}.ssm_conv1d.bias", bias, float32=True))
+    else:  # llama.cpp adds one in any case
+        channels = shapes[weight][:1] if weight in shapes else (0,)
+        rules.append(TensorRule(f"{block}.ssm_conv1d.bias", None, float32=True, shape=channels))
+    return rules
+
+
+def mamba1_layer(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
+    return [
+        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight"),
+        *convolution(block, mixer, shapes),
+        TensorRule(f"{block}.ssm_x.weight", f"{mixer}.x_proj.weight"),
+        TensorRule(f"{block}.ssm_dt.weight", f"{mixer}.dt_proj.weight"),
+        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_proj.bias", float32=True),
+        TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential, float32=True),
+        TensorRule(f"{block}.ssm_d", f"{mixer}.D", float32=True),
+        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight"),
+    ]
+
+
+def mamba2_layer(
+    block: str,
+    mixer: str,
+    groups: int,
+    shapes: Shapes,
+    *,
+    norm: bool = True,
+    enter: Transform = as_is,
+    leave: Transform = as_is,
+) -> list[TensorRule]:
+    rules = [
+        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight", enter),
+        *convolution(block, mixer, shapes),
+        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", float32=True),
+        TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True),
+        TensorRule(f"{block}.ssm_d", f"{mixer}.D", column, float32=True),
+        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", leave),
+    ]
+    if norm:
+        rules.append(
+            TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.norm.weight", in_groups(groups), float32=True)
+        )
+    return rules
+
+
+def attention_layer(
+    block: str,
+    attention: str,
+    *,
+    query: Transform = as_is,
+    key: Transform = as_is,
+    value: Transform = as_is,
+    output: Transform = as_is,
+) -> list[TensorRule]:
+    return [
+        TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight", query),
+        TensorRule(f"{block}.attn_k.weight", f"{attention}.k_proj.weight", key),
+        TensorRule(f"{block}.attn_v.weight", f"{attention}.v_proj.weight", value),
+        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight", output),
+    ]
+
+
+def gated_mlp(block: str, mlp: str, *, gate: Transform = as_is, down: Transform = as_is) -> list[TensorRule]:
+    return [
+        TensorRule(f"{block}.ffn_gate.weight", f"{mlp}.gate_proj.weight", gate),
+        TensorRule(f"{block}.ffn_up.weight", f"{mlp}.up_proj.weight"),
+        TensorRule(f"{block}.ffn_down.weight", f"{mlp}.down_proj.weight", down),
+    ]
+
+
+def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
+    """A router and experts whose gate and up matrices are one parameter."""
+    return [
+        TensorRule(f"{block}.ffn_gate_inp.weight", router, float32=True),
+        TensorRule(f"{block}.ffn_gate_exps.weight", f"{experts}.gate_up_proj", half(0)),
+        TensorRule(f"{block}.ffn_up_exps.weight", f"{experts}.gate_up_proj", half(1)),
+        TensorRule(f"{block}.ffn_down_exps.weight", f"{experts}.down_proj"),
+    ]
+
+
+# -- reasons to refuse -----------------------------------------------------------------------------------
+
+
+def refuse_bias(config: Any, *names: str) -> str | None:
+    for name in names:
+        if getattr(config, name, False):
+            return f"it has biases ({name}), which llama.cpp has no tensors for"
+    return None
+
+
+def refuse_activation(
+    config: Any, allowed: Sequence[str] = ("silu", "swish"), name: str = "hidden_act"
+) -> str | None:
+    found = getattr(config, name, allowed[0])
+    return None if found in allowed else f"its activation {found!r} is not llama.cpp's {allowed[0]!r}"
+
+
+def refuse_expansion(width: int, inner: int) -> str | None:
+    return (
+        None
+        if inner == 2 * width
+        else f"llama.cpp loads it only with an inner size of twice {width}, and it is {inner}"
+    )
+
+
+def refuse_time_limits(config: Any, name: str = "time_step_limit") -> str | None:
+    limits = tuple(getattr(config, name, None) or (0.0, math.inf))
+    return (
+        None
+        if limits == (0.0, math.inf)
+        else f"it limits time steps to {limits} and llama.cpp does not limit them"
+    )
+
+
+def refuse_norm_groups(groups: int) -> str | None:
+    """transformers normalises over all channels, llama.cpp (and mamba_ssm) per group."""
+    if groups == 1:
+        return None
+    return (
+        f"with n_groups {groups}, transformers normalises a layer's output over all channels and llama.cpp per "
+        "group; the file would compute another function than the one measured (only n_groups 1 is supported)"
+    )
+
+
+def refuse_rope_scaling(config: Any) -> str | None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
+    return None if kind == "default" else f"its rope scaling {kind!r} is not mapped; only plain rope is"
+
+
+def rope_base(config: Any) -> float:
+    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))

@@ -1,0 +1,166 @@
+"""Reads what a GGUF file says about itself, and refuses what llama.cpp would abort on.
+
+llama.cpp ends the whole process, without a way to catch it, on some files: a convolution in F16, an expansion
+factor it does not know. Those are found here first. The tokenizer's long lists are skipped, so this takes
+milliseconds whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kl_lens.errors import TargetError
+from kl_lens.formats.ggml import gguf_module
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_KEPT_ARRAY = 4096
+
+# Kernels that read these as float32 whatever their type says.
+_FLOAT32_ONLY = re.compile(r"\.ssm_(conv1d\.(weight|bias)|a|d|dt\.bias)$|norm(\.weight)?$")
+_EXPANSION_OF_TWO = ("mamba", "jamba", "granitehybrid")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    shape: tuple[int, ...]  # as numpy and PyTorch write it: rows first
+    type: str  # ggml's name: F32, F16, Q8_0, …
+    offset: int  # from the beginning of the file
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A GGUF file's metadata (without very long arrays) and the list of its tensors."""
+
+    metadata: dict[str, Any]
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "?"))
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Cursor:
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        if count < 0 or self.at + count > len(self.data):
+            raise _Damaged("it ends inside its header")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, kind: int) -> Any:
+        return struct.unpack("<" + _CODES[kind], self.take(_SIZES[kind]))[0]
+
+    def text(self) -> str:
+        return self.take(self.number(10)).decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self.array()
+        if kind not in _SIZES:
+            raise _Damaged(f"it has a value of unknown type {kind}")
+        return self.number(kind)
+
+    def array(self) -> Any:
+        kind, count = self.number(4), self.number(10)
+        if kind in _SIZES:
+            if count > _LONGEST_KEPT_ARRAY:
+                self.take(count * _SIZES[kind])
+                return f"[{count} values]"
+            return list(struct.unpack(f"<{count}{_CODES[kind]}", self.take(count * _SIZES[kind])))
+        if kind != _STRING:
+            raise _Damaged(f"it has an array of unknown type {kind}")
+        for _ in range(count):
+            self.take(self.number(10))
+        return f"[{count} strings]"
+
+
+def read_header(path: Path) -> FileInfo:
+    """Parses the header and checks that every tensor lies inside the file."""
+    if not path.is_file():
+        raise TargetError(
+            f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
+        )
+    if path.stat().st_size < 24:
+        raise TargetError(f"{path} is no GGUF file: it is only {path.stat().st_size} bytes long")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:4] != b"GGUF":
+            raise TargetError(f"{path} is no GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
+        try:
+            return _parse(_Cursor(data), len(data))
+        except (_Damaged, struct.error, OverflowError, MemoryError) as error:
+            reason = str(error) if isinstance(error, _Damaged) else "its header makes no sense"
+            raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
+
+
+def _parse(cursor: _Cursor, size: int) -> FileInfo:
+    cursor.take(4)
+    version = cursor.number(4)
+    if version not in (2, 3):
+        raise _Damaged(f"it has GGUF version {version}, not 2 or 3")
+    tensors, keys = cursor.number(10), cursor.number(10)
+    metadata = {}
+    for _ in range(keys):
+        key = cursor.text()
+        metadata[key] = cursor.value(cursor.number(4))
+    raw = [_entry(cursor) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    start = math.ceil(cursor.at / alignment) * alignment
+    placed = tuple(TensorEntry(name, shape, kind, start + at, count) for name, shape, kind, at, count in raw)
+    for entry in placed:
+        if entry.offset + entry.bytes > size:
+            raise _Damaged(
+                f"tensor {entry.name} needs bytes up to {entry.offset + entry.bytes} and the file has {size}"
+            )
+    return FileInfo(metadata, placed)
+
+
+def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
+    gguf = gguf_module()
+    name = cursor.text()
+    dimensions = cursor.number(4)
+    if dimensions > 4:
+        raise _Damaged(f"tensor {name} has {dimensions} dimensions")
+    shape = tuple(cursor.number(10) for _ in range(dimensions))[::-1]
+    try:
+        kind = gguf.GGMLQuantizationType(cursor.number(4))
+    except ValueError:
+        raise _Damaged(f"tensor {name} has a type that gguf does not know") from None
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return name, shape, kind.name, cursor.number(10), math.prod(shape) // block * block_bytes
+
+
+def check_file(path: Path) -> FileInfo:
+    """`read_header`, and refusal of what llama.cpp would abort the process on."""
+    info = read_header(path)
+    metadata, architecture = info.metadata, info.architecture
+    if architecture == "?":
+        raise TargetError(f"{path} names no architecture (general.architecture); export it again")
+    for entry in info.tensors:
+        if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
+            raise TargetError(
+                f"{path}: tensor {entry.name} is {entry.type} and llama.cpp reads it as F32; export it again"
+            )
+    inner = metadata.get(f"{architecture}.ssm.inner_size")
+    width = metadata.get(f"{architecture}.embedding_length")
+    if architecture in _EXPANSION_OF_TWO and inner is not None and inner != 2 * (width or 0):
+        raise TargetError(f"{path}: {architecture} needs an inner size of twice {width}, and it is {inner}")
+    return info

@@ -1,0 +1,253 @@
+"""Finds a llama.cpp library and declares the few functions that a session needs.
+
+Several builds of llama.cpp are in use, and its parameter structs change between releases. So they are treated
+as opaque 512-byte values here: only fields whose place has been the same for years are touched, and only after
+their default has been seen where it is expected. A library that looks different is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kl_lens.errors import TargetError
+
+ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
+_NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
+_ERROR_LEVEL = 4
+_STRUCT_BYTES = 512
+
+# Field → (byte offset, defaults that llama.cpp releases have there).
+_CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
+_GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
+
+
+class Parameters(ctypes.Structure):
+    """A `llama_*_params` struct: more room than any release needs, passed by value."""
+
+    _fields_ = (("data", ctypes.c_uint8 * _STRUCT_BYTES),)
+
+    def integer(self, offset: int) -> int:
+        return int(struct.unpack_from("<i", bytes(self.data), offset)[0])
+
+    def set_integer(self, offset: int, value: int) -> None:
+        ctypes.memmove(ctypes.addressof(self) + offset, struct.pack("<i", value), 4)
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`: unchanged since it was introduced."""
+
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+_POINTER, _INT, _BOOL, _TEXT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "llama_backend_init": (None, ()),
+    "llama_log_set": (None, (_LogCallback, _POINTER)),
+    "llama_print_system_info": (_TEXT, ()),
+    "llama_supports_gpu_offload": (_BOOL, ()),
+    "llama_model_default_params": (Parameters, ()),
+    "llama_context_default_params": (Parameters, ()),
+    "llama_model_load_from_file": (_POINTER, (_TEXT, Parameters)),
+    "llama_model_free": (None, (_POINTER,)),
+    "llama_model_get_vocab": (_POINTER, (_POINTER,)),
+    "llama_model_n_ctx_train": (_INT, (_POINTER,)),
+    "llama_model_is_recurrent": (_BOOL, (_POINTER,)),
+    "llama_vocab_n_tokens": (_INT, (_POINTER,)),
+    "llama_init_from_model": (_POINTER, (_POINTER, Parameters)),
+    "llama_free": (None, (_POINTER,)),
+    "llama_n_ctx": (ctypes.c_uint32, (_POINTER,)),
+    "llama_set_n_threads": (None, (_POINTER, _INT, _INT)),
+    "llama_get_memory": (_POINTER, (_POINTER,)),
+    "llama_memory_clear": (None, (_POINTER, _BOOL)),
+    "llama_batch_init": (Batch, (_INT, _INT, _INT)),
+    "llama_batch_free": (None, (Batch,)),
+    "llama_decode": (_INT, (_POINTER, Batch)),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), (_POINTER, _INT)),
+    "llama_tokenize": (
+        _INT,
+        (_POINTER, ctypes.c_char_p, _INT, ctypes.POINTER(ctypes.c_int32), _INT, _BOOL, _BOOL),
+    ),
+}
+
+
+@dataclass
+class LlamaLibrary:
+    """A loaded libllama, its functions declared, its log captured."""
+
+    path: Path
+    origin: str  # how it was found
+    functions: ctypes.CDLL
+    version: str
+    errors: list[str] = field(default_factory=list)  # what the library complained about, newest last
+    _callback: Any = None  # ctypes frees callbacks that nobody holds
+
+    @property
+    def system_info(self) -> str:
+        """The build flags that llama.cpp reports: which instructions it was compiled for."""
+        return self.functions.llama_print_system_info().decode().strip().strip("|").strip()
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.functions.llama_supports_gpu_offload())
+
+    def model_parameters(self, gpu_layers: int) -> Parameters:
+        parameters: Parameters = self.functions.llama_model_default_params()
+        offset, defaults = _GPU_LAYERS
+        self._require(parameters, "n_gpu_layers", offset, defaults)
+        parameters.set_integer(offset, gpu_layers)
+        return parameters
+
+    def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
+        parameters: Parameters = self.functions.llama_context_default_params()
+        for name, (offset, defaults) in _CONTEXT_FIELDS.items():
+            self._require(parameters, name, offset, defaults)
+        for name, value in {"n_ctx": context, "n_batch": batch, "n_ubatch": min(batch, 512)}.items():
+            parameters.set_integer(_CONTEXT_FIELDS[name][0], value)
+        if exact_attention:
+            for offset in self._attention_offsets(parameters):
+                parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
+        return parameters
+
+    def _attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
+        """flash_attn_type, type_k and type_v, whose places vary: found by the defaults around them.
+
+        The first is the last of four integers that say "unspecified" (−1), the other two are the one pair of
+        neighbours that says F16 (1).
+        """
+        integers = [parameters.integer(offset) for offset in range(0, 136, 4)]
+        automatic = [i for i in range(3, 15) if integers[i - 3 : i + 1] == [-1] * 4 and integers[i + 1] != -1]
+        halves = [i for i in range(16, 32) if integers[i : i + 2] == [1, 1]]
+        if len(automatic) != 1 or len(halves) != 1:
+            raise TargetError(
+                f"{self.path}: unknown layout of llama_context_params; leave exact attention off"
+            )
+        return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
+
+    def _require(self, parameters: Parameters, name: str, offset: int, defaults: tuple[int, ...]) -> None:
+        found = parameters.integer(offset)
+        if found not in defaults:
+            raise TargetError(
+                f"{self.path}: {name} is not where KL Lens knows it (found {found}); this llama.cpp has another "
+                f"layout, set {ENVIRONMENT_VARIABLE} to another libllama"
+            )
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    """Libraries worth trying, best first: the user's own, native builds, then the portable wheel."""
+    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
+        yield ENVIRONMENT_VARIABLE, Path(chosen)
+        return  # what the user names is used or refused, never replaced
+    if folder := _package_folder("llama_cpp"):
+        yield from (("llama-cpp-python", folder / "lib" / name) for name in _NAMES)
+    if found := ctypes.util.find_library("llama"):
+        yield "system", Path(found)
+    for tool in ("llama-cli", "llama-server", "llama-bench"):
+        if executable := shutil.which(tool):
+            beside = Path(executable).resolve().parent
+            for place in (beside, beside.parent / "lib"):
+                yield from ((f"beside {tool}", place / name) for name in _NAMES)
+    if folder := _package_folder("xllamacpp"):
+        yield from (("xllamacpp", path) for path in sorted(folder.glob("xllamacpp*.so")))
+        yield from (("xllamacpp", path) for path in sorted(folder.glob("xllamacpp*.pyd")))
+
+
+@cache
+def find_library() -> LlamaLibrary:
+    """The llama.cpp library to use; the same one for the life of the process.
+
+    Looked for in this order: `LLAMA_CPP_LIB`, llama-cpp-python, the system's library path, beside llama.cpp's
+    tools on PATH, and xllamacpp (which is in the extra `gguf`: right everywhere, slow on ARM).
+    """
+    reasons = []
+    for origin, path in _candidates():
+        if path.is_absolute() and not path.is_file():
+            if origin == ENVIRONMENT_VARIABLE:
+                raise TargetError(f"{ENVIRONMENT_VARIABLE} names {path}, which is no file")
+            continue
+        try:
+            return _open(origin, path)
+        except TargetError as error:
+            reasons.append(str(error))
+    tried = f" ({'; '.join(reasons)})" if reasons else ""
+    raise TargetError(
+        f"no llama.cpp library found{tried}; pip install 'kl-lens[gguf]', or set {ENVIRONMENT_VARIABLE}"
+    )
+
+
+def _open(origin: str, path: Path) -> LlamaLibrary:
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise TargetError(f"{path} cannot be loaded: {error}") from error
+    missing = [name for name in _SIGNATURES if not hasattr(functions, name)]
+    if missing:
+        raise TargetError(f"{path} is no llama.cpp library of 2025 or later: it lacks {missing[0]}")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, list(arguments)
+    library = LlamaLibrary(path, origin, functions, _version(functions, origin))
+
+    def log(level: int, text: bytes | None, _: object) -> None:
+        if level == _ERROR_LEVEL and text:
+            library.errors.append(text.decode(errors="replace").strip())
+            del library.errors[:-20]
+
+    library._callback = _LogCallback(log)
+    functions.llama_log_set(library._callback, None)
+    functions.llama_backend_init()
+    _load_backends(functions)
+    return library
+
+
+def _load_backends(functions: ctypes.CDLL) -> None:
+    """Builds with loadable backends start with none, not even the CPU."""
+    if not (hasattr(functions, "ggml_backend_reg_count") and hasattr(functions, "ggml_backend_load_all")):
+        return
+    functions.ggml_backend_reg_count.restype = ctypes.c_size_t
+    if functions.ggml_backend_reg_count() == 0:
+        functions.ggml_backend_load_all()
+
+
+def _version(functions: ctypes.CDLL, origin: str) -> str:
+    parts = []
+    package = {"llama-cpp-python": "llama_cpp_python", "xllamacpp": "xllamacpp"}.get(origin)
+    if package:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            parts.append(package)
+    for label, name in (("llama.cpp", "llama_version"), ("ggml", "ggml_version"), ("commit", "ggml_commit")):
+        if hasattr(functions, name):
+            function = getattr(functions, name)
+            function.restype, function.argtypes = ctypes.c_char_p, []
+            parts.append(f"{label} {(function() or b'?').decode()}")
+    return ", ".join(parts) or "unknown"
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)  # finds the package without importing it
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        return Path(folder)
+    return None

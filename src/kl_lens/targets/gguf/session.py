@@ -1,0 +1,249 @@
+"""A GGUF file running in llama.cpp: what evaluation, benchmarks and generation talk to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from kl_lens.errors import TargetError
+from kl_lens.targets.gguf.header import check_file
+from kl_lens.targets.gguf.library import LlamaLibrary, find_library
+from kl_lens.targets.session import Logits
+
+# Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
+BATCH = 512
+# Attention caches are allocated for the whole context at once; state-space layers have no such limit.
+LARGEST_DEFAULT_CONTEXT = 8192
+
+
+class GGUFSession:
+    """One sequence at a time through llama.cpp. Satisfies `kl_lens.targets.Session`.
+
+    Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:
+    `prefill` and `logits` use the one, `step` the other.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        threads: int | None,
+        gpu_layers: int,
+        context: int | None,
+        exact_attention: bool,
+    ) -> None:
+        self.path = Path(path)
+        self._context: int | None = None
+        self._model: int | None = None
+        self.file = check_file(self.path)
+        self._library: LlamaLibrary = find_library()
+        if gpu_layers and not self._library.has_gpu:
+            raise TargetError(
+                f"--gpu-layers {gpu_layers}: {self._library.path} has no GPU backend; set LLAMA_CPP_LIB to one "
+                "that has, or leave the option out"
+            )
+        if threads is not None and threads < 1:
+            raise TargetError(f"threads must be at least 1, not {threads}")
+        self.threads = threads or _processors()
+        self.gpu_layers = gpu_layers
+        self.exact_attention = exact_attention
+        self._load(context)
+
+    def _load(self, context: int | None) -> None:
+        functions = self._library.functions
+        self._library.errors.clear()
+        parameters = self._library.model_parameters(self.gpu_layers)
+        self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        if not self._model:
+            raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
+        trained = int(functions.llama_model_n_ctx_train(self._model))
+        self.endless = bool(functions.llama_model_is_recurrent(self._model))
+        wanted = context or min(trained, LARGEST_DEFAULT_CONTEXT)
+        self._batch_size = min(BATCH, max(wanted, 1))
+        settings = self._library.context_parameters(max(wanted, 1), self._batch_size, self.exact_attention)
+        self._context = functions.llama_init_from_model(self._model, settings)
+        if not self._context:
+            message = self._complaint()
+            self.close()
+            raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
+        functions.llama_set_n_threads(self._context, self.threads, self.threads)
+        self._vocab = functions.llama_model_get_vocab(self._model)
+        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
+        self.context = int(functions.llama_n_ctx(self._context))
+        self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
+        self._position = 0
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def description(self) -> dict[str, Any]:
+        library = self._library
+        return {
+            "runtime": "llama.cpp",
+            "library": str(library.path.name),
+            "found": library.origin,
+            "version": library.version,
+            "build_flags": library.system_info,
+            "gpu_support": library.has_gpu,
+            "device": "GPU" if self.gpu_layers else "CPU",
+            "gpu_layers": self.gpu_layers,
+            "threads": self.threads,
+            "context": self.context,
+            "attention": "F32, plain" if self.exact_attention else "the library's default (F16 cache, flash)",
+            "load_mode": "the library's default (memory-mapped, with repacked copies where it repacks)",
+            "file": self.path.name,
+            "architecture": self.file.architecture,
+        }
+
+    def reset(self) -> None:
+        functions = self._library.functions
+        functions.llama_memory_clear(functions.llama_get_memory(self._open_context), True)
+        self._position = 0
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        return self._feed(ids, every=False)[-1]
+
+    def step(self, token: int) -> Logits:
+        return self._feed([token], every=False)[-1]
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        self.reset()
+        return self._feed(ids, every=True)
+
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """llama.cpp's own tokenization with what the file holds, without beginning or end tokens."""
+        data = text.encode()
+        room = len(data) + 8
+        tokens = (ctypes.c_int32 * room)()
+        found = self._library.functions.llama_tokenize(
+            self._vocab, data, len(data), tokens, room, False, special
+        )
+        if found < 0:
+            raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
+        return list(tokens[:found])
+
+    def close(self) -> None:
+        functions = self._library.functions
+        if self._context:
+            functions.llama_batch_free(self._batch)
+            functions.llama_free(self._context)
+            self._context = None
+        if self._model:
+            functions.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_library"):
+            self.close()
+
+    @property
+    def _open_context(self) -> int:
+        if not self._context:
+            raise TargetError(f"{self.path}: this session is closed")
+        return self._context
+
+    def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
+        """Logits behind every token, or behind the last alone; continues after what was fed before."""
+        context = self._open_context  # before the batch is touched, which closing frees
+        tokens = [int(token) for token in ids]
+        self._check(tokens)
+        rows = np.empty((len(tokens) if every else 1, self._vocabulary), np.float32)
+        filled = 0
+        for start in range(0, len(tokens), self._batch_size):
+            chunk = tokens[start : start + self._batch_size]
+            last = start + len(chunk) == len(tokens)
+            wanted = range(len(chunk)) if every else ([len(chunk) - 1] if last else [])
+            self._decode(context, chunk, set(wanted))
+            for index in wanted:
+                rows[filled] = self._logits_of(context, index)
+                filled += 1
+        return rows
+
+    def _check(self, tokens: list[int]) -> None:
+        if not tokens:
+            raise TargetError("no tokens to feed; give at least one")
+        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise TargetError(
+                f"{self.path}: token {wrong[0]} is outside the vocabulary of {self._vocabulary}; "
+                "the text was tokenized for another model"
+            )
+        if not self.endless and self._position + len(tokens) > self.context:
+            raise TargetError(
+                f"{self.path}: {self._position + len(tokens)} tokens do not fit the context of {self.context}; "
+                "open the session with a larger context"
+            )
+
+    def _decode(self, context: int, chunk: list[int], wanted: set[int]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(chunk)
+        for index, token in enumerate(chunk):
+            batch.token[index] = token
+            batch.pos[index] = self._position + index
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
+            batch.logits[index] = index in wanted
+        self._library.errors.clear()
+        status = self._library.functions.llama_decode(context, batch)
+        if status != 0:
+            raise TargetError(f"{self.path}: llama_decode failed with {status}: {self._complaint()}")
+        self._position += len(chunk)
+
+    def _logits_of(self, context: int, index: int) -> Logits:
+        pointer = self._library.functions.llama_get_logits_ith(context, index)
+        if not pointer:
+            raise TargetError(f"{self.path}: llama.cpp returned no logits")
+        return np.ctypeslib.as_array(pointer, (self._vocabulary,))
+
+    def _complaint(self) -> str:
+        lines = [line for line in self._library.errors if line]
+        return lines[0] if lines else "it gave no reason"
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def open_session(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    context: int | None = None,
+    exact_attention: bool = False,
+) -> GGUFSession:
+    """Loads a GGUF file into llama.cpp.
+
+    Args:
+        path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
+        threads: all processors this process may use, unless given.
+        gpu_layers: layers to put on a GPU, where the library has one.
+        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
+        exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
+            llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
+
+    Raises:
+        TargetError: one line that says what is wrong with the file, the library or the options.
+    """
+    return GGUFSession(
+        path, threads=threads, gpu_layers=gpu_layers, context=context, exact_attention=exact_attention
+    )

@@ -1,0 +1,215 @@
+"""Where the writer gets its tensors from: a model in memory, or a checkpoint on disk read one tensor at a time.
+
+Both speak transformers' parameter names, which are the names of components. Checkpoints on disk often use older
+names or store each expert apart; `CheckpointWeights` translates, so that nothing behind it has to know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kl_lens.checkpoints.files import check_weight_files, weight_files
+from kl_lens.errors import CheckpointError, TargetError
+
+
+class WeightSource(Protocol):
+    """Named tensors that can be read one by one."""
+
+    aliases: dict[str, str]  # second name of a tied weight → its first
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor, each weight once: a tied head has no entry of its own."""
+
+    def place(self, name: str) -> int:
+        """Tensors with the same number are near each other and best read together."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, on the CPU, in the type it is stored in."""
+
+    def close(self) -> None:
+        """Let go of open files."""
+
+
+def component_name(parameter: str, dimensions: int) -> str:
+    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
+    owner, _, leaf = parameter.rpartition(".")
+    return owner if leaf == "weight" and dimensions >= 2 else parameter
+
+
+class ModelWeights:
+    """The weights of a transformers model that is in memory."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        first: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if key in first:
+                self.aliases[name] = first[key]
+            else:
+                first[key] = name
+                self._tensors[name] = tensor.detach()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def place(self, name: str) -> int:
+        return 0
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].cpu()
+
+    def close(self) -> None:
+        pass
+
+
+# How names on disk differ from transformers' modules: (pattern, replacement).
+_RENAMES = (
+    (re.compile(r"^backbone\.embedding\."), "backbone.embeddings."),
+    (re.compile(r"\.block_sparse_moe\.input_linear\.weight$"), ".block_sparse_moe.experts.gate_up_proj"),
+    (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
+    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
+)
+_NEMOTRON_BACKBONE = re.compile(r"^backbone\.")
+_ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of one file."""
+
+    file: int
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A transformers parameter, made from what is stored."""
+
+    parts: tuple[_Stored, ...]
+    shape: tuple[int, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint folder, never more than one file of it open."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        check_weight_files(folder)
+        self._files = weight_files(folder)
+        self._open_index: int | None = None
+        self._open: Any = None
+        self._stack = ExitStack()
+        stored = self._stored(config.model_type)
+        self._recipes = _recipes(stored)
+        self.aliases: dict[str, str] = {}
+        embedding = next(
+            (n for n in self._recipes if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
+        )
+        if embedding and getattr(config, "tie_word_embeddings", False):
+            self._recipes.pop("lm_head.weight", None)
+            self.aliases["lm_head.weight"] = embedding
+        elif "lm_head.weight" not in self._recipes:
+            raise CheckpointError(
+                f"{folder} has no lm_head.weight, and config.json does not tie it to the embedding"
+            )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: recipe.shape for name, recipe in self._recipes.items()}
+
+    def place(self, name: str) -> int:
+        return self._recipes[name].parts[0].file
+
+    def read(self, name: str) -> torch.Tensor:
+        recipe = self._recipes[name]
+        return recipe.join([self._tensor(part.file, part.name) for part in recipe.parts])
+
+    def close(self) -> None:
+        self._stack.close()
+        self._open = self._open_index = None
+
+    def _stored(self, model_type: str) -> dict[str, _Stored]:
+        found: dict[str, _Stored] = {}
+        for index in range(len(self._files)):
+            for name, shape in self._list(index):
+                wanted = name
+                for pattern, replacement in _RENAMES:
+                    wanted = pattern.sub(replacement, wanted)
+                if model_type == "nemotron_h":
+                    wanted = _NEMOTRON_BACKBONE.sub("model.", wanted)
+                found[wanted] = _Stored(index, name, shape)
+        return found
+
+    def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
+        handle = self._file(index)
+        if isinstance(handle, dict):
+            return [(name, tuple(tensor.shape)) for name, tensor in handle.items()]
+        return [(name, tuple(handle.get_slice(name).get_shape())) for name in handle.keys()]  # noqa: SIM118
+
+    def _tensor(self, index: int, name: str) -> torch.Tensor:
+        handle = self._file(index)
+        tensor: torch.Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        return tensor
+
+    def _file(self, index: int) -> Any:
+        if self._open_index != index:
+            self.close()
+            path = self._files[index]
+            try:
+                if path.suffix == ".safetensors":
+                    self._open = self._stack.enter_context(safe_open(path, framework="pt"))
+                else:
+                    self._open = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+            self._open_index = index
+        return self._open
+
+
+def _recipes(stored: dict[str, _Stored]) -> dict[str, _Recipe]:
+    """One recipe per transformers parameter; experts that are stored apart become one stack."""
+    recipes: dict[str, _Recipe] = {}
+    experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
+    for name, item in stored.items():
+        if match := _ONE_EXPERT.match(name):
+            experts[match[1]][match[3]][int(match[2])] = item
+        else:
+            recipes[name] = _Recipe((item,), item.shape, lambda parts: parts[0])
+    for owner, kinds in experts.items():
+        ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
+        if "gate_proj" in ordered:
+            recipes[f"{owner}.gate_up_proj"] = _gate_up(ordered.pop("gate_proj"), ordered.pop("up_proj"))
+        for kind, items in ordered.items():
+            shape = (len(items), *items[0].shape)
+            recipes[f"{owner}.{kind}"] = _Recipe(tuple(items), shape, lambda parts: torch.stack(list(parts)))
+    return recipes
+
+
+def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
+    if sorted(items) != list(range(len(items))):
+        raise TargetError(f"{owner}: experts {sorted(items)} of {kind} are not numbered without gaps")
+    return [items[index] for index in range(len(items))]
+
+
+def _gate_up(gates: list[_Stored], ups: list[_Stored]) -> _Recipe:
+    """transformers keeps each expert's gate rows above its up rows."""
+    count, (rows, columns) = len(gates), gates[0].shape
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)
+
+    return _Recipe((*gates, *ups), (count, 2 * rows, columns), join)

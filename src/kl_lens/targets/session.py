@@ -1,0 +1,39 @@
+"""A loaded artifact, ready to run: what evaluation, benchmarks and generation talk to, whatever the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class Session(Protocol):
+    """One sequence at a time, with the runtime's own state inside."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Library, version, build flags, device, threads, settings: what a speed figure has to say."""
+
+    def reset(self) -> None:
+        """Forget everything: the next token is the first."""
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        """Feed several tokens after what was fed before; logits (vocabulary,) behind the last one."""
+
+    def step(self, token: int) -> Logits:
+        """Feed one token; logits (vocabulary,) behind it."""
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        """Reset, feed all tokens, and return the logits behind each: (len(ids), vocabulary)."""
+
+    def close(self) -> None:
+        """Free the runtime's memory."""

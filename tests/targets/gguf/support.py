@@ -1,0 +1,161 @@
+"""Tiny models of what llama.cpp can hold, plans for them, and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from kl_lens.checkpoints.kernels import fast_kernels
+from kl_lens.checkpoints.opening import LoadedModel
+from kl_lens.formats import get_format
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.gguf.weights import ModelWeights, component_name
+from tests import families
+
+_COMMON, _ATTENTION = families._COMMON, families._ATTENTION
+_ONE_GROUP = {**families._MAMBA2, "mamba_n_groups": 1}
+
+
+def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
+    config = families.CONFIGS["falcon_h1"]()
+    settings = {
+        "mamba_norm_before_gate": False,
+        "attention_in_multiplier": 0.8,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+        "attention_out_multiplier": 1.4,
+        "mlp_multipliers": [0.9, 1.2],
+    }
+    for name, value in (settings | changes).items():
+        setattr(config, name, value)
+    return config
+
+
+def _granite(**changes: Any) -> transformers.PretrainedConfig:
+    settings = {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+    }
+    return transformers.GraniteMoeHybridConfig(**_COMMON, **_ATTENTION, **_ONE_GROUP, **(settings | changes))
+
+
+def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfig:
+    settings = {
+        "layers_block_type": ["mamba", feed_forward, "attention", "mamba", feed_forward],
+        "head_dim": 16,
+        "mamba_num_heads": 6,  # an inner size that is no multiple of the width: older llama.cpp aborted
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+    }
+    return transformers.NemotronHConfig(**_COMMON, **_ATTENTION, **(settings | changes))
+
+
+def _falcon_mamba(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.FalconMambaConfig(
+        **_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5, **changes
+    )
+
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "mamba": families.CONFIGS["mamba"],
+    "mamba without convolution bias": lambda: transformers.MambaConfig(
+        **_COMMON, num_hidden_layers=2, state_size=8, use_conv_bias=False
+    ),
+    "falcon_mamba": lambda: _falcon_mamba(mixer_rms_eps=1e-5),
+    "mamba2": families.CONFIGS["mamba2"],
+    "jamba": families.CONFIGS["jamba"],
+    "jamba with experts": families.CONFIGS["jamba_experts"],
+    "falcon_h1": _falcon_h1,
+    "falcon_h1 tied, without norm": lambda: _falcon_h1(mamba_rms_norm=False, tie_word_embeddings=True),
+    "granitemoehybrid": _granite,
+    "granitemoehybrid dense, with rope": lambda: _granite(
+        num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope", attention_multiplier=0.3
+    ),
+    "bamba": lambda: transformers.BambaConfig(
+        **_COMMON, **_ATTENTION, **_ONE_GROUP, num_hidden_layers=4, attn_layer_indices=[1, 3]
+    ),
+    "nemotron_h": lambda: _nemotron("mlp"),
+    "nemotron_h with experts": lambda: _nemotron("moe"),
+}
+
+
+def tiny(
+    config: transformers.PretrainedConfig | str, tokenizer: Any | None = None, name: str = "tiny"
+) -> LoadedModel:
+    """A random model, every parameter (and the expert bias, a buffer) away from zero and one."""
+    chosen = CONFIGS[config]() if isinstance(config, str) else config
+    key = "gguf test"
+    families.CONFIGS[key] = lambda: chosen
+    try:
+        model = families.tiny_model(key)
+    finally:
+        del families.CONFIGS[key]
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3)
+    return LoadedModel(name, Path("."), model, tokenizer)
+
+
+def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:
+    """Component → shape, of everything with rows and columns (norms and biases have none)."""
+    shapes = ModelWeights(model.model).shapes
+    return {component_name(name, len(shape)): shape for name, shape in shapes.items() if len(shape) >= 2}
+
+
+def uniform(model: LoadedModel, format_name: str) -> Plan:
+    names = [n for n in matrices(model) if not n.endswith(("conv1d", "A_log", "router", "gate"))]
+    return Plan(format_name, dict.fromkeys(names, format_name), made_by="test")
+
+
+def torch_logits(model: LoadedModel, windows: torch.Tensor) -> np.ndarray:
+    """(windows · time, vocabulary) float32 from PyTorch."""
+    positions = torch.arange(windows.shape[1])[None]  # Bamba is wrong without
+    with torch.no_grad(), fast_kernels(model.model):
+        rows = [
+            model.model(
+                window[None],
+                **({"position_ids": positions} if model.config.model_type == "bamba" else {}),
+            ).logits[0]
+            for window in windows
+        ]
+    return torch.cat(rows).numpy()
+
+
+def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
+    """Puts the values of the file into the PyTorch model; returns component → realised format."""
+    realised = {t.component: t.realised for t in artifact.tensors}
+    planned = {t.component for t in artifact.tensors if t.realised != "fp32"}
+    with torch.no_grad():
+        for name, parameter in model.model.named_parameters():
+            component = component_name(name, parameter.dim())
+            if component in planned:
+                parameter.copy_(get_format(realised[component]).roundtrip(parameter))
+    return {component: realised[component] for component in planned}
+
+
+def kl(teacher: np.ndarray, student: np.ndarray) -> tuple[float, float]:
+    """Mean per token and its standard error."""
+    p = torch.from_numpy(teacher).double().log_softmax(-1)
+    q = torch.from_numpy(student).double().log_softmax(-1)
+    per_token = (p.exp() * (p - q)).sum(-1)
+    return float(per_token.mean()), float(per_token.std() / len(per_token) ** 0.5)

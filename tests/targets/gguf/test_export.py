@@ -1,0 +1,266 @@
+"""What is in the file: the integers of kl_lens.formats, every component once, fallbacks in the open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from kl_lens.checkpoints.opening import load
+from kl_lens.errors import CheckpointError, FormatError, PlanError, TargetError
+from kl_lens.formats import get_format
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.gguf import DEFAULT_MAP, FORMATS, export, open_session
+from kl_lens.targets.gguf.architectures import check_complete, get_architecture
+from kl_lens.targets.gguf.header import read_header
+from kl_lens.targets.gguf.weights import CheckpointWeights, ModelWeights, component_name
+from tests.families import _COMMON, CONFIGS, tiny_model
+from tests.targets.gguf import support
+from tests.targets.gguf.support import tiny, uniform
+
+gguf = pytest.importorskip("gguf")
+
+PER_LAYER = {"in_proj": "q4_k", "x_proj": "q6_k", "dt_proj": "q8_0", "out_proj": "q4_0"}
+
+
+@pytest.fixture
+def mixed():
+    """A tied Mamba with a plan of every format, and time-step matrices that no block fits."""
+    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 2, "state_size": 8}
+    model = tiny(transformers.MambaConfig(**settings))
+    assignment = {
+        f"backbone.layers.{i}.mixer.{kind}": name for i in range(2) for kind, name in PER_LAYER.items()
+    }
+    assignment["backbone.embeddings"] = "q5_k"
+    return model, Plan("mixed", assignment, made_by="test")
+
+
+def test_the_file_holds_the_integers_of_formats_bit_for_bit(mixed, tmp_path: Path) -> None:
+    model, plan = mixed
+    artifact = export(model, plan, tmp_path)
+    reader = gguf.GGUFReader(tmp_path / artifact.files[0])
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    parameters = dict(model.model.named_parameters())
+    compared = set()
+    for record in artifact.tensors:
+        tensor = stored[record.runtime_name]
+        assert tensor.n_bytes == record.bytes
+        if record.realised == "fp32":
+            assert tensor.tensor_type.name == "F32"
+            continue
+        fmt = get_format(record.realised)
+        weight = parameters[f"{record.component}.weight"]
+        assert np.array_equal(tensor.data.reshape(-1).view(np.uint8), fmt.pack(fmt.quantize(weight)))
+        assert tensor.tensor_type.name == {"fp16": "F16"}.get(record.realised, record.realised.upper())
+        compared.add(record.realised)
+    assert compared == {"q4_k", "q6_k", "q4_0", "q5_k", "fp16"}
+
+
+def test_what_does_not_divide_falls_back_in_the_open(mixed, tmp_path: Path) -> None:
+    model, plan = mixed
+    artifact = export(model, plan, tmp_path)
+    record = next(t for t in artifact.tensors if t.component == "backbone.layers.0.mixer.dt_proj")
+    assert (record.planned, record.realised) == ("q8_0", "fp16")
+    assert "16 columns do not divide into blocks of 32" in record.reason
+    assert record.bytes == 2 * 512 * 16
+    assert artifact.settings["fallbacks"] == 2
+    assert artifact.realised_bytes == (tmp_path / artifact.files[0]).stat().st_size
+    assert (
+        artifact.realised_bytes > sum(t.bytes for t in artifact.tensors) == artifact.settings["tensor_bytes"]
+    )
+    with pytest.raises(FormatError, match=r"dt_proj: q8_0 is not possible: .* 16 columns"):
+        export(model, plan, tmp_path / "strict", fallback=False)
+    assert not list((tmp_path / "strict").glob("*"))
+    assert Artifact.from_json(json.loads(json.dumps(artifact.to_json()))) == artifact
+
+
+def test_state_space_parameters_and_norms_stay_f32_whatever_the_plan_says(tmp_path: Path) -> None:
+    model = tiny("mamba2")
+    plan = Plan("bad", {"backbone.layers.0.mixer.conv1d": "q8_0"}, made_by="test")
+    artifact = export(model, plan, tmp_path)
+    kept = {t.runtime_name.rpartition("blk.0.")[2] for t in artifact.tensors if t.realised == "fp32"}
+    assert {"ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight", "attn_norm.weight"} <= kept
+    record = next(t for t in artifact.tensors if t.component == "backbone.layers.0.mixer.conv1d")
+    assert (record.planned, record.realised, record.reason) == (
+        "q8_0",
+        "fp32",
+        "llama.cpp computes with it in F32",
+    )
+    with pytest.raises(FormatError, match="conv1d: q8_0 is not possible"):
+        export(model, plan, tmp_path, fallback=False)
+
+
+def test_a_is_minus_exp_in_float32(tmp_path: Path) -> None:
+    model = tiny("mamba")
+    artifact = export(model, Plan("p", {}, "test"), tmp_path)
+    reader = gguf.GGUFReader(tmp_path / artifact.files[0])
+    stored = next(t for t in reader.tensors if t.name == "blk.0.ssm_a")
+    expected = -torch.exp(model.model.backbone.layers[0].mixer.A_log)
+    assert np.array_equal(stored.data, expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("mamba", True), ("mamba2", False), ("falcon_h1", False), ("falcon_h1 tied, without norm", True)],
+)
+def test_a_tied_head_is_one_tensor(name: str, tied: bool, tmp_path: Path) -> None:
+    artifact = export(tiny(name), Plan("p", {}, "test"), tmp_path)
+    names = {t.name for t in read_header(tmp_path / artifact.files[0]).tensors}
+    assert ("output.weight" in names) == (not tied)
+
+
+def test_a_tied_head_may_be_called_by_either_name(tmp_path: Path) -> None:
+    model = tiny("mamba")
+    artifact = export(model, Plan("p", {"lm_head": "q8_0"}, "test"), tmp_path)
+    assert next(t for t in artifact.tensors if t.runtime_name == "token_embd.weight").realised == "q8_0"
+    with pytest.raises(PlanError, match="two formats"):
+        export(model, Plan("p", {"lm_head": "q8_0", "backbone.embeddings": "q4_0"}, "test"), tmp_path)
+
+
+@pytest.mark.parametrize("name", support.CONFIGS)
+def test_component_names_are_those_of_the_anatomy(name: str) -> None:
+    model = tiny(name)
+    shapes = ModelWeights(model.model).shapes
+    buffers = {n for n, _ in model.model.named_buffers()}
+    ours = {
+        component_name(parameter, len(shape))
+        for parameter, shape in shapes.items()
+        if parameter not in buffers
+    }
+    assert ours == {component.name for component in model.anatomy.components}
+
+
+@pytest.mark.parametrize("name", support.CONFIGS)
+def test_every_component_is_found_and_every_leftover_is_named(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    artifact = export(model, uniform(model, "q8_0"), tmp_path, fingerprint="-")
+    assert {c.name for c in model.anatomy.components} <= {t.component for t in artifact.tensors}
+    config = model.config
+    shapes = ModelWeights(model.model).shapes
+    rules = get_architecture(config.model_type).tensors(config, shapes)
+    with pytest.raises(TargetError, match=r"no tensor of the file takes: model\.unknown"):
+        check_complete(rules, {**shapes, "model.unknown": (1,)})
+    lacking = {
+        k: v
+        for k, v in shapes.items()
+        if not k.endswith("layers.0.norm.weight") and "layers.0.input" not in k
+    }
+    with pytest.raises(TargetError, match=r"the checkpoint lacks: .*layers\.0"):
+        check_complete(rules, lacking)
+    with pytest.raises(TargetError, match="two tensors are called: "):
+        check_complete([*rules, rules[0]], shapes)
+
+
+def test_plans_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    model = tiny("mamba")
+    with pytest.raises(
+        PlanError, match=r"plan x: the model has no component backbone\.layers\.9\.mixer\.in_proj"
+    ):
+        export(model, Plan("x", {"backbone.layers.9.mixer.in_proj": "q8_0"}, "test"), tmp_path)
+    name = "backbone.layers.0.mixer.in_proj"
+    with pytest.raises(
+        PlanError, match=r"GGUF has no format 'int4' .* map int8 → q8_0 and int4 → q4_0 with --map"
+    ):
+        export(model, Plan("x", {name: "int4"}, "test"), tmp_path)
+    assert not list(tmp_path.glob("*"))
+    artifact = export(model, Plan("x", {name: "int4"}, "test"), tmp_path, format_map=DEFAULT_MAP)
+    assert next(t for t in artifact.tensors if t.component == name).realised == "q4_0"
+    assert set(DEFAULT_MAP.values()) <= set(FORMATS)
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    model = tiny("mamba")
+    artifact = export(model, Plan("p", {}, "test"), tmp_path)
+    before = (tmp_path / artifact.files[0]).read_bytes()
+    with torch.no_grad():
+        model.model.backbone.layers[3].mixer.out_proj.weight[0, 0] = float("nan")
+    with pytest.raises(FormatError, match=r"layers\.3\.mixer\.out_proj\.weight: holds NaN"):
+        export(model, Plan("p", {}, "test"), tmp_path, fingerprint="-")
+    assert [p.name for p in tmp_path.iterdir()] == [artifact.files[0]]
+    assert (tmp_path / artifact.files[0]).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", support.CONFIGS)
+def test_a_streamed_folder_gives_the_same_file(name: str, tmp_path: Path) -> None:
+    """In several shards, in the names and shapes that checkpoints have on disk."""
+    model = tiny(name)
+    folder = tmp_path / "tiny"
+    model.model.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    plan = uniform(model, "q8_0")
+    one = export(model, plan, tmp_path / "memory", fingerprint="-")
+    two = export(folder, plan, tmp_path / "streamed", fingerprint="-")
+    assert _tensors(tmp_path / "memory" / one.files[0]) == _tensors(tmp_path / "streamed" / two.files[0])
+    assert set(one.tensors) == set(two.tensors)
+
+
+def test_the_layout_of_the_state_spaces_originals(tmp_path: Path) -> None:
+    model = tiny_model("mamba2")
+    folder = tmp_path / "original"
+    folder.mkdir()
+    names = {"backbone.embeddings.weight": "backbone.embedding.weight"}
+    weights = {names.get(n, n): t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors")
+    ssm = {"layer": "Mamba2", "d_state": 16, "headdim": 16}
+    config = {"d_model": 64, "n_layer": 4, "vocab_size": 97, "pad_vocab_size_multiple": 1, "ssm_cfg": ssm}
+    (folder / "config.json").write_text(json.dumps(config))
+    streamed = export(folder, Plan("p", {}, "test"), tmp_path / "a", fingerprint="-")
+    in_memory = export(load(folder), Plan("p", {}, "test"), tmp_path / "b", fingerprint="-")
+    assert _tensors(tmp_path / "a" / streamed.files[0]) == _tensors(tmp_path / "b" / in_memory.files[0])
+
+
+def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        export(tmp_path, Plan("p", {}, "test"), tmp_path / "out")
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(TargetError, match="GGUF export knows no 'llama' models; it knows bamba, "):
+        export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
+    model = tiny_model("mamba2")
+    model.save_pretrained(tmp_path / "headless")
+    path = tmp_path / "headless" / "model.safetensors"
+    save_file({n: t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}, path)
+    with pytest.raises(CheckpointError, match=r"no lm_head\.weight"):
+        export(tmp_path / "headless", Plan("p", {}, "test"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_with_a_gap_are_refused(tmp_path: Path) -> None:
+    model = tiny("jamba with experts")
+    model.model.save_pretrained(tmp_path / "m")
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights.pop("model.layers.1.feed_forward.experts.2.up_proj.weight")
+    save_file(weights, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(TargetError, match=r"experts \[0, 1, 3\] of up_proj"):
+        CheckpointWeights(tmp_path / "m", model.config)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "hybrid"])
+def test_reference_checkpoints_export_and_run(family: str, tmp_path: Path) -> None:
+    model = load(f"reference:{family}")
+    plan = Plan("q8_0", {c.name: "q8_0" for c in model.anatomy.candidates}, "test")
+    artifact = export(model, plan, tmp_path)
+    ids = model.tokenizer("The river crosses the border near the old town and")["input_ids"]
+    with open_session(tmp_path / artifact.files[0], threads=1) as session:
+        found = session.logits(ids)
+    with torch.no_grad():
+        expected = model.model(torch.tensor([ids])).logits[0].numpy()
+    assert support.kl(expected, found)[0] < 0.02
+    assert artifact.settings["tokenizer"] == "gpt-2"
+    assert artifact.model_fingerprint == model.fingerprint
+
+
+def _tensors(path: Path) -> dict[str, bytes]:
+    return {t.name: t.tensor_type.name.encode() + t.data.tobytes() for t in gguf.GGUFReader(path).tensors}
+
+
+def test_unknown_families_in_tests_are_really_unknown() -> None:
+    assert "zamba2" in CONFIGS
+    with pytest.raises(TargetError, match="zamba2"):
+        get_architecture("zamba2")

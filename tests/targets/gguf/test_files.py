@@ -1,0 +1,179 @@
+"""Damaged and foreign files, wrong options and wrong libraries: one line each, and the process lives."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import TargetError
+from kl_lens.records import Plan
+from kl_lens.targets.gguf import export, library, open_session
+from kl_lens.targets.gguf.header import check_file, read_header
+from tests.targets.gguf.support import tiny
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    return folder / export(tiny("jamba"), Plan("p", {}, "test"), folder).files[0]
+
+
+def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
+    info, reader = read_header(whole), gguf.GGUFReader(whole)
+    assert {t.name: (t.type, t.bytes, t.offset) for t in info.tensors} == {
+        t.name: (t.tensor_type.name, int(t.n_bytes), int(t.data_offset)) for t in reader.tensors
+    }
+    assert {t.name: t.shape for t in info.tensors} == {
+        t.name: tuple(map(int, t.shape))[::-1] for t in reader.tensors
+    }
+    assert info.architecture == "jamba"
+    assert info.metadata["jamba.attention.head_count_kv"] == [0, 2, 0, 2]
+    assert info.metadata["kl_lens.plan"] == "p"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.01, 0.3, 0.99, 0.9999])
+def test_truncated_files_are_named(whole: Path, tmp_path: Path, share: float) -> None:
+    data = whole.read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(TargetError, match=r"cut\.gguf (is damaged|is no GGUF file)") as caught:
+        open_session(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_foreign_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(TargetError, match=r"no GGUF file: it begins with b'PK"):
+        open_session(path)
+    path.write_bytes(b"GGUF" + struct.pack("<I", 99) + bytes(100))
+    with pytest.raises(TargetError, match="GGUF version 99"):
+        open_session(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**62, 2**62) + bytes(100))
+    with pytest.raises(TargetError, match="is damaged"):
+        open_session(path)
+    with pytest.raises(TargetError, match="no such file"):
+        open_session(tmp_path / "absent.gguf")
+
+
+def test_random_damage_never_escapes_as_another_error(whole: Path, tmp_path: Path) -> None:
+    data = bytearray(whole.read_bytes())
+    random = np.random.default_rng(0)
+    path = tmp_path / "x.gguf"
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(data[:6000])  # the header, and tensors that reach beyond the end
+        for place in random.integers(0, 4000, 4):
+            damaged[place] = random.integers(256)
+        path.write_bytes(damaged)
+        try:
+            check_file(path)
+        except TargetError:
+            refused += 1
+    assert refused == 200
+
+
+def _write(path: Path, architecture: str, tensors: dict[str, np.ndarray], **numbers: int) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in numbers.items():
+        writer.add_uint32(f"{architecture}.{key.replace('__', '.')}", value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_files_that_make_llama_cpp_abort_never_reach_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    _write(path, "mamba2", {"blk.0.ssm_conv1d.weight": np.zeros((4, 4), np.float16)})
+    with pytest.raises(TargetError, match=r"ssm_conv1d\.weight is F16 and llama\.cpp reads it as F32"):
+        open_session(path)
+    _write(
+        path, "jamba", {"output_norm.weight": np.zeros(4, np.float32)}, embedding_length=4, ssm__inner_size=12
+    )
+    with pytest.raises(TargetError, match="needs an inner size of twice 4, and it is 12"):
+        open_session(path)
+
+
+def test_what_llama_cpp_itself_refuses_is_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    _write(path, "gadget", {"output_norm.weight": np.zeros(4, np.float32)})
+    with pytest.raises(
+        TargetError, match=r"llama\.cpp cannot load it: .*unknown model architecture: 'gadget'"
+    ):
+        open_session(path)
+    _write(path, "mamba", {"output_norm.weight": np.zeros(4, np.float32)}, block_count=1)
+    with pytest.raises(TargetError, match=r"llama\.cpp cannot load it: .*key not found"):
+        open_session(path)
+
+
+def test_sessions_say_what_is_wrong(whole: Path) -> None:
+    with open_session(whole, threads=1, context=64) as session:
+        with pytest.raises(TargetError, match="token 97 is outside the vocabulary of 97"):
+            session.logits([1, 97])
+        with pytest.raises(TargetError, match="no tokens"):
+            session.prefill([])
+        with pytest.raises(TargetError, match=r"do not fit the context of \d+"):
+            session.logits([1] * 2000)
+    with pytest.raises(TargetError, match="this session is closed"):
+        session.step(1)
+    session.close()
+    with pytest.raises(TargetError, match="threads must be at least 1"):
+        open_session(whole, threads=0)
+
+
+def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
+    if library.find_library().has_gpu:
+        pytest.skip("this llama.cpp has a GPU backend")
+    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend"):
+        open_session(whole, gpu_layers=4)
+
+
+def test_descriptions_name_library_flags_and_threads(whole: Path) -> None:
+    with open_session(whole, threads=1) as session:
+        described = session.description
+    assert described["runtime"] == "llama.cpp"
+    assert described["threads"] == 1
+    assert "=" in described["build_flags"]
+    assert described["version"] != "unknown"
+
+
+def test_state_space_models_have_no_length_limit(tmp_path: Path) -> None:
+    artifact = export(tiny("mamba"), Plan("p", {}, "test"), tmp_path)
+    with open_session(tmp_path / artifact.files[0], threads=1, context=32) as session:
+        last = session.prefill([token % 97 for token in range(1500)])
+        every = session.logits([token % 97 for token in range(1500)])
+    assert np.abs(last - every[-1]).max() < 1e-3
+
+
+def test_the_users_library_is_used_or_refused_never_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = library.find_library.__wrapped__
+    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
+    with pytest.raises(TargetError, match=r"LLAMA_CPP_LIB names .*libllama\.so, which is no file"):
+        find()
+    (tmp_path / "libllama.so").write_bytes(b"no library")
+    with pytest.raises(TargetError, match="cannot be loaded"):
+        find()
+    import ctypes.util
+
+    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, ctypes.util.find_library("m") or "libm.so.6")
+    with pytest.raises(TargetError, match=r"is no llama\.cpp library"):
+        find()
+
+
+def test_an_unknown_parameter_layout_is_refused() -> None:
+    loaded = library.find_library()
+    strange = library.Parameters()
+    with pytest.raises(TargetError, match="unknown layout"):
+        loaded._attention_offsets(strange)
+    with pytest.raises(TargetError, match="n_batch is not where KL Lens knows it"):
+        loaded._require(strange, "n_batch", 4, (2048,))
