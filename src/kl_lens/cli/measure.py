@@ -17,6 +17,7 @@ from kl_lens.sensitivity.engines import ENGINES
 from kl_lens.sensitivity.legacy import write_legacy
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
+from kl_lens.targets import TARGETS, deployed
 from kl_lens.text import draw_windows
 from kl_lens.units import parse_bytes
 
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=tuple(ENGINES), default="fast", help="default: fast; plain is the reference"
     )
     group.add_argument("--memory-budget", default="8GB", help="for cached states (default: 8GB)")
+    group.add_argument(
+        "--as-deployed",
+        choices=tuple(TARGETS),
+        help="also quantize the activations as this target's kernels do: the KL of the file that will run",
+    )
     group.add_argument(
         "--anytime", action="store_true", help="stop as soon as the ranking is settled; --windows is the most"
     )
@@ -68,11 +74,20 @@ def execute(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     folder = options.run_folder(arguments, model.name)
+    budget = parse_bytes(arguments.memory_budget)
     with Run.create(folder) as run:
         run.note_command(sys.argv)
         try:
             with sweep_progress("measuring") as progress:
-                sweep = Sweep(model, run, arguments.engine, parse_bytes(arguments.memory_budget), progress)
+                sweep = Sweep(
+                    model,
+                    run,
+                    arguments.engine,
+                    budget,
+                    progress,
+                    deployed(arguments.as_deployed) if arguments.as_deployed else None,
+                    arguments.as_deployed or "weights",
+                )
                 if arguments.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=arguments.settled_at)
                 else:

@@ -36,23 +36,23 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
         default="reference:mamba" if optional else None,
         help=_MODEL_HELP + (" (default: reference:mamba)" if optional else ""),
     )
-    _add_loading(parser)
+    add_loading(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model MODEL, and what goes with it."""
     parser.add_argument("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
-    _add_loading(parser)
+    add_loading(parser)
 
 
 def add_run_model(parser: argparse.ArgumentParser) -> None:
     """--run DIR of an existing run; --model only when the run's model is not where it was."""
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/reference-mamba)")
     parser.add_argument("--model", metavar="MODEL", help="where the run's model is now, if it moved")
-    _add_loading(parser)
+    add_loading(parser)
 
 
-def _add_loading(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument(

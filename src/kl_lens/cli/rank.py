@@ -16,7 +16,8 @@ from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.ranking import Ranking, rank
 from kl_lens.sensitivity.sweep import Sweep
-from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
+from kl_lens.targets import deployed
+from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.units import parse_bytes
 
 HELP = "measure real damage on held-out text and say which metric predicts it"
@@ -65,19 +66,26 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         refuse_overlap(drawn, held_out)
         budget = parse_bytes(arguments.memory_budget)
+        activations = run.identity.get("activations", "weights")
+        context = deployed(activations) if activations != "weights" else None
+
+        def sweep(windows: Windows, role: str, title: str) -> None:
+            with sweep_progress(title) as progress:
+                Sweep(
+                    model,
+                    run,
+                    memory_budget=budget,
+                    progress=progress,
+                    deployed=context,
+                    deployed_as=activations,
+                ).measure(candidates, windows, role)
+
         try:
-            with sweep_progress("damage on held-out text") as progress:
-                Sweep(model, run, memory_budget=budget, progress=progress).measure(
-                    candidates, held_out, EVALUATION
-                )
+            sweep(held_out, EVALUATION, "damage on held-out text")
             for text in arguments.other_text:
                 other = draw_windows(text, tokenizer, windows=count, length=length, seed=seed)
                 refuse_overlap(other, held_out)
-                with sweep_progress(f"calibration on {other.source}") as progress:
-                    role = f"{CALIBRATION}:{Path(other.source).stem}"
-                    Sweep(model, run, memory_budget=budget, progress=progress).measure(
-                        candidates, other, role
-                    )
+                sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
         except KeyboardInterrupt:
             print(
                 f"\nkl-lens rank: stopped; the same command goes on from there ({run.folder})",

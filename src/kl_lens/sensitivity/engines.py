@@ -9,7 +9,8 @@ chunk of rows at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -23,17 +24,33 @@ from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_byt
 
 DEFAULT_MEMORY = 8 * 10**9
 
+# Component → format; within it the model's products see what a runtime's kernels would see (quantized activations).
+Deployed = Callable[[LoadedModel, Mapping[str, str]], AbstractContextManager[None]]
+
 
 class Engine(ABC):
     """Measures perturbations on windows of token ids."""
 
     name: ClassVar[str]
 
-    def __init__(self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY) -> None:
+    def __init__(
+        self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY, deployed: Deployed | None = None
+    ) -> None:
         self.model = model
+        self.deployed = deployed
         self.chain = model.chain
         self.memory_budget = memory_budget
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
+
+    @contextmanager
+    def perturbed(self, perturbation: Perturbation, weights: Sequence[Replacement]) -> Iterator[None]:
+        """The model with the perturbation's weights and, as deployed, with its activations too."""
+        with swapped(weights):
+            if self.deployed is None:
+                yield
+            else:
+                with self.deployed(self.model, perturbation.formats):
+                    yield
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
@@ -114,7 +131,7 @@ class PlainEngine(Engine):
         weights = replacements(self.model, perturbation)
         for windows in self._batches():
             teacher = self._teacher(windows)
-            with swapped(weights):
+            with self.perturbed(perturbation, weights):
                 student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
             rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
@@ -127,10 +144,11 @@ class _Student:
     """A perturbation made ready: its weights, where it parts from the teacher, and its head if that differs."""
 
     def __init__(self, model: LoadedModel, perturbation: Perturbation) -> None:
+        self.perturbation = perturbation
         self.weights = replacements(model, perturbation)
         self.start = first_block(model.anatomy, perturbation)
         head = model.chain.head.weight
-        self.head = [(parameter, weight) for parameter, weight in self.weights if parameter is head]
+        self.has_own_head = any(parameter is head for parameter, _ in self.weights)
 
 
 class FastEngine(Engine):
@@ -184,11 +202,11 @@ class FastEngine(Engine):
         """(rows, 5) for each student."""
         if len(students) == 1:
             states = self._states(batch, students[0])
-            return self._compare(batch, [states], students[0].head)
+            return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
         block = students[0].start
         outputs = []
         for student in students:
-            with swapped(student.weights):
+            with self.perturbed(student.perturbation, student.weights):
                 outputs.append(self.chain.run(batch.inputs[block], batch.calls, block, block + 1))
         hidden = self.chain.run(torch.cat(outputs), batch.calls, block + 1)
         states = self.chain.finish(hidden, batch.calls)
@@ -198,7 +216,7 @@ class FastEngine(Engine):
         """What enters the student's head."""
         if student.start == len(self.chain):
             return batch.states
-        with swapped(student.weights):
+        with self.perturbed(student.perturbation, student.weights):
             if student.start < 0:
                 calls = self.chain.calls(batch.calls.ids)
                 return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
@@ -206,16 +224,21 @@ class FastEngine(Engine):
             return self.chain.finish(hidden, batch.calls)
 
     def _compare(
-        self, batch: Batch, states: Sequence[torch.Tensor], head: Sequence[Replacement] = ()
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None
     ) -> list[Floats]:
-        """`head` holds the student's own head when that is perturbed; the teacher's logits need the original."""
+        """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for member, entering in enumerate(states):
-                with swapped(head):
-                    logits = self.chain.logits(entering.flatten(0, 1)[rows])
+                logits = self._logits(entering.flatten(0, 1)[rows], own_head)
                 parts[member].append(compare(teacher, logits))
         return [np.concatenate(part) for part in parts]
+
+    def _logits(self, states: torch.Tensor, own_head: _Student | None) -> torch.Tensor:
+        if own_head is None:
+            return self.chain.logits(states)
+        with self.perturbed(own_head.perturbation, own_head.weights):
+            return self.chain.logits(states)
 
     def _windows(self, batch: Batch, rows: Floats, signal: Floats) -> list[WindowMetrics]:
         time = batch.targets.shape[1]

@@ -12,7 +12,7 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics, summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Deployed, Engine, FastEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.settling import Settled, settled
@@ -55,6 +55,8 @@ class Sweep:
     engine: str = FastEngine.name
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
+    deployed: Deployed | None = None  # measure with a runtime's activations, not with quantized weights alone
+    deployed_as: str = "weights"  # its name in the run's identity
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -62,7 +64,7 @@ class Sweep:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
         self._identify(windows, role)
-        engine = ENGINES[self.engine](self.model, self.memory_budget)
+        engine = ENGINES[self.engine](self.model, self.memory_budget, self.deployed)
         done = self.run.measured_windows(role)
         wanted = range(len(windows))
         work = {str(c): self._work(c) for c in candidates}
@@ -124,7 +126,7 @@ class Sweep:
         return found
 
     def _identify(self, windows: Windows, role: str) -> None:
-        self.run.identify(model_identity(self.model))
+        self.run.identify({**model_identity(self.model), "activations": self.deployed_as})
         identity = {
             "source": windows.source,
             "split": windows.split,

@@ -130,6 +130,20 @@ class GGUFSession:
             raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
         return list(tokens[:found])
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD."""
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        room = 16 * len(tokens) + 64
+        for _ in range(2):
+            text = ctypes.create_string_buffer(room)
+            found = self._library.functions.llama_detokenize(
+                self._vocab, array, len(tokens), text, room, False, False
+            )
+            if found >= 0:
+                return text.raw[:found].decode("utf-8", errors="replace")
+            room = -found  # llama.cpp says how much it needs
+        raise TargetError(f"{self.path}: llama.cpp could not spell {len(tokens)} tokens")
+
     def close(self) -> None:
         functions = self._library.functions
         if self._context:

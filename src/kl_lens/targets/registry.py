@@ -1,0 +1,95 @@
+"""The targets by name. A new one is one new folder and one entry here; its libraries load when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.formats import resolve
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.session import Session
+from kl_lens.writing import write_text
+
+RECORD_FILE = "artifact.json"
+# Target → (module, the extra that brings its libraries, a package that must be there).
+TARGETS = {
+    "openvino": ("kl_lens.targets.openvino", "openvino", "openvino"),
+    "gguf": ("kl_lens.targets.gguf", "gguf", "gguf"),
+}
+
+Deployed = Callable[[LoadedModel, Mapping[str, str]], AbstractContextManager[None]]
+
+
+def target_module(name: str) -> Any:
+    """The room of a target, or an error that says what to install."""
+    if name not in TARGETS:
+        raise TargetError(f"no target is called {name!r}; there are {', '.join(TARGETS)}")
+    module, extra, package = TARGETS[name]
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise TargetError(f"target {name} needs more packages: pip install 'kl-lens[{extra}]'") from error
+    return importlib.import_module(module)
+
+
+def export(model: LoadedModel, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
+    """Writes the plan as files of a target, with the record of what became of every component beside them."""
+    artifact: Artifact = target_module(target).export(model, plan, folder, **options)
+    write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
+    return artifact
+
+
+def read_artifact(folder: Path) -> Artifact:
+    """The record of an exported folder."""
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        raise TargetError(f"{folder} is no exported model: it has no {RECORD_FILE}; run `kl-lens export`")
+    try:
+        artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
+    missing = [name for name in artifact.files if not (folder / name).exists()]
+    if missing:
+        raise TargetError(f"{folder}: {missing[0]} is missing; export the model again")
+    return artifact
+
+
+def open_session(
+    path: Path, *, device: str = "CPU", threads: int | None = None, gpu_layers: int = 0, exact: bool = False
+) -> Session:
+    """A running session of an exported folder or a .gguf file.
+
+    `exact` asks for float32 arithmetic where the runtime would use something faster.
+    """
+    if path.suffix == ".gguf":
+        module = target_module("gguf")
+        return module.open_session(path, threads=threads, gpu_layers=gpu_layers, exact_attention=exact)
+    artifact = read_artifact(path)
+    module = target_module(artifact.target)
+    if artifact.target == "gguf":
+        file = path / next(name for name in artifact.files if name.endswith(".gguf"))
+        return module.open_session(file, threads=threads, gpu_layers=gpu_layers, exact_attention=exact)
+    return module.open_session(path, device=device, threads=threads, exact=exact)
+
+
+def deployed(target: str) -> Deployed:
+    """A context in which a PyTorch model computes with the activations that the target's kernels see."""
+    module = target_module(target)
+
+    def gguf(model: LoadedModel, formats: Mapping[str, str]) -> AbstractContextManager[None]:
+        shapes = {c.name: c.shape for c in model.anatomy.components}
+        realised = {name: resolve(fmt, shapes[name])[0].name for name, fmt in formats.items()}
+        return module.as_deployed(model.model, realised)
+
+    def openvino(model: LoadedModel, formats: Mapping[str, str]) -> AbstractContextManager[None]:
+        from kl_lens.targets.openvino.deployed import as_deployed
+
+        return as_deployed(model.model, model.anatomy, formats)
+
+    return {"gguf": gguf, "openvino": openvino}[target]
