@@ -37,7 +37,8 @@ def _run(tmp_path, damage_noise: float, candidates: int = 12) -> Run:
 
 
 def _tau(ranking, metric: str, with_head: bool = True) -> float:
-    (tau,) = {c.tau for c in ranking.correlations if (c.metric, c.with_head) == (metric, with_head)}
+    wanted = ("perplexity", metric, with_head)
+    (tau,) = {c.tau for c in ranking.correlations if (c.damage, c.metric, c.with_head) == wanted}
     return tau
 
 
@@ -50,6 +51,15 @@ def test_a_metric_that_orders_like_the_damage_has_tau_one(tmp_path) -> None:
     assert {c.candidates for c in ranking.correlations} == {12, 11}, "with and without the head"
     assert not any(r.is_noisy for r in ranking.reliabilities)
     assert ranking.perplexity == pytest.approx(np.exp(2.0))
+
+
+def test_divergence_is_a_damage_that_noise_in_the_labels_does_not_touch(tmp_path) -> None:
+    with _run(tmp_path, damage_noise=2.0) as run:
+        ranking = rank(run)
+    taus = {
+        c.tau for c in ranking.correlations if (c.damage, c.metric) == ("divergence", "kl_teacher_to_student")
+    }
+    assert taus == {pytest.approx(1.0)}
 
 
 def test_intervals_contain_tau_and_p_values_are_small(tmp_path) -> None:

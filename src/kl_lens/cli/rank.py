@@ -113,12 +113,13 @@ def _measured(run: Run) -> list[Candidate]:
 def _print(ranking: Ranking) -> None:
     console = options.console()
     table = Table(title="Kendall τ between a metric and the damage (95 % interval)", title_justify="left")
-    for column in ("format", "head", "calibration", "metric"):
+    for column in ("damage", "format", "head", "calibration", "metric"):
         table.add_column(column)
     for column in ("candidates", "τ", "interval", "p"):
         table.add_column(column, justify="right")
     for c in ranking.correlations:
         table.add_row(
+            c.damage,
             c.format,
             "with" if c.with_head else "without",
             c.calibration,
@@ -130,7 +131,7 @@ def _print(ranking: Ranking) -> None:
         )
     console.print(table)
     console.print(
-        f"Damage: change in cross-entropy on {ranking.evaluation_tokens:,} held-out tokens, paired; "
+        f"Damage: change in cross-entropy (perplexity) and KL from the original (divergence) on {ranking.evaluation_tokens:,} held-out tokens, paired; "
         f"the original's token perplexity there is {ranking.perplexity:.3f}."
     )
     for r in ranking.reliabilities:

@@ -1,12 +1,14 @@
 """Which metric predicts real damage? Each candidate's metrics against its measured change in perplexity.
 
-The damage is the paired change in cross-entropy on held-out text. Kendall's τ says how well a metric, measured on
+The damage is the paired change in cross-entropy on held-out text, and beside it the divergence from the original there,
+which has no first-order term to hide behind (docs/method.md). Kendall's τ says how well a metric, measured on
 calibration text, orders the candidates by damage; its confidence interval comes from candidates drawn anew. What τ
 could be at best is limited by the damage's own error bars: the split-half τ of the damage says how much.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,8 +40,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Correlation:
-    """Kendall's τ between a metric and the damage."""
+    """Kendall's τ between a metric on calibration text and the damage on held-out text."""
 
+    damage: str  # perplexity (change in cross-entropy) or divergence (KL from the original)
     metric: str
     format: str
     with_head: bool
@@ -169,6 +172,10 @@ def _damage(windows: Sequence[WindowMetrics]) -> float:
     return sum(w.delta_cross_entropy for w in windows) / sum(w.targets for w in windows)
 
 
+def _divergence(windows: Sequence[WindowMetrics]) -> float:
+    return sum(w.kl_teacher_to_student for w in windows) / sum(w.tokens for w in windows)
+
+
 def _reliability(format_name: str, with_head: bool, damages: Sequence[list[WindowMetrics]]) -> Reliability:
     estimates = [summarise(d)["delta_cross_entropy"] for d in damages]
     even, odd = [_damage(d[::2]) for d in damages], [_damage(d[1::2] or d) for d in damages]
@@ -193,15 +200,19 @@ def _correlate(
     keys = list(samples)
     if len(keys) < 3:
         return []
-    target = np.array([_damage(damage[k]) for k in keys])
+    targets = {
+        "perplexity": np.array([_damage(damage[k]) for k in keys]),
+        "divergence": np.array([_divergence(damage[k]) for k in keys]),
+    }
     summaries = [summarise(samples[k][: max(1, round(share * len(samples[k])))]) for k in keys]
     found = []
-    for metric, direction in DIRECTIONS.items():
-        values = direction * np.array([s[metric].value for s in summaries])
-        result = kendalltau(values, target)
-        low, high = _interval(values, target, seed)
+    for kind, metric in itertools.product(targets, DIRECTIONS):
+        values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
+        result = kendalltau(values, targets[kind])
+        low, high = _interval(values, targets[kind], seed)
         found.append(
             Correlation(
+                kind,
                 metric,
                 format_name,
                 with_head,

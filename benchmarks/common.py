@@ -1,0 +1,61 @@
+"""What the benchmarks share: shapes, side-by-side timing, the machine's matmul rate."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from kl_lens.checkpoints import LoadedModel
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+def shape(name: str) -> LoadedModel:
+    """A model of a published shape with random weights: for speed, never for sensitivity."""
+    torch.manual_seed(0)
+    if name == "mamba-130m":
+        config = transformers.MambaConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50280)
+        model: torch.nn.Module = transformers.MambaForCausalLM(config)
+    elif name == "mamba2-130m":
+        config2 = transformers.Mamba2Config(
+            hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64, state_size=128,
+            n_groups=1, chunk_size=256, tie_word_embeddings=True,
+        )  # fmt: skip
+        model = transformers.Mamba2ForCausalLM(config2)
+    else:
+        raise SystemExit(f"no shape is called {name!r}; there are mamba-130m and mamba2-130m")
+    return LoadedModel(name, Path(), model.eval().requires_grad_(False), None, source=name)
+
+
+def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, taken A B A B so that a noisy machine hurts all alike; one warm-up each."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            if repeat:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def matmul_rate(rows: int = 4096, inner: int = 768, columns: int = 3072) -> float:
+    """Floating-point operations per second of a float32 product of this shape, all threads."""
+    a, b = torch.randn(rows, inner), torch.randn(columns, inner)
+    seconds = interleaved({"matmul": lambda: a @ b.T}, 5)["matmul"]
+    return 2 * rows * inner * columns / seconds
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -1,0 +1,148 @@
+"""The sweep, three ways in one run: as published, our plain engine, our fast engine; with the floor of the arithmetic.
+
+    python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096] [--memory]
+
+"As published" is the published way of working: for each candidate copy the model, quantize one layer, run the
+original and the copy with transformers' own forward, keep both sets of logits whole, and compare. A few candidates,
+spread evenly over the blocks, stand for all; each way measures the same ones on the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+from common import machine, matmul_rate, shape
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.formats import get_format
+from kl_lens.sensitivity.engines import FastEngine, PlainEngine
+from kl_lens.sensitivity.perturbation import Candidate, first_block
+
+MODELS = "reference:mamba,reference:mamba2,reference:hybrid,mamba-130m,mamba2-130m"
+
+
+def open_model(name: str) -> LoadedModel:
+    return load(name) if name.startswith("reference:") else shape(name)
+
+
+def spread_candidates(model: LoadedModel, blocks: int) -> list[Candidate]:
+    """One component of each of some blocks, spread evenly, kinds in turn: the average suffix of a whole sweep."""
+    chosen = []
+    total = model.anatomy.blocks
+    places = [round((i + 0.5) * total / blocks - 0.5) for i in range(blocks)]
+    for turn, place in enumerate(places):
+        members = [c for c in model.anatomy.block_components(place) if c.quantizable]
+        chosen.append(Candidate(members[turn % len(members)], "int4"))
+    return chosen
+
+
+def as_published(model: LoadedModel, candidate: Candidate, ids: torch.Tensor) -> float:
+    """Their way, with the mistakes mended: KL is a mean per token, from log-probabilities."""
+    with torch.no_grad():
+        student = copy.deepcopy(model.model)
+        weight = student.get_parameter(candidate.component.weight)
+        weight.data = get_format(candidate.format).roundtrip(weight.data)
+        total, batches = 0.0, ids.split(8)
+        for part in batches:
+            teacher_logits = model.model(part, use_cache=False).logits
+            student_logits = student(part, use_cache=False).logits
+            log_p = torch.log_softmax(teacher_logits, -1)
+            log_q = torch.log_softmax(student_logits, -1)
+            total += float(
+                torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
+            )
+        return total / len(batches)
+
+
+def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, rate: float) -> float:
+    """Suffix and head products of the candidates over the machine's matmul rate; scans and metrics come for free."""
+    anatomy = model.anatomy
+    head = anatomy.component(anatomy.head).parameters
+    operations = 0
+    for candidate in candidates:
+        start = first_block(anatomy, candidate.perturbation)
+        suffix = sum(c.parameters for c in anatomy.candidates if c.block is not None and c.block >= start)
+        operations += 2 * tokens * (suffix + head)
+    return operations / rate
+
+
+def run(name: str, tokens: int, published: bool) -> None:
+    model = open_model(name)
+    candidates = spread_candidates(model, 4)
+    vocabulary = model.anatomy.component(model.anatomy.embedding).shape[0]
+    ids = torch.randint(
+        0, vocabulary, (max(1, tokens // 512), 512), generator=torch.Generator().manual_seed(0)
+    )
+    perturbations = [c.perturbation for c in candidates]
+    rate = matmul_rate(columns=model.config.hidden_size * 4, inner=model.config.hidden_size)
+    seconds: dict[str, list[float]] = {}
+    for engine_class in (PlainEngine, FastEngine):
+        engine = engine_class(model)
+        engine.prepare(ids)
+        for repeat in range(3):
+            begin = time.perf_counter()
+            engine.measure(perturbations)
+            if repeat:  # the first warms up
+                seconds.setdefault(engine.name, []).append((time.perf_counter() - begin) / len(candidates))
+    best = {engine: min(values) for engine, values in seconds.items()}
+    floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
+    line = f"{name:18s} {ids.numel():6d} tokens  plain {best['plain']:7.2f} s  fast {best['fast']:7.2f} s per candidate"
+    line += f"  plain/fast {best['plain'] / best['fast']:.2f}"
+    if published:
+        begin = time.perf_counter()
+        as_published(model, candidates[len(candidates) // 2], ids)
+        theirs = time.perf_counter() - begin
+        line += f"  as published {theirs:7.2f} s  published/fast {theirs / best['fast']:.1f}"
+    line += f"  floor {floor:6.2f} s ({rate / 1e9:.0f} GFLOP/s): reached {floor / best['fast']:.0%}"
+    print(line, flush=True)
+
+
+def memory(windows: int) -> None:
+    """Peak memory of a sweep on the mamba-130m shape at 512 tokens a window, in this process alone."""
+    model = shape("mamba-130m")
+    ids = torch.randint(0, 50000, (windows, 512), generator=torch.Generator().manual_seed(0))
+    engine = FastEngine(model)
+    last = spread_candidates(model, 4)[-1]
+    for slab in engine.slabs(ids):
+        engine.prepare(ids[slab.start : slab.stop])
+        engine.measure([last.perturbation])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(
+        f"mamba-130m, {windows} × 512 tokens, {len(engine.slabs(ids))} slabs: peak memory {peak / 1e9:.2f} GB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--without-published", action="store_true")
+    parser.add_argument(
+        "--memory", type=int, metavar="WINDOWS", help="only the peak memory at so many windows"
+    )
+    arguments = parser.parse_args()
+    if arguments.memory:
+        memory(arguments.memory)
+        return
+    print(machine(), flush=True)
+    for name in arguments.models.split(","):
+        # Each model in a process of its own: what one leaves in memory must not slow the next.
+        command = [sys.executable, __file__, "--models", name, "--tokens", str(arguments.tokens)]
+        if "," in arguments.models:
+            extra = ["--without-published"] if arguments.without_published else []
+            subprocess.run([*command, *extra], check=True)
+        else:
+            run(name, arguments.tokens, not arguments.without_published)
+
+
+if __name__ == "__main__":
+    main()
