@@ -84,7 +84,7 @@ def test_chunked_scan_in_float32_does_not_overflow_at_strong_decay() -> None:
 
 
 def test_what_stands_around_the_scan_can_be_done_on_the_way() -> None:
-    x, dt, a, b, c = _mamba1_inputs(2, 33, 40, 7)
+    x, _, a, b, c = _mamba1_inputs(2, 33, 40, 7)
     generator = torch.Generator().manual_seed(5)
     raw, gate = (6 * torch.randn(2, 33, 40, generator=generator) for _ in range(2))
     bias, skip = (torch.randn(40, generator=generator) for _ in range(2))

@@ -59,7 +59,7 @@ def test_divergence_is_a_damage_that_noise_in_the_labels_does_not_touch(tmp_path
     taus = {
         c.tau for c in ranking.correlations if (c.damage, c.metric) == ("divergence", "kl_teacher_to_student")
     }
-    assert taus == {pytest.approx(1.0)}
+    assert min(taus) == max(taus) == pytest.approx(1.0)
 
 
 def test_intervals_contain_tau_and_p_values_are_small(tmp_path) -> None:
@@ -68,7 +68,7 @@ def test_intervals_contain_tau_and_p_values_are_small(tmp_path) -> None:
     for correlation in ranking.correlations:
         if correlation.metric == "delta_cross_entropy":
             continue  # zero for every candidate of this fixture: nothing to order
-        assert correlation.low <= correlation.tau <= correlation.high
+        assert correlation.low - 1e-9 <= correlation.tau <= correlation.high + 1e-9
     best = [c for c in ranking.correlations if c.metric == "kl_teacher_to_student" and c.with_head]
     assert all(c.p_value < 0.01 for c in best)
 

@@ -131,7 +131,8 @@ def _print(ranking: Ranking) -> None:
         )
     console.print(table)
     console.print(
-        f"Damage: change in cross-entropy (perplexity) and KL from the original (divergence) on {ranking.evaluation_tokens:,} held-out tokens, paired; "
+        "Damage: change in cross-entropy (perplexity) and KL from the original (divergence), "
+        f"on {ranking.evaluation_tokens:,} held-out tokens, paired; "
         f"the original's token perplexity there is {ranking.perplexity:.3f}."
     )
     for r in ranking.reliabilities:

@@ -1,0 +1,71 @@
+"""Exports of tiny models, made once and shared: the conversion is what takes time here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.records import Artifact, Plan
+from tests.families import tiny_model
+
+pytest.importorskip("openvino", reason="needs the extra kl-lens[openvino]")
+
+
+@dataclass
+class Exported:
+    model: LoadedModel
+    artifact: Artifact
+    folder: Path
+
+
+def loaded(family: str) -> LoadedModel:
+    return LoadedModel(family, Path(), tiny_model(family), None)
+
+
+def mixed_plan(model: LoadedModel) -> Plan:
+    """Every integer format in turn, some components left alone."""
+    formats = ["int4", "int8", "fp16", "int4-g32", "int8"]
+    components = model.anatomy.candidates
+    return Plan("mixed", {c.name: formats[i % 5] for i, c in enumerate(components)}, made_by="test")
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
+    """exported(family, "original" | "mixed" | …): the family's tiny model as an OpenVINO folder."""
+    from kl_lens.targets.openvino import export
+
+    made: dict[Any, Exported] = {}
+
+    def make(family: str, kind: str = "original", **options: Any) -> Exported:
+        key = (family, kind, *sorted(options.items()))
+        if key not in made:
+            model = loaded(family)
+            plan = mixed_plan(model) if kind == "mixed" else Plan(kind, {}, made_by="test")
+            folder = tmp_path_factory.mktemp(f"{family}-{kind}")
+            options = {"unplanned": "fp32", "fallback": kind == "mixed", **options}
+            made[key] = Exported(model, export(model, plan, folder, **options), folder)
+        return made[key]
+
+    return make
+
+
+def reference(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
+    """transformers' own full forward: the one thing that is right for every family."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits[0].numpy()
+
+
+def assert_same_logits(ours: np.ndarray, theirs: np.ndarray, share: float = 1e-3) -> None:
+    """Within a share of the logit range; the same most likely token except on near-ties."""
+    limit = share * float(np.ptp(theirs))
+    assert np.abs(ours - theirs).max() <= limit
+    for mine, right in zip(ours, theirs, strict=True):
+        if mine.argmax() != right.argmax():
+            assert right.max() - right[mine.argmax()] <= 2 * limit

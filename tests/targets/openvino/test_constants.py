@@ -1,0 +1,161 @@
+"""The integers on disk are those of kl_lens.formats, each component exactly once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kl_lens.errors import TargetError
+from kl_lens.formats import get_format
+from kl_lens.records import Plan
+from kl_lens.targets.openvino import constants, export, open_session
+from kl_lens.targets.openvino.graph import build_graph
+from kl_lens.targets.openvino.session import read_graph
+from tests.families import token_ids
+from tests.targets.openvino.conftest import assert_same_logits, loaded, reference
+
+QUICK = ["mamba", "jamba_experts"]
+SLOW = ["falcon_mamba", "mamba2", "falcon_h1", "zamba2", "bamba", "nemotron_h", "granitemoehybrid"]
+families = pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+
+
+@families
+def test_saved_integers_and_scales_are_those_of_the_formats(family: str, exported: Callable) -> None:
+    case = exported(family, "mixed")
+    stored = constants.read_back(read_graph(case.folder / "openvino_model.xml"))
+    anatomy = case.model.anatomy
+    seen = set()
+    for tensor in case.artifact.tensors:
+        component = anatomy.component(tensor.component)
+        element, data, scales = stored[tensor.runtime_name]
+        if tensor.realised == "fp32":
+            assert element == "f32"
+            continue
+        fmt = get_format(tensor.realised)
+        quantized = fmt.quantize(case.model.model.get_parameter(component.weight))
+        assert element == f"i{fmt.bits}"
+        np.testing.assert_array_equal(data, fmt.pack(quantized))
+        np.testing.assert_array_equal(scales.reshape(-1), quantized.scales.numpy().reshape(-1))
+        # Four bits really take half a byte: integers plus scales are the format's own count.
+        assert data.nbytes + scales.nbytes == fmt.bytes(component.shape) == tensor.bytes
+        seen.add(fmt.bits)
+    assert seen == {4, 8}
+
+
+@families
+def test_the_runtime_computes_with_what_was_planned(family: str, exported: Callable) -> None:
+    case = exported(family, "mixed")
+    ids = token_ids(1, 70)
+    model = loaded(family).model
+    with torch.no_grad():
+        for tensor in case.artifact.tensors:
+            if tensor.realised != "fp32":
+                weight = model.get_parameter(case.model.anatomy.component(tensor.component).weight)
+                weight.copy_(get_format(tensor.realised).roundtrip(weight))
+    session = open_session(case.folder, exact=True, threads=1)
+    assert_same_logits(session.logits(ids[0].tolist()), reference(model, ids), 1e-4)
+
+
+@families
+def test_every_component_has_one_constant(family: str, exported: Callable) -> None:
+    case = exported(family, "mixed")
+    by_component = {t.component: t for t in case.artifact.tensors}
+    for component in case.model.anatomy.candidates:
+        assert by_component[component.name].runtime_name == component.weight
+    names = [t.runtime_name for t in case.artifact.tensors if t.realised != "fp32"]
+    assert len(names) == len(set(names))
+
+
+def test_what_must_not_be_quantized_is_not(exported: Callable) -> None:
+    case = exported("mamba", "mixed")
+    realised = {t.component: t.realised for t in case.artifact.tensors}
+    for component in case.model.anatomy.components:
+        if not component.quantizable and component.name in realised:
+            assert realised[component.name] == "fp32"
+    with pytest.raises(TargetError, match=r"conv1d is planned as int8, but must stay.*convolution"):
+        export(
+            case.model, Plan("bad", {"backbone.layers.0.mixer.conv1d": "int8"}, made_by="test"), case.folder
+        )
+
+
+def test_a_tied_head_is_stored_once(exported: Callable) -> None:
+    case = exported("mamba", "mixed")
+    anatomy = case.model.anatomy
+    assert anatomy.head == anatomy.embedding
+    stored = constants.read_back(read_graph(case.folder / "openvino_model.xml"))
+    rows, columns = anatomy.component(anatomy.embedding).shape
+    large = [name for name, (_, data, _) in stored.items() if data.nbytes * 2 == rows * columns]
+    assert large == ["backbone.embeddings.weight"]
+
+
+def test_bytes_on_disk_are_the_plans(tmp_path) -> None:
+    model = loaded("mamba")
+    assignment = {c.name: "int8" for c in model.anatomy.candidates}
+    planned = sum(
+        get_format(assignment[c.name]).bytes(c.shape) if c.name in assignment else 2 * c.parameters
+        for c in model.anatomy.components
+    )
+    artifact = export(model, Plan("int8", assignment, made_by="test", bytes=planned), tmp_path)
+    assert artifact.realised_bytes == (tmp_path / "openvino_model.bin").stat().st_size
+    once = artifact.settings["bytes_stored_once"]  # A_log of the four layers is the same in a fresh model
+    assert once == 3 * 2 * 128 * 8
+    assert abs((artifact.realised_bytes + once) / planned - 1) < 0.01
+    assert artifact.settings["bytes_over_plan"] == pytest.approx(
+        (artifact.realised_bytes + once) / planned - 1
+    )
+
+
+def test_fp16_is_rounded_to_nearest(exported: Callable) -> None:
+    case = exported("mamba", unplanned="fp16")
+    stored = constants.read_back(read_graph(case.folder / "openvino_model.xml"))
+    for component in case.model.anatomy.candidates:
+        element, data, _ = stored[component.weight]
+        expected = case.model.model.get_parameter(component.weight).half().numpy()
+        assert element == "f16"
+        np.testing.assert_array_equal(data, expected.reshape(-1).view(np.uint8))
+
+
+def test_weights_that_cannot_be_found_are_listed() -> None:
+    model = loaded("mamba")
+    graph = build_graph(model.model)
+    anatomy = model.anatomy
+    projection = model.model.backbone.layers[1].mixer.in_proj
+    projection.weight = nn.Parameter(projection.weight + 0.001)  # not in place: the graph shares that memory
+    with pytest.raises(TargetError) as problem:
+        constants.map_weights(graph, model.model, anatomy)
+    message = str(problem.value)
+    assert "without a constant: backbone.layers.1.mixer.in_proj;" in message
+    assert "self.model.backbone.layers.1.mixer.in_proj.weight [256, 64]" in message
+
+
+def test_a_file_that_was_changed_is_noticed(exported: Callable, tmp_path) -> None:
+    case = exported("mamba", "mixed")
+    placed = {
+        t.component: constants.Placed(t.component, t.runtime_name, t.realised, t.bytes, "0" * 32)
+        for t in case.artifact.tensors[:1]
+    }
+    with pytest.raises(TargetError, match="holds other numbers than planned"):
+        constants.check_saved(read_graph(case.folder / "openvino_model.xml"), placed)
+    shutil.copy(case.folder / "openvino_model.xml", tmp_path / "openvino_model.xml")
+    (tmp_path / "openvino_model.xml").write_text("<net>")
+    with pytest.raises(TargetError, match="cannot be read by OpenVINO"):
+        read_graph(tmp_path / "openvino_model.xml")
+
+
+def test_equal_weights_keep_their_own_formats(tmp_path) -> None:
+    """Two matrices with the same numbers and different formats: told apart by name, or refused."""
+    model = loaded("mamba")
+    first, second = (model.model.backbone.layers[i].mixer.out_proj for i in (0, 1))
+    second.weight = nn.Parameter(first.weight.clone(), requires_grad=False)
+    names = [f"backbone.layers.{i}.mixer.out_proj" for i in (0, 1)]
+    plan = Plan("two", {names[0]: "int4", names[1]: "int8"}, made_by="test")
+    artifact = export(model, plan, tmp_path)
+    realised = {t.component: t.realised for t in artifact.tensors}
+    assert (realised[names[0]], realised[names[1]]) == ("int4", "int8")

@@ -1,0 +1,74 @@
+"""The PyTorch emulation of the ARM kernels gives what the kernels give."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import numpy as np
+import openvino.opset13 as ops
+import pytest
+import torch
+
+import openvino as ov
+from kl_lens.formats import get_format
+from kl_lens.targets.openvino import constants, open_session
+from kl_lens.targets.openvino.deployed import as_deployed, deployed_weight, quantize_activations
+from kl_lens.targets.openvino.session import WHOLE_ROW, compile_graph, read_graph
+from tests.families import token_ids
+from tests.targets.openvino.conftest import reference
+
+on_arm = pytest.mark.skipif(platform.machine() != "aarch64", reason="KleidiAI kernels exist on ARM only")
+
+
+@on_arm
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "int4-g64"])
+def test_single_products(name: str, tmp_path) -> None:
+    fmt = get_format(name)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 128, generator=generator)
+    node, _, _ = constants._integers(fmt.quantize(weight), fmt, "w", (40, 128))
+    x = ops.parameter(ov.PartialShape([1, -1, 128]), np.float32)
+    model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
+    ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)
+    settings = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": WHOLE_ROW}
+    compiled = compile_graph(read_graph(tmp_path / "m.xml"), "CPU", exact=True, threads=1, settings=settings)
+    values = torch.randn(1, 9, 128, generator=generator)
+    theirs = compiled([values.numpy()])[0]
+    ours = (quantize_activations(values) @ deployed_weight(fmt, weight).T).numpy()
+    plain = (values @ fmt.roundtrip(weight).T).numpy()
+    largest = np.abs(theirs).max()
+    assert np.abs(ours - theirs).max() < 1e-6 * largest
+    assert np.abs(plain - theirs).max() > 1e-3 * largest  # the rule is not idle
+
+
+@on_arm
+@pytest.mark.parametrize("family", ["mamba", "jamba_experts"])
+def test_whole_models(family: str, exported: Callable) -> None:
+    case = exported(family, "mixed")
+    ids = token_ids(1, 40)
+    session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
+    theirs = session.logits(ids[0].tolist())
+    realised = {t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"}
+    model = case.model.model
+    before = reference(model, ids)
+    with as_deployed(model, case.model.anatomy, realised):
+        ours = reference(model, ids)
+    span = np.ptp(theirs)
+    # A value on the edge between two integers may fall to either side; everything else agrees to float32.
+    assert np.median(np.abs(ours - theirs)) < 1e-6 * span
+    assert np.abs(ours - theirs).max() < 0.02 * span
+    np.testing.assert_array_equal(reference(model, ids), before)
+
+
+def test_activations_keep_zero_and_stay_within_half_a_step() -> None:
+    x = torch.randn(50, 33, generator=torch.Generator().manual_seed(1)) * 10
+    x[0] = 0
+    x[1] = x[1].abs()  # one-sided rows
+    x[2, 5] = 0
+    y = quantize_activations(x)
+    assert torch.equal(y[0], x[0])
+    assert y[2, 5] == 0
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    step = (high - low) / 255
+    assert bool(((y - x).abs() <= 1.01 * step).all())

@@ -1,0 +1,79 @@
+"""What a device cannot hold is refused, or lowered for everybody to see."""
+
+from __future__ import annotations
+
+import pytest
+
+from kl_lens.errors import CheckpointError, TargetError
+from kl_lens.records import Plan
+from kl_lens.targets.openvino import PROFILES, export
+from kl_lens.targets.openvino.profiles import get_profile, realise
+from tests.targets.openvino.conftest import loaded
+
+IN_PROJ = "backbone.layers.0.mixer.in_proj"
+DT_PROJ = "backbone.layers.0.mixer.dt_proj"  # five columns
+
+
+@pytest.fixture(scope="module")
+def anatomy():
+    return loaded("mamba").anatomy
+
+
+def test_int4_on_the_gpu_is_an_explicit_choice(anatomy) -> None:
+    with pytest.raises(TargetError, match=r"in_proj: int4: profile gpu holds no 4-bit.*--fallback"):
+        realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu"], fallback=False)
+    lowered = realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu"], fallback=True)[IN_PROJ]
+    assert (lowered.planned, lowered.format.name) == ("int4", "int8")
+    assert "stored as int8" in lowered.reason
+    chosen = realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu-int4"], fallback=False)[IN_PROJ]
+    assert (chosen.format.name, chosen.reason) == ("int4", None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given"), [("int4-g32", "int8"), ("int4", "int8"), ("q4_0", "int4"), ("int8-absmax", "int8")]
+)
+def test_formats_that_do_not_fit(anatomy, wanted: str, given: str) -> None:
+    component = IN_PROJ if wanted in ("q4_0", "int8-absmax") else DT_PROJ
+    with pytest.raises(TargetError, match="the plan does not fit"):
+        realise({component: wanted}, anatomy, PROFILES["cpu"], fallback=False)
+    lowered = realise({component: wanted}, anatomy, PROFILES["cpu"], fallback=True)[component]
+    assert (lowered.planned, lowered.format.name) == (wanted, given)
+    assert lowered.reason is not None
+
+
+def test_everything_not_planned_is_fp16(anatomy) -> None:
+    formats = realise({IN_PROJ: "int8"}, anatomy, PROFILES["cpu"], fallback=False)
+    assert {name for name, choice in formats.items() if choice.format.name != "fp16"} == {IN_PROJ}
+
+
+def test_names_that_are_not_there(anatomy) -> None:
+    with pytest.raises(CheckpointError, match=r"no component is called 'backbone.layers.9'"):
+        realise({"backbone.layers.9": "int8"}, anatomy, PROFILES["cpu"], fallback=True)
+    with pytest.raises(TargetError, match="no device profile is called 'tpu'"):
+        get_profile("tpu")
+
+
+def test_a_tied_head_cannot_differ_from_its_embedding(anatomy) -> None:
+    with pytest.raises(TargetError, match="the same weight"):
+        realise({"backbone.embeddings": "int8", "lm_head": "int4"}, anatomy, PROFILES["cpu"], fallback=True)
+
+
+def test_defaults_of_the_profiles() -> None:
+    assert PROFILES["cpu"].default_rewrites(True) == ()
+    assert PROFILES["gpu"].default_rewrites(True) == ("cumba",)
+    assert PROFILES["gpu"].default_rewrites(False) == ()
+    assert PROFILES["npu"].default_rewrites(False) == ("cumba", "reduba", "actiba")
+    assert PROFILES["gpu"].most_points == {"mamba2": 8}
+
+
+def test_settings_that_make_no_sense(tmp_path) -> None:
+    model, plan = loaded("mamba"), Plan("none", {}, made_by="test")
+    for options, message in [
+        ({"device_profile": "npu"}, "needs fixed shapes"),
+        ({"with_head": False}, "only with --static-tokens"),
+        ({"static_tokens": 0}, "at least 1"),
+        ({"unplanned": "bf16"}, "fp16 or fp32"),
+        ({"static_tokens": 100, "device_profile": "npu"}, "at most 64 tokens"),
+    ]:
+        with pytest.raises(TargetError, match=message):
+            export(model, plan, tmp_path, **options)

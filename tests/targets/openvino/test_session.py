@@ -1,0 +1,126 @@
+"""Sessions: state, errors that say what to do, the compile cache and its trap."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import TargetError
+from kl_lens.targets.openvino import open_session
+from kl_lens.targets.openvino.session import CACHE_FOLDER, RECORD_FILE, deployment_settings
+from tests.families import token_ids
+
+IDS = token_ids(1, 20)[0].tolist()
+
+
+def test_reset_forgets(exported: Callable) -> None:
+    session = open_session(exported("jamba_experts").folder, exact=True, threads=1)
+    first = session.prefill(IDS)
+    assert not np.allclose(session.prefill(IDS), first)  # it goes on where it was
+    session.reset()
+    np.testing.assert_array_equal(session.prefill(IDS), first)
+
+
+def test_two_sessions_do_not_mix(exported: Callable) -> None:
+    folder = exported("mamba").folder
+    one, two = (open_session(folder, exact=True, threads=1) for _ in range(2))
+    alone = one.prefill(IDS)
+    one.reset()
+    one.prefill(IDS[:10])
+    two.prefill(IDS[10:])
+    np.testing.assert_allclose(one.prefill(IDS[10:]), alone, atol=1e-5)
+
+
+def test_the_cache_does_not_mix_settings(exported: Callable) -> None:
+    """OpenVINO 2026.4 serves a cached graph that was compiled with other settings."""
+    folder = exported("mamba", "mixed").folder
+    exact = open_session(folder, exact=True, threads=1)
+    deployed = open_session(folder, threads=1)
+    a, b = exact.logits(IDS), deployed.logits(IDS)
+    again = open_session(folder, exact=True, threads=1)
+    assert again.description["loaded_from_cache"] == "True"
+    np.testing.assert_array_equal(again.logits(IDS), a)
+    assert deployed.description["dynamic_quantization_group_size"] != "0"
+    assert exact.description["dynamic_quantization_group_size"] == "0"
+    if exact.description["machine"] == "aarch64":
+        assert np.abs(a - b).max() > 1e-4  # 8-bit activations leave a trace
+    assert (folder / CACHE_FOLDER).is_dir()
+
+
+def test_description(exported: Callable) -> None:
+    description = open_session(exported("mamba").folder, exact=True, threads=1).description
+    assert description["library"] == "openvino"
+    assert description["mode"] == "exact"
+    assert "float32" in description["inference_precision_hint"]
+    assert description["inference_num_threads"] == "1"
+
+
+def test_settings_of_a_deployment() -> None:
+    arm = deployment_settings({"int4", "fp16"}, "aarch64")
+    assert arm["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == str(2**64 - 1)
+    assert arm["INFERENCE_PRECISION_HINT"] == "f32"
+    assert "INFERENCE_PRECISION_HINT" not in deployment_settings({"int4"}, "x86_64")
+    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in deployment_settings({"fp16"}, "aarch64")
+    # No kernel takes 8-bit groups; compiling would fail.
+    assert deployment_settings({"int8-g128", "int4"}, "aarch64")["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "0"
+
+
+def test_a_device_that_is_not_there(exported: Callable) -> None:
+    with pytest.raises(TargetError, match=r"no device 'TPU' here; it finds .*CPU"):
+        open_session(exported("mamba").folder, device="TPU")
+
+
+def test_compiling_has_a_time_limit(exported: Callable) -> None:
+    with pytest.raises(TargetError, match=r"took more than 0 s and was given up.*--compile-timeout"):
+        open_session(exported("mamba").folder, compile_timeout=0, cache=False)
+
+
+@pytest.mark.parametrize("ids", [[], [97], [-1]])
+def test_bad_tokens(exported: Callable, ids: list[int]) -> None:
+    session = open_session(exported("mamba").folder, exact=True, threads=1)
+    with pytest.raises(TargetError, match="token"):
+        session.prefill(ids)
+
+
+def test_folders_that_are_no_artifact(tmp_path) -> None:
+    with pytest.raises(TargetError, match=r"artifact.json is missing"):
+        open_session(tmp_path)
+    (tmp_path / RECORD_FILE).write_text("{}")
+    with pytest.raises(TargetError, match="cannot be read"):
+        open_session(tmp_path)
+
+
+def test_a_closed_session(exported: Callable) -> None:
+    session = open_session(exported("mamba").folder, exact=True, threads=1)
+    session.close()
+    with pytest.raises(TargetError, match="closed"):
+        session.step(1)
+
+
+def test_a_static_model_in_a_session(exported: Callable) -> None:
+    case = exported("mamba", static_tokens=8)
+    session = open_session(case.folder, exact=True, threads=1)
+    stateful = open_session(exported("mamba").folder, exact=True, threads=1)
+    np.testing.assert_allclose(session.logits(IDS[:5]), stateful.logits(IDS[:5]), atol=1e-4)
+    with pytest.raises(TargetError, match="takes 8 tokens at most"):
+        session.logits(IDS)
+    with pytest.raises(TargetError, match="without --static-tokens"):
+        session.step(1)
+
+
+def test_a_model_without_its_head_is_for_other_tools(exported: Callable) -> None:
+    case = exported("mamba", static_tokens=4, with_head=False)
+    assert "lm_head" not in (case.folder / "openvino_model.xml").read_text()
+    with pytest.raises(TargetError, match="without its head"):
+        open_session(case.folder)
+
+
+def test_the_record_beside_the_files(exported: Callable) -> None:
+    case = exported("mamba")
+    record = json.loads((case.folder / RECORD_FILE).read_text())
+    assert set(record["files"]) >= {"openvino_model.xml", "openvino_model.bin", "config.json"}
+    assert all((case.folder / name).is_file() for name in record["files"])
+    assert not list(case.folder.glob(".writing-*"))
