@@ -3,12 +3,16 @@
 Example:
     >>> import kl_lens as kl
     >>> model = kl.load("reference:mamba")
-    >>> print(len(model.anatomy.candidates), "components can be quantized")
+    >>> table = kl.measure(model, text=kl.text.wikitext2("train"), formats=["int4", "int8"], windows=8)
+    >>> plan = kl.plan(table, max_bytes="4MB")
+    >>> artifact = kl.export(model, plan, target="openvino", folder="out/mamba-4mb")
 """
 
 from kl_lens import text
 from kl_lens.checkpoints import load
 from kl_lens.errors import KLLensError
+from kl_lens.pipeline import export, measure, plan
+from kl_lens.targets import open_session
 from kl_lens.version import __version__
 
-__all__ = ["KLLensError", "__version__", "load", "text"]
+__all__ = ["KLLensError", "__version__", "export", "load", "measure", "open_session", "plan", "text"]

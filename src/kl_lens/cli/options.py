@@ -69,14 +69,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/<model>)")
 
 
-def add_text(parser: argparse.ArgumentParser) -> None:
+def add_text(parser: argparse.ArgumentParser, windows: int = 64) -> None:
     group = parser.add_argument_group("calibration text")
     group.add_argument(
         "--text",
         default="wikitext2:train",
         help="name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder (default: wikitext2:train)",
     )
-    group.add_argument("--windows", type=positive, default=64, help="how many windows (default: 64)")
+    group.add_argument(
+        "--windows", type=positive, default=windows, help=f"how many windows (default: {windows})"
+    )
     group.add_argument(
         "--window-length", type=positive, default=512, metavar="N", help="tokens each (default: 512)"
     )

@@ -61,12 +61,18 @@ def read_artifact(folder: Path) -> Artifact:
 
 
 def open_session(
-    path: Path, *, device: str = "CPU", threads: int | None = None, gpu_layers: int = 0, exact: bool = False
+    path: Path | str,
+    *,
+    device: str = "CPU",
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    exact: bool = False,
 ) -> Session:
     """A running session of an exported folder or a .gguf file.
 
     `exact` asks for float32 arithmetic where the runtime would use something faster.
     """
+    path = Path(path)
     if path.suffix == ".gguf":
         module = target_module("gguf")
         return module.open_session(path, threads=threads, gpu_layers=gpu_layers, exact_attention=exact)
