@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import transformers
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# This folder holds gguf.py and openvino.py: installed packages of those names must win.
+_HERE = Path(__file__).resolve().parent
+sys.path = [place for place in sys.path if Path(place or ".").resolve() != _HERE] + [str(_HERE)]
 
-from kl_lens.checkpoints import LoadedModel
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from kl_lens.checkpoints import LoadedModel  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
