@@ -84,7 +84,6 @@ def _choice(
     model: LoadedModel, table: SensitivityTable, inputs: dict[str, torch.Tensor], criterion: str, ratio: float
 ) -> dict[str, str]:
     import nncf
-
     import openvino as ov
 
     names = [c.name for c in table.candidates if c.name in inputs]
@@ -120,7 +119,6 @@ def _choice(
 def _layers(weights: dict[str, torch.Tensor]) -> object:
     """One matmul per layer, each on an input of its own: all that NNCF's criteria look at."""
     import numpy as np
-
     import openvino as ov
     from openvino import opset13 as ops
 
