@@ -6,11 +6,11 @@ import platform
 from collections.abc import Callable
 
 import numpy as np
+import openvino as ov
 import openvino.opset13 as ops
 import pytest
 import torch
 
-import openvino as ov
 from kl_lens.formats import get_format
 from kl_lens.targets.openvino import constants, open_session
 from kl_lens.targets.openvino.deployed import as_deployed, deployed_weight, quantize_activations

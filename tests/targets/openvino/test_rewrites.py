@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import openvino as ov
 import openvino.opset13 as ops
 import pytest
 import torch
 
-import openvino as ov
 from kl_lens.errors import TargetError
 from kl_lens.targets.openvino import open_session, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, build_graph

@@ -1,0 +1,361 @@
+"""Traces a transformers model with its state on the outside and its scans cut out.
+
+The model's own code runs, once, under the tracer. Three things are put in its way: a cache whose convolution and
+key/value states are inputs and outputs of the traced graph; functions in place of the state-space scans, which
+hand out what enters a scan and return an input of the graph in its place; and an expert layer that does not branch
+on data. So neither the length of the prompt nor a choice between prefill and decode is baked into the graph, and
+the scans are built afterwards from OpenVINO's own operations (`scans.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kl_lens.errors import TargetError
+
+# Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens.
+FAMILIES = (
+    "mamba",
+    "falcon_mamba",
+    "mamba2",
+    "falcon_h1",
+    "zamba2",
+    "jamba",
+    "bamba",
+    "nemotron_h",
+    "granitemoehybrid",
+)
+_SCANS = {"mamba_selective_scan", "mamba2_chunk_scan"}
+SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
+
+
+@dataclass
+class ScanSite:
+    """One scan that was cut out: what enters it, and the shape of what it has to return."""
+
+    name: str  # of the mixer
+    kind: str  # selective (Mamba-1) or chunked (Mamba-2)
+    layer: int
+    state_shape: tuple[int, ...]
+    arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
+    result_shape: tuple[int, ...] = ()  # without time, which comes first
+
+
+@dataclass
+class StateShapes:
+    """What a model carries from call to call, apart from the states of its scans; found by one forward."""
+
+    convolutions: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer → (channels, kernel)
+    attention: dict[int, tuple[int, int, int]] = field(
+        default_factory=dict
+    )  # layer → (heads, key, value width)
+
+
+class GraphCache:
+    """Stands in for transformers' cache while tracing: states come from inputs, new states are collected."""
+
+    def __init__(
+        self,
+        states: dict[str, torch.Tensor] | None,
+        shapes: StateShapes,
+    ) -> None:
+        self.states = states  # None: a forward without state, from an empty past
+        self.shapes = shapes
+        self.updated: dict[str, torch.Tensor] = {}
+
+    # What a state-space mixer calls. It never sees a state, so it never takes its one-token path.
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        return False
+
+    def update_conv_state(
+        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int = 4, **_: Any
+    ) -> torch.Tensor:
+        """(1, channels, time) → with the kernel's width − 1 columns before it."""
+        past = conv_kernel_size - 1
+        self.shapes.convolutions[layer_idx] = (new.shape[1], conv_kernel_size)
+        if self.states is None:
+            return functional.pad(new, (past, 0))
+        joined = torch.cat([self.states[f"convolution.{layer_idx}"], new], dim=-1)
+        self.updated[f"convolution.{layer_idx}"] = joined[:, :, -past:]
+        return joined
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        return state
+
+    # What attention calls.
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shapes.attention[layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        if self.states is None:
+            return key, value
+        key = torch.cat([self.states[f"key.{layer_idx}"], key], dim=2)
+        value = torch.cat([self.states[f"value.{layer_idx}"], value], dim=2)
+        self.updated[f"key.{layer_idx}"] = key
+        self.updated[f"value.{layer_idx}"] = value
+        return key, value
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        keys = [k for k in self.states or () if k.startswith("key.")]
+        return self.states[keys[0]].shape[2] if self.states and keys else 0
+
+
+class GraphForward(nn.Module):
+    """The function that is traced: (ids, states…, scan results…) → (logits, new states…, scan arguments…)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[ScanSite],
+        shapes: StateShapes,
+        *,
+        stateful: bool,
+        with_head: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.sites = sites
+        self.shapes = shapes
+        self.stateful = stateful
+        self.with_head = with_head
+        self.probing = False
+        self._results: dict[str, torch.Tensor] = {}
+        self._time: Any = 0
+
+    @property
+    def state_names(self) -> list[str]:
+        if not self.stateful:
+            return []
+        names = [f"convolution.{layer}" for layer in self.shapes.convolutions]
+        return names + [f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")]
+
+    def forward(self, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        names = self.state_names
+        states = dict(zip(names, tensors[: len(names)], strict=True))
+        self._results = dict(
+            zip((s.name for s in self.sites), tensors[len(names) :], strict=not self.probing)
+        )
+        self._time = ids.shape[1]
+        cache = GraphCache(states if self.stateful and not self.probing else None, self.shapes)
+        output = self._run_model(ids, cache)
+        new_states = [cache.updated[name] for name in names] if not self.probing else []
+        arguments = [argument for site in self.sites for argument in site.arguments]
+        return (output, *new_states, *arguments)
+
+    def _run_model(self, ids: torch.Tensor, cache: GraphCache) -> torch.Tensor:
+        forward = self.model.forward
+        accepted = inspect.signature(forward).parameters
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+        if "cache_params" in accepted:
+            arguments["cache_params"] = cache
+        else:
+            past = cache.get_seq_length()
+            positions = torch.arange(self._time, device=ids.device) + past
+            keys = torch.arange(self._time + past, device=ids.device)
+            future = keys[None, :] > positions[:, None]
+            arguments["past_key_values"] = cache
+            arguments["position_ids"] = positions[None]
+            mask = torch.zeros(1).masked_fill(future[None, None], float("-inf"))
+            arguments["attention_mask"] = {
+                "full_attention": mask,
+                "attention": mask,
+                "linear_attention": None,
+                "mamba": None,
+            }
+        if self.with_head:
+            return self.model(**arguments).logits
+        return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
+
+    # -- what replaces the library's functions, one set for each mixer -------------------------------------
+
+    def selective(self, site: ScanSite) -> Callable[..., Any]:
+        def scan(
+            hidden_states: torch.Tensor,  # (1, channels, time)
+            dt: torch.Tensor,
+            A: torch.Tensor,  # (channels, states)
+            B: torch.Tensor,  # (1, states, time)
+            C: torch.Tensor,
+            D: torch.Tensor | None = None,
+            z: torch.Tensor | None = None,
+            delta_bias: torch.Tensor | None = None,
+            delta_softplus: bool = False,
+            return_last_state: bool = False,
+            **_: Any,
+        ) -> Any:
+            # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
+            x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
+            if delta_bias is not None:
+                dt = dt + delta_bias
+            if delta_softplus:
+                dt = functional.softplus(dt)
+            site.arguments = [x[0], dt[0], A, B[0].t(), C[0].t()]
+            site.state_shape = (A.shape[0], A.shape[1])
+            site.result_shape = (A.shape[0],)
+            y = self._result_of(site)[None]
+            if D is not None:
+                y = y + x * D
+            if z is not None:
+                y = y * functional.silu(z.transpose(1, 2))
+            y = y.transpose(1, 2)
+            return (y, None) if return_last_state else y
+
+        return scan
+
+    def chunked(self, site: ScanSite) -> Callable[..., Any]:
+        def scan(
+            hidden_states: torch.Tensor,  # (1, time, heads, width)
+            dt: torch.Tensor,  # (1, time, heads)
+            A: torch.Tensor,  # (heads,)
+            B: torch.Tensor,  # (1, time, groups, states)
+            C: torch.Tensor,
+            chunk_size: int,
+            D: torch.Tensor | None = None,
+            dt_bias: torch.Tensor | None = None,
+            initial_states: torch.Tensor | None = None,
+            dt_softplus: bool = False,
+            dt_limit: tuple[float, float] = (0.0, float("inf")),
+            return_final_states: bool = False,
+            **_: Any,
+        ) -> Any:
+            if dt_bias is not None:
+                dt = dt + dt_bias
+            if dt_softplus:
+                dt = functional.softplus(dt)
+            if tuple(dt_limit) != (0.0, float("inf")):  # softplus is never negative
+                dt = torch.clamp(dt, dt_limit[0], dt_limit[1])
+            site.arguments = [hidden_states[0], dt[0], A, B[0], C[0]]
+            heads, width, states = hidden_states.shape[2], hidden_states.shape[3], B.shape[3]
+            site.state_shape = (int(heads), int(width), int(states))
+            site.result_shape = (int(heads), int(width))
+            y = self._result_of(site)[None]
+            if D is not None:
+                y = y + hidden_states * D[..., None]
+            return (y, None) if return_final_states else y
+
+        return scan
+
+    def _result_of(self, site: ScanSite) -> torch.Tensor:
+        if self.probing:
+            return torch.zeros(int(self._time), *(int(n) for n in site.result_shape))
+        return self._results[site.name]
+
+
+def _convolution(
+    hidden_states: torch.Tensor,  # (1, channels, kernel − 1 + time): what came before is in it already
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    y = functional.conv1d(hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    if activation in ("silu", "swish"):
+        return functional.silu(y.transpose(1, 2)).transpose(1, 2)  # channels innermost
+    if activation is None:
+        return y
+    raise TargetError(f"convolution activation {activation!r}: only silu is known to the OpenVINO target")
+
+
+def _dense_experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Every expert sees every token; those not chosen are weighted with zero. Exact, and free of branches."""
+    experts = torch.arange(self.num_experts, device=hidden_states.device)
+    chosen = (top_k_index[:, :, None] == experts).to(top_k_weights.dtype)  # (tokens, k, experts)
+    share = (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]  # (experts, tokens, 1)
+    up = self.gate_up_proj if self.has_gate else self.up_proj
+    inner = torch.matmul(hidden_states[None], up.transpose(1, 2))  # (experts, tokens, width)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    return (torch.matmul(inner, self.down_proj.transpose(1, 2)) * share).sum(0)
+
+
+@contextmanager
+def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[GraphForward]:
+    """The model ready to trace; its own forwards come back when the block ends."""
+    sites: list[ScanSite] = []
+    graph = GraphForward(model, sites, StateShapes(), stateful=stateful, with_head=with_head)
+    changed: list[nn.Module] = []
+    # The fused operation where the model knows it: OpenVINO has one, too.
+    attention = getattr(model.config, "_attn_implementation", "sdpa")
+    change_attention = attention != "sdpa" and getattr(model, "_supports_sdpa", False)
+    try:
+        if change_attention:
+            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        for name, module in model.named_modules():
+            replacement = _replacement(name, module, graph)
+            if replacement is not None:
+                module.forward = types.MethodType(replacement, module)
+                changed.append(module)
+        graph.probing = True
+        with torch.no_grad():
+            graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
+        graph.probing = False
+        yield graph
+    finally:
+        for module in changed:
+            del module.forward
+        if change_attention:
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+
+
+def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[..., Any] | None:
+    """A forward that is free of loops and branches for a mixer or an expert layer; None for any other module."""
+    if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
+        odd = [a for a in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, a, False)]
+        if odd or not hasattr(module, "has_gate"):
+            raise TargetError(f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported")
+        return _dense_experts
+    if not hasattr(module, "A_log"):
+        return None
+    plain = inspect.unwrap(type(module).forward)
+    called = set(plain.__code__.co_names) & _SCANS & set(plain.__globals__)
+    if len(called) != 1 or "causal_conv1d_fn" not in plain.__code__.co_names:
+        raise TargetError(
+            f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "
+            "install that version to export this model to OpenVINO"
+        )
+    function = called.pop()
+    kind = "selective" if function == "mamba_selective_scan" else "chunked"
+    site = ScanSite(name=name, kind=kind, layer=int(module.layer_idx), state_shape=())  # type: ignore[arg-type]
+    graph.sites.append(site)
+    scan = graph.selective(site) if kind == "selective" else graph.chunked(site)
+    copy = types.FunctionType(
+        plain.__code__,
+        {**plain.__globals__, function: scan, "causal_conv1d_fn": _convolution},
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return copy
+
+
+def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Inputs of the right shapes for tracing, with a past of a few tokens so that no axis looks empty."""
+    past = 3
+    inputs = [torch.ones(1, tokens, dtype=torch.long)]
+    if graph.stateful:
+        for channels, kernel in graph.shapes.convolutions.values():
+            inputs.append(torch.zeros(1, channels, kernel - 1))
+        for heads, key, value in graph.shapes.attention.values():
+            inputs.append(torch.zeros(1, heads, past, key))
+            inputs.append(torch.zeros(1, heads, past, value))
+    inputs.extend(torch.zeros(tokens, *site.result_shape) for site in graph.sites)
+    return tuple(inputs)

@@ -1,0 +1,262 @@
+"""Which constant of the graph is which weight, and the constants in the formats that were planned.
+
+The proof of the map is the bytes: on the float32 graph a constant is a parameter if and only if it holds the same
+numbers. Names alone are not enough: the converter renames, reshapes and folds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+import openvino.opset13 as ops
+import torch
+from torch import nn
+
+from kl_lens.checkpoints import Anatomy
+from kl_lens.errors import TargetError
+from kl_lens.formats import Format, Quantized
+from kl_lens.targets.openvino.profiles import BASELINE, Realised
+from kl_lens.targets.openvino.rewrites import operations
+
+SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
+OURS = "kl_lens/"  # constants that we put there: masks, ones, tables
+_CONVERTER_PREFIX = "self.model."
+
+
+@dataclass
+class WeightMap:
+    """For every component, the constants that hold it (one, or one for each use); and what was folded away."""
+
+    nodes: dict[str, list[Any]]
+    folded: list[str] = field(
+        default_factory=list
+    )  # parameters that no constant holds: no effect on the result
+    other: list[Any] = field(default_factory=list)  # constants that hold buffers
+
+
+def map_weights(
+    graph: ov.Model, model: nn.Module, anatomy: Anatomy, *, without_head: bool = False
+) -> WeightMap:
+    """Finds every weight of the model in the float32 graph, each exactly once.
+
+    Raises TargetError that lists weights without a constant, or constants that are no weight.
+    """
+    by_digest: dict[bytes, list[str]] = defaultdict(list)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    decays = {}
+    for component in anatomy.components:
+        value = parameters[component.weight].detach()
+        by_digest[_digest(_numbers(value))].append(component.name)
+        if component.weight.endswith("A_log"):
+            decays[component.name] = torch.exp(value.float()).numpy()
+    buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
+
+    weights = {c.name: c.weight for c in anatomy.components}
+    found: dict[str, list[Any]] = defaultdict(list)
+    strangers, other = [], []
+    for node in operations(graph, "Constant"):
+        if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
+            continue
+        names = by_digest.get(_digest(node.data), []) or _decay_names(node.data, decays)
+        if names:
+            found[_nearest(node, names, weights)].append(node)
+        elif _digest(node.data) in buffers:
+            other.append(node)
+        elif node.data.size > SMALL:
+            strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
+    _spread(found, by_digest)
+    absent = {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
+    missing = [
+        c.name for c in anatomy.components if c.quantizable and not found.get(c.name) and c.name not in absent
+    ]
+    if missing or strangers:
+        raise TargetError(
+            "the weights of the converted graph could not all be recognised; "
+            f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
+            f"{', '.join(strangers) or 'none'}"
+        )
+    folded = [c.name for c in anatomy.components if not found.get(c.name)]
+    return WeightMap(dict(found), folded, other)
+
+
+def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
+    """Several weights can hold the same numbers (norms of ones); the converter's name decides where it can."""
+    for name in names:
+        if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]:
+            return name
+    return names[0]
+
+
+def _spread(found: dict[str, list[Any]], by_digest: dict[bytes, list[str]]) -> None:
+    """Weights with equal numbers whose constants went to one of them: the others get the same constants.
+
+    They stay what they are only while all of them get the same format; `place_weights` checks that.
+    """
+    for names in by_digest.values():
+        owners = [name for name in names if found.get(name)]
+        for name in names:
+            if owners and not found.get(name):
+                found[name] = list(found[owners[0]])
+
+
+def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) -> list[str]:
+    """The converter folds exp(A_log) into a constant, with its own exponential."""
+    return [
+        name
+        for name, decay in decays.items()
+        if decay.size == data.size and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
+    ]
+
+
+def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    return tensor.detach().float().contiguous().numpy()
+
+
+def _digest(data: npt.NDArray[Any]) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(data).view(np.uint8).data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One component in the finished graph."""
+
+    component: str
+    runtime_name: str
+    format: str
+    bytes: int
+    digest: str  # of the stored bytes, scales included
+
+
+def place_weights(
+    weight_map: WeightMap, model: nn.Module, anatomy: Anatomy, realised: dict[str, Realised], *, baseline: str
+) -> dict[str, Placed]:
+    """Replaces every weight's constants by one in its format; names it after the parameter."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    placed: dict[str, Placed] = {}
+    done: dict[tuple[int, ...], tuple[str, Format]] = {}  # a constant's identity → who replaced it
+    for component in anatomy.components:
+        nodes = weight_map.nodes.get(component.name)
+        if not nodes:
+            continue
+        chosen = realised[component.name].format
+        key = tuple(sorted(node.get_instance_id() for node in nodes))
+        if key in done:
+            owner, fmt = done[key]
+            if fmt.name != chosen.name:
+                raise TargetError(
+                    f"{component.name} and {owner} hold the same numbers and the converter merged them; "
+                    f"they cannot be {chosen.name} and {fmt.name}"
+                )
+            placed[component.name] = placed[owner]
+            continue
+        done[key] = (component.name, chosen)
+        if chosen.name == BASELINE:
+            source = nodes[0].data
+            new = _floating(source, component.weight, baseline)
+            stored = (source.astype(np.float16) if baseline == BASELINE else source).view(np.uint8)
+            name, size, digest = component.weight, stored.nbytes, _hex(stored)
+        else:
+            quantized = chosen.quantize(parameters[component.weight], component.name)
+            new, size, digest = _integers(quantized, chosen, component.weight, tuple(nodes[0].data.shape))
+            name = component.weight
+        label = chosen.name if chosen.name != BASELINE else baseline
+        placed[component.name] = Placed(component.name, name, label, size, digest)
+        for node in nodes:
+            source_value = new
+            if list(node.data.shape) != list(new.get_output_shape(0)):
+                shape = ops.constant(np.asarray(node.data.shape, np.int64))
+                source_value = ops.reshape(new, shape, False)
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(source_value.output(0))
+    return placed
+
+
+def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
+    """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
+    if baseline != BASELINE:
+        constant = ops.constant(np.ascontiguousarray(data, np.float32))
+        constant.set_friendly_name(name)
+        return constant
+    half = data.astype(np.float16)
+    if not np.isfinite(half).all():
+        raise TargetError(f"{name}: holds values beyond FP16's 65504; rescale the weight")
+    constant = ops.constant(half)
+    constant.set_friendly_name(name)
+    convert = ops.convert(constant, "f32")
+    convert.set_friendly_name(f"{name}/convert")
+    return convert
+
+
+def _integers(quantized: Quantized, fmt: Format, name: str, shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    """NNCF's pattern: integers → FP16 × scale (→ back from groups) → float32."""
+    assert quantized.scales is not None
+    scales = quantized.scales.numpy()
+    rows, columns = quantized.shape[:-1], quantized.shape[-1]
+    grouped = fmt.group_size is not None
+    stored_shape = (*rows, columns // fmt.group_size, fmt.group_size) if fmt.group_size else quantized.shape
+    packed = fmt.pack(quantized)
+    element = ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
+    tensor = ov.Tensor(element, ov.Shape(stored_shape))  # its own memory: a view of `packed` would outlive it
+    tensor.data.reshape(-1)[:] = packed.view(np.int8)
+    constant = ops.constant(tensor)
+    constant.set_friendly_name(name)
+    scale_values = scales[..., None] if grouped else scales.reshape(*rows, 1)
+    scale = ops.constant(np.ascontiguousarray(scale_values))
+    scale.set_friendly_name(f"{name}/scale")
+    value = ops.multiply(ops.convert(constant, "f16"), scale)
+    value.set_friendly_name(f"{name}/scaled")
+    if grouped:
+        value = ops.reshape(value, ops.constant(np.asarray(quantized.shape, np.int64)), False)
+        value.set_friendly_name(f"{name}/ungrouped")
+    value = ops.convert(value, "f32")
+    value.set_friendly_name(f"{name}/convert")
+    digest = _hex(np.concatenate([packed.view(np.uint8), scale_values.reshape(-1).view(np.uint8)]))
+    return value, packed.nbytes + scales.nbytes, digest
+
+
+def read_back(graph: ov.Model) -> dict[str, tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None]]:
+    """The named constants of a saved graph: name → (element type, raw bytes, scales or None)."""
+    nodes = {node.get_friendly_name(): node for node in operations(graph, "Constant")}
+    result = {}
+    for name, node in nodes.items():
+        if name.endswith("/scale"):
+            continue
+        scale = nodes.get(f"{name}/scale")
+        result[name] = (
+            node.get_element_type().get_type_name(),
+            raw_bytes(node),
+            None if scale is None else scale.data,
+        )
+    return result
+
+
+def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
+    """A constant's bytes as they are stored; two to the byte for four-bit integers."""
+    return np.ascontiguousarray(node.data).reshape(-1).view(np.uint8)
+
+
+def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:
+    """Compares a saved and re-read graph with what was to be stored, byte for byte."""
+    stored = read_back(graph)
+    wrong = []
+    for item in placed.values():
+        if item.runtime_name not in stored:
+            wrong.append(f"{item.runtime_name} is missing")
+            continue
+        _, data, scales = stored[item.runtime_name]
+        if scales is not None:
+            data = np.concatenate([data, np.ascontiguousarray(scales).reshape(-1).view(np.uint8)])
+        if _hex(data) != item.digest:
+            wrong.append(f"{item.runtime_name} holds other numbers than planned")
+    if wrong:
+        raise TargetError(f"the saved IR is not what was planned: {'; '.join(wrong)}")
+
+
+def _hex(data: npt.NDArray[Any]) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(data).view(np.uint8).data, digest_size=16).hexdigest()

@@ -1,0 +1,248 @@
+"""Export: one IR for one plan, with its tokenizer and its record beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+import transformers
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.records import Artifact, ExportedTensor, Plan
+from kl_lens.targets.openvino import constants, rewrites
+from kl_lens.targets.openvino.graph import StaticShape, build_graph
+from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
+from kl_lens.targets.openvino.session import (
+    CACHE_FOLDER,
+    RECORD_FILE,
+    compile_graph,
+    log_softmax,
+    read_graph,
+    run_graph,
+)
+
+IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
+HEAD_NODE = "lm_head"
+UNPLANNED = ("fp16", "fp32")
+ACTIBA_TOKENS = 128
+_NONE = torch.empty(0, 0)
+
+
+def export(
+    model: LoadedModel,
+    plan: Plan,
+    folder: Path | str,
+    *,
+    device_profile: str = "cpu",
+    rewrites: Sequence[str] | None = None,
+    static_tokens: int | None = None,
+    with_head: bool = True,
+    fallback: bool = False,
+    unplanned: str = "fp16",
+    sample_ids: Sequence[int] | None = None,
+) -> Artifact:
+    """Writes `openvino_model.xml/.bin`, the tokenizer, the configuration and `artifact.json` to a folder.
+
+    Args:
+        model: the opened model, in float32 on the CPU.
+        plan: component → format. What it does not name stays FP16.
+        folder: where the files go; made if need be.
+        device_profile: cpu, gpu, gpu-int4 or npu.
+        rewrites: cumba, reduba, actiba; None means what the profile asks for.
+        static_tokens: a forward of exactly so many tokens without state, instead of the stateful graph.
+        with_head: without it the graph ends in the last hidden states (static graphs only).
+        fallback: put substitutes where a format does not fit, and say so in the record, instead of refusing.
+        unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
+        sample_ids: tokens on which ActiBA's cost in KL is measured; random ones when not given.
+
+    Raises:
+        TargetError: a family, plan or setting that cannot be exported right, with the reason.
+    """
+    started = time.perf_counter()
+    profile = get_profile(device_profile)
+    static = _static_shape(profile.static_only, profile.unrolled, profile.name, static_tokens)
+    if not with_head and static is None:
+        raise TargetError("a graph without its head makes sense only with --static-tokens N")
+    if unplanned not in UNPLANNED:
+        raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
+    chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
+    chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
+    realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
+
+    graph = build_graph(model.model, static=static, with_head=with_head)
+    _rewrites.weights_on_the_right(graph)
+    if with_head:
+        _name_head(graph)
+    anatomy = model.anatomy
+    weight_map = constants.map_weights(graph, model.model, anatomy, without_head=not with_head)
+    placed = constants.place_weights(weight_map, model.model, anatomy, realised, baseline=unplanned)
+    settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as temporary:
+        place = Path(temporary)
+        plain = graph.clone() if "actiba" in chosen else None
+        settings["rewritten"] = _rewrites.apply(graph, chosen)
+        ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
+        if plain is not None:
+            _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
+            without = place / "without_actiba.xml"
+            ov.save_model(plain, without, compress_to_fp16=False)
+            settings["actiba"] = _actiba_cost(
+                without, place / IR_FILE, model, static_tokens, with_head, sample_ids
+            )
+            for leftover in (without, without.with_suffix(".bin")):
+                leftover.unlink()
+        del graph
+        constants.check_saved(read_graph(place / IR_FILE), placed)
+        model.config.save_pretrained(place)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(place)
+        files = tuple(sorted(path.name for path in place.iterdir()))
+        settings["export_seconds"] = round(time.perf_counter() - started, 2)
+        settings["export_peak_bytes"] = _peak_memory()
+        artifact = _artifact(
+            model, plan, realised, placed, files, (place / IR_FILE).with_suffix(".bin"), settings
+        )
+        (place / RECORD_FILE).write_text(json.dumps(artifact.to_json(), indent=1))
+        shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
+        for name in (*files, RECORD_FILE):  # the record last: a folder that has one is complete
+            os.replace(place / name, folder / name)
+    return artifact
+
+
+_rewrites = rewrites  # `export` has an argument of that name, as the command line does
+
+
+def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | None) -> StaticShape | None:
+    if tokens is None:
+        if required:
+            raise TargetError(f"profile {profile} needs fixed shapes: give --static-tokens N")
+        return None
+    if tokens < 1:
+        raise TargetError(f"--static-tokens has to be at least 1, not {tokens}")
+    return StaticShape(tokens, unroll=unrolled)
+
+
+def _name_head(graph: ov.Model) -> None:
+    """Gives the head's product a name by which a session finds it: the last MatMul before the logits."""
+    node = graph.get_results()[0].input_value(0).get_node()
+    while node.get_type_name() != "MatMul":
+        if node.get_input_size() == 0:
+            raise TargetError("no matrix product before the logits; this head is not understood")
+        node = node.input_value(0).get_node()
+    node.set_friendly_name(HEAD_NODE)
+
+
+def _settings(
+    model: LoadedModel,
+    profile: str,
+    chosen: tuple[str, ...],
+    static_tokens: int | None,
+    with_head: bool,
+    unplanned: str,
+    weight_map: constants.WeightMap,
+) -> dict[str, Any]:
+    return {
+        "device_profile": profile,
+        "rewrites": list(chosen),
+        "static_tokens": static_tokens,
+        "with_head": with_head,
+        "unplanned": unplanned,
+        "folded_away": weight_map.folded,
+        "family": model.anatomy.model_type,
+        "versions": {
+            "openvino": ov.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _artifact(
+    model: LoadedModel,
+    plan: Plan,
+    realised: dict[str, Realised],
+    placed: dict[str, constants.Placed],
+    files: tuple[str, ...],
+    binary: Path,
+    settings: dict[str, Any],
+) -> Artifact:
+    tensors = []
+    sizes: dict[str, int] = {}  # by content: equal constants are stored once
+    expected = 0
+    for component in model.anatomy.components:
+        item = placed.get(component.name)
+        if item is None:
+            continue
+        choice = realised[component.name]
+        expected += item.bytes
+        sizes[item.digest] = item.bytes
+        tensors.append(
+            ExportedTensor(
+                component.name, item.runtime_name, choice.planned, item.format, item.bytes, choice.reason
+            )
+        )
+    size = binary.stat().st_size
+    planned = plan.bytes if plan.bytes is not None else expected
+    shared = expected - sum(sizes.values())
+    settings["bytes_stored_once"] = shared
+    settings["bytes_over_plan"] = (size + shared) / planned - 1
+    return Artifact(
+        target="openvino",
+        plan=plan.name,
+        files=files,
+        tensors=tuple(tensors),
+        planned_bytes=planned,
+        realised_bytes=size,
+        model=model.name,
+        model_fingerprint=model.fingerprint,
+        settings=settings,
+    )
+
+
+def _actiba_cost(
+    plain: Path,
+    rewritten: Path,
+    model: LoadedModel,
+    static_tokens: int | None,
+    with_head: bool,
+    sample_ids: Sequence[int] | None,
+) -> dict[str, Any]:
+    """The tables' error bound, and the KL per token between the graphs without and with them (on this CPU)."""
+    cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
+    if not with_head:
+        return cost
+    tokens = static_tokens or ACTIBA_TOKENS
+    if sample_ids is None:
+        generator = np.random.default_rng(0)
+        sample_ids = generator.integers(0, int(model.config.vocab_size), tokens).tolist()
+        cost["measured_on"] = f"{tokens} random tokens"
+    else:
+        sample_ids = list(sample_ids)[: static_tokens or len(sample_ids)]
+        cost["measured_on"] = f"{len(sample_ids)} given tokens"
+    before, after = (
+        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), sample_ids))
+        for path in (plain, rewritten)
+    )
+    per_token = (np.exp(before) * (before - after)).sum(-1)
+    cost["kl_nats_per_token"] = float(per_token.mean())
+    return cost
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

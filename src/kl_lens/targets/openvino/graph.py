@@ -1,0 +1,204 @@
+"""From a PyTorch model to a stateful OpenVINO graph with every weight in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.op as op
+import openvino.opset13 as ops
+import torch
+from torch import nn
+
+from kl_lens.errors import TargetError
+from kl_lens.targets.openvino import scans
+from kl_lens.targets.openvino.capture import (
+    FAMILIES,
+    SAMPLE_TOKENS,
+    GraphForward,
+    ScanSite,
+    example_inputs,
+    prepared,
+)
+
+SCAN_ARGUMENTS = 5  # x, Δ, A, B, C
+MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """A forward of exactly `tokens` tokens from an empty past, without state."""
+
+    tokens: int
+    unroll: bool = False  # no TensorIterator: for devices that want a plain graph
+
+
+def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
+    """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
+    family = str(getattr(model.config, "model_type", type(model).__name__))
+    if family not in FAMILIES:
+        raise TargetError(
+            f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
+            f"families that can: {', '.join(FAMILIES)}"
+        )
+    tokens = static.tokens if static else SAMPLE_TOKENS
+    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
+        converted = _convert(graph, example_inputs(graph, tokens))
+        return _stitch(converted, graph, static, with_head)
+
+
+def _convert(graph: GraphForward, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
+    """OpenVINO's converter, without the tracer's warnings: what they warn of is what the tests check."""
+    quiet = logging.getLogger("transformers")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _no_telemetry():
+            warnings.simplefilter("ignore")
+            return ov.convert_model(graph, example_input=inputs)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TargetError(f"OpenVINO {ov.__version__} cannot convert this model: {reason}") from error
+    finally:
+        quiet.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """The converter reports every call to a server, and waits for it. It does not where it takes itself to be in CI."""
+    before = os.environ.get("CI")
+    os.environ["CI"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CI"]
+        else:
+            os.environ["CI"] = before
+
+
+def _stitch(
+    converted: ov.Model, graph: GraphForward, static: StaticShape | None, with_head: bool
+) -> ov.Model:
+    """Puts the scans back in, and turns the state inputs and outputs into variables."""
+    names = graph.state_names
+    parameters = converted.get_parameters()
+    values = [result.input_value(0) for result in converted.get_results()]
+    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + SCAN_ARGUMENTS * len(graph.sites))
+    if (len(parameters), len(values)) != expected:
+        raise TargetError(
+            f"the converted graph has {len(parameters)} inputs and {len(values)} outputs, expected {expected}"
+        )
+    ids, state_inputs, results = parameters[0], parameters[1 : 1 + len(names)], parameters[1 + len(names) :]
+    _set_shapes(graph, static, ids, state_inputs, results)
+    converted.validate_nodes_and_infer_types()
+
+    sinks = []
+    for name, parameter, value in zip(names, state_inputs, values[1:], strict=False):
+        read, variable = _variable(name, parameter.get_partial_shape())
+        _replace(parameter.output(0), read.output(0))
+        sinks.append(_assign(value, variable))
+    for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
+        first = 1 + len(names) + index * SCAN_ARGUMENTS
+        arguments = values[first : first + SCAN_ARGUMENTS]
+        state, variable = _scan_state(site, static)
+        y, last = _scan(site, arguments, state, static)
+        _replace(result.output(0), y if isinstance(y, ov.Output) else y.output(0))
+        if variable is not None:
+            sinks.append(_assign(last, variable))
+
+    output = ops.result(values[0])
+    model = ov.Model([output], sinks, [ids], "kl_lens")
+    model.inputs[0].get_tensor().set_names({"input_ids"})
+    ids.set_friendly_name("input_ids")
+    label = "logits" if with_head else "last_hidden_state"
+    model.outputs[0].get_tensor().set_names({label})
+    output.set_friendly_name(label)
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def _set_shapes(
+    graph: GraphForward, static: StaticShape | None, ids: Any, states: list[Any], results: list[Any]
+) -> None:
+    time = static.tokens if static else -1
+    ids.set_partial_shape(ov.PartialShape([1, time]))
+    shapes: list[list[int]] = [[1, c, k - 1] for c, k in graph.shapes.convolutions.values()]
+    for heads, key, value in graph.shapes.attention.values():
+        shapes += [[1, heads, -1, key], [1, heads, -1, value]]
+    for parameter, shape in zip(states, shapes, strict=False):
+        parameter.set_partial_shape(ov.PartialShape(shape))
+    for parameter, site in zip(results, graph.sites, strict=True):
+        parameter.set_partial_shape(ov.PartialShape([time, *site.result_shape]))
+
+
+def _variable(name: str, shape: ov.PartialShape) -> tuple[Any, Any]:
+    """A state that begins as zeros, or as nothing along an axis that grows: the node that reads it, and itself."""
+    start = [axis.get_length() if axis.is_static else 0 for axis in shape]
+    zeros = ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
+    info = op.util.VariableInfo()
+    info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, shape
+    variable = op.util.Variable(info)
+    read = op.read_value(zeros, variable)
+    read.set_friendly_name(name)
+    return read, variable
+
+
+def _assign(value: Any, variable: Any) -> Any:
+    """Assign takes only nodes with a single output; a conversion that changes nothing makes one of any output."""
+    node = value.get_node() if isinstance(value, ov.Output) else value
+    if node.get_output_size() > 1:
+        node = ops.convert(value, "f32")
+    return op.assign(node, variable)
+
+
+def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
+    if site.kind == "selective":
+        channels, states = site.state_shape
+        shape = scans.selective_state_shape(channels, states)
+    else:
+        heads, width, states = site.state_shape
+        shape = scans.chunked_state_shape(heads, width, states, _groups(site))
+    if static is not None:
+        return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
+    return _variable(f"scan.{site.layer}", ov.PartialShape(list(shape)))
+
+
+def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
+    x, dt, a, b, c = arguments
+    unroll = static is not None and static.unroll
+    if static is not None and unroll and static.tokens > MAX_UNROLLED:
+        raise TargetError(
+            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
+        )
+    if site.kind == "selective":
+        channels, states = site.state_shape
+        if static is None or not unroll:
+            return scans.selective_scan(x, dt, a, b, c, state, channels=channels, states=states)
+        return scans.unrolled_selective_scan(
+            x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
+        )
+    heads, width, states = site.state_shape
+    sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
+    if static is None:
+        return scans.one_or_many_scan(x, dt, a, b, c, state, **sizes)
+    if static.tokens == 1:
+        return scans.one_token_scan(x, dt, a, b, c, state, **sizes)
+    return scans.chunked_scan(x, dt, a, b, c, state, **sizes, single=static.tokens <= scans.CHUNK)
+
+
+def _groups(site: ScanSite) -> int:
+    return int(site.arguments[3].shape[1])
+
+
+def _replace(old: ov.Output, new: ov.Output) -> None:
+    for reader in old.get_target_inputs():
+        reader.replace_source_output(new)

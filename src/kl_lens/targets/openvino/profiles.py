@@ -1,0 +1,142 @@
+"""What each kind of device can hold, and what a plan becomes on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kl_lens.checkpoints import Anatomy
+from kl_lens.errors import FormatError, TargetError
+from kl_lens.formats import Format, get_format, resolve
+from kl_lens.formats.integer import SignedScaleFormat
+
+BASELINE = "fp16"
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One kind of device: which weights it takes, whether it needs fixed shapes, which rewrites help it."""
+
+    name: str
+    description: str
+    bits: tuple[int, ...]  # integer widths it holds; FP16 always
+    static_only: bool = False
+    rewrites: tuple[str, ...] = ()
+    rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
+    most_points: Mapping[str, int] | None = None  # family → how many of the published points fit
+    unrolled: bool = False
+
+    def holds(self, fmt: Format) -> str | None:
+        """None, or why weights in this format cannot be stored for the device."""
+        if fmt.name == BASELINE:
+            return None
+        if not isinstance(fmt, SignedScaleFormat):
+            return "OpenVINO stores FP16 and NNCF's signed-scale integers only"
+        if fmt.bits not in self.bits:
+            return f"profile {self.name} holds no {fmt.bits}-bit weights"
+        return None
+
+    def default_rewrites(self, has_chunks: bool) -> tuple[str, ...]:
+        return self.rewrites + (self.rewrites_with_chunks if has_chunks else ())
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(4, 8)),
+        DeviceProfile(
+            "gpu",
+            "Intel integrated GPU (Lunar Lake)",
+            bits=(8,),
+            rewrites_with_chunks=("cumba",),
+            most_points={"mamba2": 8},
+        ),
+        DeviceProfile(
+            "gpu-int4",
+            "the same, with INT4 chosen explicitly",
+            bits=(4, 8),
+            rewrites_with_chunks=("cumba",),
+            most_points={"mamba2": 8},
+        ),
+        DeviceProfile(
+            "npu",
+            "Intel NPU: fixed shapes, no loops",
+            bits=(4, 8),
+            static_only=True,
+            rewrites=("cumba", "reduba", "actiba"),
+            unrolled=True,
+        ),
+    )
+}
+
+
+def get_profile(name: str) -> DeviceProfile:
+    if name not in PROFILES:
+        raise TargetError(f"no device profile is called {name!r}; there are {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+@dataclass(frozen=True)
+class Realised:
+    """The format a component gets on a device, and why it is not the planned one (or None)."""
+
+    component: str
+    planned: str
+    format: Format
+    reason: str | None
+
+
+def realise(
+    assignment: Mapping[str, str], anatomy: Anatomy, profile: DeviceProfile, *, fallback: bool
+) -> dict[str, Realised]:
+    """Every component's format on this device, by component name; components not planned get FP16.
+
+    Raises TargetError for names that are not there, components that must not be quantized, and, unless `fallback`
+    is set, for formats that the device or the shape does not allow; the message names each of them.
+    """
+    planned: dict[str, str] = {}
+    for name, fmt in assignment.items():
+        component = anatomy.component(name)
+        if planned.setdefault(component.name, fmt) != fmt:
+            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {fmt}")
+        if not component.quantizable and fmt != BASELINE:
+            raise TargetError(f"{name} is planned as {fmt}, but must stay as it is: {component.reason}")
+    result, problems = {}, []
+    for component in anatomy.components:
+        wanted = get_format(planned.get(component.name, BASELINE))
+        chosen, reason = wanted, None
+        if component.name in planned:
+            chosen, reason = _lowered(wanted, component.shape, profile)
+        if reason is not None and not fallback:
+            problems.append(f"{component.name}: {reason}")
+        result[component.name] = Realised(component.name, wanted.name, chosen, reason)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise TargetError(
+            f"the plan does not fit: {problems[0]}{more}; change the plan, or allow substitutes with --fallback"
+        )
+    return result
+
+
+def _lowered(wanted: Format, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Format, str | None]:
+    if (reason := profile.holds(wanted)) is not None:
+        # The nearest width that the device holds and that is not narrower.
+        widths = [bits for bits in sorted(profile.bits) if bits >= wanted.bits]
+        substitute = get_format(f"int{widths[0]}" if widths else BASELINE)
+        return substitute, f"{wanted.name}: {reason}; stored as {substitute.name}"
+    if wanted.bits == 4 and shape[-1] % 2:
+        # Seen on 2026.4.1: results as large as the right ones, and wrong, without a word.
+        substitute = get_format("int8" if 8 in profile.bits else BASELINE)
+        return substitute, (
+            f"{wanted.name}: {shape[-1]} columns, and OpenVINO's ARM kernels give wrong results for an odd number "
+            f"of four-bit columns; stored as {substitute.name}"
+        )
+    if len(shape) not in (2, 3):
+        return get_format(BASELINE), f"{wanted.name}: no matrix; stored as {BASELINE}"
+    try:
+        chosen, reason = resolve(wanted, shape)
+    except FormatError:
+        return get_format(BASELINE), f"{wanted.name}: {wanted.fits(shape)}; stored as {BASELINE}"
+    if profile.holds(chosen) is not None:
+        return get_format(BASELINE), f"{reason}, which {profile.name} does not hold; stored as {BASELINE}"
+    return chosen, reason

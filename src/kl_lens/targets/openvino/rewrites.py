@@ -1,0 +1,231 @@
+"""Changes to a finished graph: one that the CPU plugin needs to be right, and XAMBA's three for accelerators.
+
+- exact softplus: the ARM CPU plugin's SoftPlus is off by 4e-4 (2025.2 to 2026.4.1), enough to spoil Δ.
+- CumBA: CumSum as a product with a triangular matrix of ones.
+- ReduBA: ReduceSum and ReduceMean over the last axis as a product with a vector.
+- ActiBA: SiLU and softplus by piecewise-linear tables. Unlike the others it changes the result, by at most the bound
+  that `table_error` states; what that costs in KL is measured at export.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+import openvino.opset13 as ops
+
+from kl_lens.errors import TargetError
+from kl_lens.targets.openvino.scans import constant, length
+
+REWRITES = ("cumba", "reduba", "actiba")
+SOFTPLUS_DEGREE = 9  # relative error of the polynomial: below 1e-7
+TABLE_REACH = 10.0  # the tables cover −10 … 10; beyond, both functions are 0 or x
+TABLE_SEGMENTS = 128
+
+
+def graphs(model: ov.Model) -> Iterator[ov.Model]:
+    """The model and every graph inside it, innermost last."""
+    yield model
+    for node in model.get_ordered_ops():
+        kind = node.get_type_name()
+        if kind == "TensorIterator":
+            yield from graphs(node.get_body())
+        elif kind == "Loop":
+            yield from graphs(node.get_function())
+        elif kind == "If":
+            yield from graphs(node.get_then_body())
+            yield from graphs(node.get_else_body())
+
+
+def operations(model: ov.Model, *kinds: str) -> list[Any]:
+    """All nodes of these types, inside loops and branches, too."""
+    return [
+        node for graph in graphs(model) for node in graph.get_ordered_ops() if node.get_type_name() in kinds
+    ]
+
+
+def apply(model: ov.Model, rewrites: tuple[str, ...]) -> dict[str, int]:
+    """Rewrites the model in place; returns how many nodes each rewrite replaced."""
+    unknown = [name for name in rewrites if name not in REWRITES]
+    if unknown:
+        raise TargetError(f"no rewrite is called {unknown[0]!r}; there are {', '.join(REWRITES)}")
+    counts = {}
+    if "actiba" in rewrites:
+        counts["actiba"] = _each(model, ("Swish", "SoftPlus"), _table)
+    counts["exact_softplus"] = _each(model, ("SoftPlus",), lambda n: exact_softplus(n.input_value(0)))
+    if "cumba" in rewrites:
+        counts["cumba"] = _each(model, ("CumSum",), _cumulative_product)
+    if "reduba" in rewrites:
+        counts["reduba"] = _each(model, ("ReduceSum", "ReduceMean"), _reducing_product)
+    for graph in graphs(model):
+        graph.validate_nodes_and_infer_types()
+    model.validate_nodes_and_infer_types()
+    return counts
+
+
+def _each(model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], Any | None]) -> int:
+    replaced = 0
+    for node in operations(model, *kinds):
+        new = replacement(node)
+        if new is None:
+            continue
+        new.set_friendly_name(node.get_friendly_name())
+        for reader in node.output(0).get_target_inputs():
+            reader.replace_source_output(new.output(0))
+        replaced += 1
+    return replaced
+
+
+def exact_softplus(x: Any) -> Any:
+    """relu(x) + log1p(e) with e = exp(−|x|), and log1p(e) = e · p(e) with a polynomial p.
+
+    Written from operations that no plugin recognises as a softplus: log(1 + exp(x)) is fused back into one. And
+    without a division, which the ARM plugin computes as a power, slower than all the rest of it.
+    """
+    small = ops.exp(ops.negative(ops.abs(x)))
+    highest, *lower = reversed(_log1p_coefficients())
+    polynomial: Any = constant(highest, np.float32)
+    for coefficient in lower:
+        polynomial = ops.add(ops.multiply(polynomial, small), constant(coefficient, np.float32))
+    return ops.add(ops.relu(x), ops.multiply(small, polynomial))
+
+
+@functools.cache
+def _log1p_coefficients() -> list[float]:
+    """log1p(e)/e on 0 … 1, interpolated at Chebyshev's points; constant term first."""
+    series = np.polynomial.Chebyshev.interpolate(lambda e: np.log1p(e) / e, SOFTPLUS_DEGREE, [0, 1])
+    return [float(c) for c in series.convert(kind=np.polynomial.Polynomial).coef]
+
+
+def weights_on_the_right(model: ov.Model) -> int:
+    """W · x becomes (xᵀ · Wᵀ)ᵀ: plugins have fast kernels for compressed weights on the right only."""
+
+    def turned(node: Any) -> Any | None:
+        attributes = node.get_attributes()
+        left, right = node.input_value(0), node.input_value(1)
+        if left.get_node().get_type_name() != "Constant" or attributes["transpose_a"]:
+            return None
+        if (
+            right.get_partial_shape().rank.get_length() != 3
+            or left.get_partial_shape().rank.get_length() != 2
+        ):
+            return None
+        order = constant([0, 2, 1])
+        rows = right if attributes["transpose_b"] else ops.transpose(right, order)
+        return ops.transpose(ops.matmul(rows, left, False, True), order)
+
+    return _each(model, ("MatMul",), turned)
+
+
+def _cumulative_product(node: Any) -> Any | None:
+    """CumSum over any axis: the axis goes last, times the upper triangle of ones."""
+    axis = int(node.input_value(1).get_node().data.reshape(-1)[0])
+    x = node.input_value(0)
+    rank = x.get_partial_shape().rank.get_length()
+    attributes = node.get_attributes()
+    if attributes.get("exclusive") or attributes.get("reverse"):
+        return None
+    axis %= rank
+    size = x.get_partial_shape()[axis]
+    if size.is_static:
+        mask = constant(np.triu(np.ones((size.get_length(),) * 2)), np.float32)
+    else:
+        positions = ops.range(constant(0), length(x, axis), constant(1), "i64")
+        column, row = ops.unsqueeze(positions, constant(1)), ops.unsqueeze(positions, constant(0))
+        mask = ops.convert(ops.less_equal(column, row), "f32")
+    mask.set_friendly_name(f"{node.get_friendly_name()}/cumba_mask")
+    if axis == rank - 1:
+        return ops.matmul(x, mask, False, False)
+    order = [i for i in range(rank) if i != axis] + [axis]
+    moved = ops.matmul(ops.transpose(x, constant(order)), mask, False, False)
+    return ops.transpose(moved, constant(list(np.argsort(order))))
+
+
+def _reducing_product(node: Any) -> Any | None:
+    """A sum or mean over the last axis, of known length: times a column of ones (or of 1/n)."""
+    x = node.input_value(0)
+    shape = x.get_partial_shape()
+    axes = node.input_value(1).get_node()
+    if shape.rank.is_dynamic or axes.get_type_name() != "Constant":
+        return None
+    rank = shape.rank.get_length()
+    reduced = [int(axis) % rank for axis in axes.data.reshape(-1)]
+    if reduced != [rank - 1] or shape[rank - 1].is_dynamic or x.get_element_type() != ov.Type.f32:
+        return None
+    size = shape[rank - 1].get_length()
+    value = 1.0 if node.get_type_name() == "ReduceSum" else 1.0 / size
+    ones = constant(np.full((size, 1), value), np.float32)
+    ones.set_friendly_name(f"{node.get_friendly_name()}/reduba_ones")
+    summed = ops.matmul(x, ones, False, False)
+    if node.get_attributes().get("keep_dims"):
+        return summed
+    return ops.squeeze(summed, constant(rank - 1))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A function as straight lines between equally spaced points; 0 to the left of them, x to the right."""
+
+    slopes: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.float32]
+    reach: float
+    bound: float  # largest error anywhere, from the second derivative and from the tails
+
+    def __call__(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """The same arithmetic in numpy, for tests and for the bound."""
+        inner = len(self.slopes) - 2
+        place = np.floor((np.asarray(x, np.float64) + self.reach) * (inner / (2 * self.reach))) + 1
+        index = np.clip(place, 0, inner + 1).astype(np.int64)
+        return self.slopes[index] * x + self.offsets[index]
+
+
+def make_table(function: str, segments: int = TABLE_SEGMENTS, reach: float = TABLE_REACH) -> Table:
+    """The table of `silu` or `softplus`.
+
+    Between two points h apart, a straight line misses a function by at most h²/8 · max|f″|: 1/2 for SiLU (at 0),
+    1/4 for softplus (at 0). In the tails both miss by their value at −reach.
+    """
+    exact = {"silu": lambda v: v / (1 + np.exp(-v)), "softplus": lambda v: np.logaddexp(0, v)}[function]
+    curvature = {"silu": 0.5, "softplus": 0.25}[function]
+    points = np.linspace(-reach, reach, segments + 1)
+    values = exact(points)
+    slopes = np.diff(values) / np.diff(points)
+    offsets = values[:-1] - slopes * points[:-1]
+    step = 2 * reach / segments
+    return Table(
+        np.concatenate([[0], slopes, [1]]).astype(np.float32),
+        np.concatenate([[0], offsets, [0]]).astype(np.float32),
+        reach,
+        max(step * step / 8 * curvature, abs(float(exact(np.float64(-reach))))) + 1e-6,
+    )
+
+
+def table_error() -> dict[str, float]:
+    """The largest error of ActiBA's tables, anywhere."""
+    return {name: make_table(name).bound for name in ("silu", "softplus")}
+
+
+def _table(node: Any) -> Any | None:
+    """Two lookups and a line: slope[i]·x + offset[i]."""
+    if node.get_type_name() == "Swish":
+        if node.get_input_size() > 1 and float(node.input_value(1).get_node().data.reshape(-1)[0]) != 1.0:
+            return None
+        table = make_table("silu")
+    else:
+        table = make_table("softplus")
+    x = node.input_value(0)
+    inner = len(table.slopes) - 2
+    scale = inner / (2 * table.reach)
+    place = ops.floor(
+        ops.multiply(ops.add(x, constant(table.reach, np.float32)), constant(scale, np.float32))
+    )
+    clamped = ops.clamp(ops.add(place, constant(1, np.float32)), 0.0, float(inner + 1))
+    index = ops.convert(clamped, "i32")
+    slope = ops.gather(constant(table.slopes, np.float32), index, constant(0))
+    offset = ops.gather(constant(table.offsets, np.float32), index, constant(0))
+    return ops.add(ops.multiply(slope, x), offset)

@@ -1,0 +1,289 @@
+"""The state-space scans as OpenVINO operations: any number of tokens, from the state that came before.
+
+Both forms take time as the first axis and no batch axis: one sequence at a time. The references that they are
+tested against are the plain recurrences beside KL Lens's own kernels (`checkpoints/kernels`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
+
+CHUNK = 64  # tokens per chunk of Mamba-2's matrix form
+Value = Any  # an ov.Output or ov.Node
+
+
+def constant(value: Any, dtype: Any = np.int64) -> Value:
+    return ops.constant(np.asarray(value, dtype))
+
+
+def reshaped(value: Value, shape: list[Any]) -> Value:
+    """Reshape where the axes may be numbers or scalar nodes; −1 is inferred."""
+    if all(isinstance(axis, int) for axis in shape):
+        return ops.reshape(value, constant(shape), False)
+    parts = [ops.unsqueeze(constant(a) if isinstance(a, int) else a, constant(0)) for a in shape]
+    return ops.reshape(value, ops.concat(parts, 0), False)
+
+
+def transposed(value: Value, order: list[int]) -> Value:
+    return ops.transpose(value, constant(order))
+
+
+def length(value: Value, axis: int = 0) -> Value:
+    """The length of an axis as a scalar node."""
+    return ops.gather(ops.shape_of(value), constant(axis), constant(0))
+
+
+def selective_state_shape(channels: int, states: int) -> tuple[int, ...]:
+    return (states, channels)  # channels innermost: what the vector units run along
+
+
+def selective_scan(
+    x: Value, dt: Value, a: Value, b: Value, c: Value, state: Value, *, channels: int, states: int
+) -> tuple[Value, Value]:
+    """Mamba-1: h ← exp(Δ·A)·h + Δ·x ⊗ B, y = C·h, token by token in one TensorIterator.
+
+    x, dt (time, channels); a (channels, states); b, c (time, states); state (states, channels).
+    Returns y (time, channels) and the last state. The decay differs for every channel and state, so there is no
+    matrix form; the iterator is the same for one token and for many.
+    """
+    step = ops.parameter([1, channels], np.float32)
+    inflow = ops.parameter([1, channels], np.float32)
+    into = ops.parameter([1, states], np.float32)
+    out_of = ops.parameter([1, states], np.float32)
+    rates = ops.parameter([states, channels], np.float32)
+    before = ops.parameter([states, channels], np.float32)
+    decay = ops.exp(ops.multiply(step, rates))
+    added = ops.multiply(reshaped(into, [states, 1]), inflow)
+    after = ops.add(ops.multiply(decay, before), added)
+    y = ops.matmul(out_of, after, False, False)
+    body = ov.Model(
+        [ops.result(after), ops.result(y)], [step, inflow, into, out_of, rates, before], "selective_scan"
+    )
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    sliced = ((step, dt), (inflow, ops.multiply(x, dt)), (into, b), (out_of, c))
+    for parameter, value in sliced:
+        iterator.set_sliced_input(parameter, _output(value), 0, 1, 1, -1, 0)
+    iterator.set_invariant_input(rates, _output(transposed(a, [1, 0])))
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    outputs = iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0)
+    return outputs, last
+
+
+def unrolled_selective_scan(
+    x: Value,
+    dt: Value,
+    a: Value,
+    b: Value,
+    c: Value,
+    state: Value,
+    *,
+    channels: int,
+    states: int,
+    tokens: int,
+) -> tuple[Value, Value]:
+    """Mamba-1 for a few tokens whose number is fixed: no iterator, for devices that cannot run one."""
+    rates = transposed(a, [1, 0])
+    inflow = ops.multiply(x, dt)
+    outputs = []
+    for token in range(tokens):
+        step, flow, into, out_of = (
+            ops.slice(v, constant([token]), constant([token + 1]), constant([1]), constant([0]))
+            for v in (dt, inflow, b, c)
+        )
+        added = ops.multiply(reshaped(into, [states, 1]), flow)
+        state = ops.add(ops.multiply(ops.exp(ops.multiply(step, rates)), state), added)
+        outputs.append(ops.matmul(out_of, state, False, False))
+    return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
+
+
+def chunked_state_shape(heads: int, width: int, states: int, groups: int) -> tuple[int, ...]:
+    return (1, groups, states, heads // groups, width)
+
+
+def chunked_scan(
+    x: Value,
+    dt: Value,
+    a: Value,
+    b: Value,
+    c: Value,
+    state: Value,
+    *,
+    heads: int,
+    width: int,
+    states: int,
+    groups: int,
+    single: bool = False,
+) -> tuple[Value, Value]:
+    """Mamba-2 in chunks of at most 64 tokens: matrix products inside, a TensorIterator from chunk to chunk.
+
+    x (time, heads, width); dt (time, heads); a (heads,); b, c (time, groups, states);
+    state (1, groups, states, heads of a group, width). A prompt shorter than a chunk is one chunk of its own length,
+    so a single token costs products with 1 × 1 matrices and nothing is padded. `single` promises that there is one
+    chunk at most, and leaves the iterator out.
+    """
+    per_group = heads // groups
+    time = length(x)
+    chunk = ops.minimum(time, constant(CHUNK))
+    chunks = ops.divide(ops.subtract(ops.add(time, chunk), constant(1)), chunk)
+    padding = ops.subtract(ops.multiply(chunks, chunk), time)
+
+    # A padded token has Δ = 0: it decays nothing and adds nothing.
+    inflow = _padded(ops.multiply(x, ops.unsqueeze(dt, constant(2))), padding, 3)
+    rates = _padded(ops.multiply(dt, ops.unsqueeze(a, constant(0))), padding, 2)
+    inflow = reshaped(inflow, [chunks, chunk, groups, per_group * width])
+    into = transposed(reshaped(_padded(b, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3])
+    out_of = transposed(reshaped(_padded(c, padding, 3), [chunks, chunk, groups, states]), [0, 2, 1, 3])
+    rates = transposed(reshaped(rates, [chunks, chunk, heads]), [0, 2, 1])  # (chunks, heads, chunk)
+    cumulative = ops.cum_sum(rates, constant(2))
+
+    # Within the chunk: token t hears token s ≤ t, damped by exp(cumulative[t] − cumulative[s]). The minimum keeps the
+    # upper triangle, which the mask drops, from overflowing.
+    difference = ops.subtract(
+        ops.unsqueeze(cumulative, constant(3)), ops.unsqueeze(cumulative, constant(2))
+    )  # (chunks, heads, t, s)
+    damping = ops.exp(ops.minimum(difference, constant(0, np.float32)))
+    scores = ops.multiply(ops.matmul(out_of, into, False, True), _causal_mask(chunk))
+    damping = reshaped(damping, [chunks, groups, per_group, chunk, chunk])
+    weights = reshaped(
+        ops.multiply(damping, ops.unsqueeze(scores, constant(2))), [chunks, heads, chunk, chunk]
+    )
+    by_head = transposed(reshaped(inflow, [chunks, chunk, heads, width]), [0, 2, 1, 3])
+    within = transposed(ops.matmul(weights, by_head, False, False), [0, 2, 1, 3])  # (chunks, t, heads, width)
+
+    # What each chunk adds to the state by its end, and how much of the state before it survives.
+    total = ops.gather(cumulative, constant([-1]), constant(2))  # (chunks, heads, 1)
+    to_end = transposed(ops.exp(ops.subtract(total, cumulative)), [0, 2, 1])
+    damped = ops.multiply(
+        reshaped(inflow, [chunks, chunk, groups, per_group, width]),
+        reshaped(to_end, [chunks, chunk, groups, per_group, 1]),
+    )
+    damped = transposed(reshaped(damped, [chunks, chunk, groups, per_group * width]), [0, 2, 1, 3])
+    added = reshaped(ops.matmul(into, damped, True, False), [chunks, groups, states, per_group, width])
+    surviving = reshaped(ops.exp(total), [chunks, groups, 1, per_group, 1])
+    if single:
+        entering, last = state, ops.add(ops.multiply(surviving, state), added)
+    else:
+        entering, last = _between_chunks(surviving, added, state, (1, groups, states, per_group, width))
+
+    # What the state at the chunk's start still says to token t.
+    carried = ops.matmul(
+        out_of, reshaped(entering, [chunks, groups, states, per_group * width]), False, False
+    )
+    carried = transposed(reshaped(carried, [chunks, groups, chunk, per_group, width]), [0, 2, 1, 3, 4])
+    from_start = reshaped(transposed(ops.exp(cumulative), [0, 2, 1]), [chunks, chunk, groups, per_group, 1])
+    carried = reshaped(ops.multiply(carried, from_start), [chunks, chunk, heads, width])
+    y = reshaped(ops.add(within, carried), [-1, heads, width])
+    end = ops.unsqueeze(time, constant(0))
+    return ops.slice(y, constant([0]), end, constant([1]), constant([0])), last
+
+
+def one_token_scan(
+    x: Value,
+    dt: Value,
+    a: Value,
+    b: Value,
+    c: Value,
+    state: Value,
+    *,
+    heads: int,
+    width: int,
+    states: int,
+    groups: int,
+) -> tuple[Value, Value]:
+    """Mamba-2's recurrence for exactly one token; shapes as in `chunked_scan`."""
+    per_group = heads // groups
+    columns = per_group * width
+    decay = ops.exp(ops.multiply(dt, ops.unsqueeze(a, constant(0))))
+    ones = constant(np.ones((1, width)), np.float32)
+    ones.set_friendly_name("kl_lens/ones")
+    over_width = ops.multiply(reshaped(decay, [heads, 1]), ones)
+    inflow = reshaped(ops.multiply(x, ops.unsqueeze(dt, constant(2))), [groups, 1, columns])
+    added = ops.multiply(reshaped(b, [groups, states, 1]), inflow)
+    before = reshaped(state, [groups, states, columns])
+    after = ops.add(ops.multiply(reshaped(over_width, [groups, 1, columns]), before), added)
+    y = ops.matmul(reshaped(c, [groups, 1, states]), after, False, False)
+    return reshaped(y, [1, heads, width]), reshaped(after, [1, groups, states, per_group, width])
+
+
+def one_or_many_scan(
+    x: Value,
+    dt: Value,
+    a: Value,
+    b: Value,
+    c: Value,
+    state: Value,
+    *,
+    heads: int,
+    width: int,
+    states: int,
+    groups: int,
+) -> tuple[Value, Value]:
+    """Mamba-2: the recurrence for a single token, the matrix form for more; both in one graph, behind an If."""
+    sizes = {"heads": heads, "width": width, "states": states, "groups": groups}
+    values = (x, dt, a, b, c, state)
+    shapes = (
+        [-1, heads, width],
+        [-1, heads],
+        [heads],
+        [-1, groups, states],
+        [-1, groups, states],
+        list(chunked_state_shape(heads, width, states, groups)),
+    )
+
+    def branch(scan: Any, name: str) -> ov.Model:
+        parameters = [ops.parameter(ov.PartialShape(shape), np.float32) for shape in shapes]
+        y, last = scan(*parameters, **sizes)
+        return ov.Model([ops.result(y), ops.result(last)], parameters, name)
+
+    one, many = branch(one_token_scan, "one_token"), branch(chunked_scan, "many_tokens")
+    choice = ops.if_op(_output(ops.equal(length(x), constant(1))))
+    choice.set_then_body(one)
+    choice.set_else_body(many)
+    for value, for_one, for_many in zip(values, one.get_parameters(), many.get_parameters(), strict=True):
+        choice.set_input(_output(value), for_one, for_many)
+    y = choice.set_output(one.results[0], many.results[0])
+    last = choice.set_output(one.results[1], many.results[1])
+    return y, last
+
+
+def _between_chunks(
+    surviving: Value, added: Value, state: Value, shape: tuple[int, ...]
+) -> tuple[Value, Value]:
+    """The state before each chunk, and behind the last one."""
+    keep = ops.parameter([1, shape[1], 1, shape[3], 1], np.float32)
+    plus = ops.parameter(list(shape), np.float32)
+    before = ops.parameter(list(shape), np.float32)
+    after = ops.add(ops.multiply(keep, before), plus)
+    body = ov.Model([ops.result(after), ops.result(before)], [keep, plus, before], "between_chunks")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    iterator.set_sliced_input(keep, _output(surviving), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(plus, _output(added), 0, 1, 1, -1, 0)
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    entering = iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0)
+    return entering, last
+
+
+def _padded(value: Value, padding: Value, rank: int) -> Value:
+    """Zeros behind the last token."""
+    begin = constant([0] * rank)
+    end = ops.concat([ops.unsqueeze(padding, constant(0)), constant([0] * (rank - 1))], 0)
+    return ops.pad(value, begin, end, "constant", constant(0, np.float32))
+
+
+def _causal_mask(chunk: Value) -> Value:
+    full = constant(np.tril(np.ones((CHUNK, CHUNK))), np.float32)
+    full.set_friendly_name("kl_lens/causal_mask")
+    end = ops.unsqueeze(chunk, constant(0))
+    return ops.slice(full, constant([0, 0]), ops.concat([end, end], 0), constant([1, 1]), constant([0, 1]))
+
+
+def _output(value: Value) -> ov.Output:
+    return value if isinstance(value, ov.Output) else value.output(0)

@@ -1,0 +1,333 @@
+"""Runs an exported folder: prompts of any length, token by token, and logits for evaluation."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+import openvino.opset13 as ops
+
+from kl_lens.errors import TargetError
+from kl_lens.formats import get_format
+from kl_lens.records import Artifact
+from kl_lens.targets.session import Logits
+
+RECORD_FILE = "artifact.json"
+CACHE_FOLDER = ".compiled"
+COMPILE_TIMEOUT = 600.0  # seconds; the iGPU compiler is known to hang on Mamba-2
+LOGITS_CHUNK = 512  # tokens in one call when the logits of all of them are wanted
+
+# float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
+EXACT = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+}
+DEPLOYED = {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}
+# Kernels that compute with the stored integers, each row of activations quantized to int8 on the fly. The number is
+# 2^64 − 1, "a whole row"; as a string, because the plugin takes it only so.
+WHOLE_ROW = "18446744073709551615"
+
+
+def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
+    """What is fastest for an artifact with weights in these formats, as far as measured (docs/targets.md)."""
+    settings = dict(DEPLOYED)
+    integers = [get_format(name) for name in formats if name.startswith("int")]
+    if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
+        # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+    elif integers:
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = WHOLE_ROW
+        if machine in ("aarch64", "arm64"):
+            settings["INFERENCE_PRECISION_HINT"] = (
+                "f32"  # with f16, its default, the plugin does not use them
+            )
+    return settings
+
+
+def open_session(
+    folder: Path | str,
+    *,
+    device: str = "CPU",
+    exact: bool = False,
+    threads: int | None = None,
+    compile_timeout: float = COMPILE_TIMEOUT,
+    cache: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> OpenVINOSession:
+    """Loads an exported folder.
+
+    Args:
+        folder: what `export` wrote.
+        device: CPU, GPU, NPU, …; a device that is not there is answered with the list of those that are.
+        exact: compute in float32 (for checks), instead of the fastest settings that a deployment uses.
+        threads: CPU threads; None leaves the choice to OpenVINO.
+        compile_timeout: seconds to wait for the compiler.
+        cache: keep the compiled graph beside the IR and use it next time.
+        settings: plugin settings on top of the others, for experiments.
+    """
+    folder = Path(folder)
+    record = folder / RECORD_FILE
+    if not record.is_file():
+        raise TargetError(
+            f"{folder} is no exported OpenVINO model: {RECORD_FILE} is missing; run `kl-lens export`"
+        )
+    try:
+        artifact = Artifact.from_json(json.loads(record.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TargetError(f"{record} cannot be read: {error}; export the model again") from error
+    if artifact.target != "openvino":
+        raise TargetError(f"{folder} holds a {artifact.target} artifact, not an OpenVINO one")
+    if not artifact.settings.get("with_head", True):
+        raise TargetError(
+            f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
+        )
+    graph = read_graph(folder / next(name for name in artifact.files if name.endswith(".xml")))
+    static = artifact.settings.get("static_tokens")
+    if static is None:
+        _choose_rows(graph)
+    chosen: dict[str, Any] = {}
+    if device == "CPU" and not exact:
+        chosen.update(deployment_settings({tensor.realised for tensor in artifact.tensors}))
+    compiled = compile_graph(
+        graph,
+        device,
+        exact=exact,
+        threads=threads,
+        timeout=compile_timeout,
+        cache=folder / CACHE_FOLDER if cache else None,
+        settings=chosen | (settings or {}),
+    )
+    return OpenVINOSession(compiled, artifact, device, exact, static)
+
+
+class OpenVINOSession:
+    """One sequence at a time; the states are inside the compiled model's request."""
+
+    def __init__(
+        self, compiled: ov.CompiledModel, artifact: Artifact, device: str, exact: bool, static: int | None
+    ) -> None:
+        self._compiled: ov.CompiledModel | None = compiled
+        self._request: Any = compiled.create_infer_request()
+        self._artifact = artifact
+        self._device = device
+        self._exact = exact
+        self._static = static
+        self._vocabulary = int(compiled.outputs[0].get_partial_shape()[2].get_length())
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def description(self) -> dict[str, Any]:
+        compiled = self._open()
+        properties = {}
+        for name in (
+            "FULL_DEVICE_NAME",
+            "INFERENCE_PRECISION_HINT",
+            "KV_CACHE_PRECISION",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE",
+            "INFERENCE_NUM_THREADS",
+            "LOADED_FROM_CACHE",
+        ):
+            try:
+                properties[name.lower()] = str(compiled.get_property(name))
+            except RuntimeError:
+                if name == "FULL_DEVICE_NAME":
+                    properties["full_device_name"] = str(core().get_property(self._device, name))
+        return {
+            "library": "openvino",
+            "version": ov.__version__,
+            "device": self._device,
+            "machine": platform.machine(),
+            "mode": "exact" if self._exact else "deployed",
+            "plan": self._artifact.plan,
+            "static_tokens": self._static,
+            **properties,
+        }
+
+    def reset(self) -> None:
+        self._open()
+        if self._static is None:
+            self._request.reset_state()
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        if self._static is not None:
+            return self.logits(ids)[-1]
+        return self._run(ids, np.array([len(ids) - 1]))[-1]
+
+    def step(self, token: int) -> Logits:
+        if self._static is not None:
+            raise TargetError(
+                "this model is a static forward without state and cannot go on token by token; "
+                "export it without --static-tokens"
+            )
+        return self._run([token], np.array([0]))[-1]
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        if self._static is not None:
+            return self._run_static(ids)
+        self.reset()
+        parts = [
+            self._run(part, np.arange(len(part)))
+            for part in (ids[i : i + LOGITS_CHUNK] for i in range(0, len(ids), LOGITS_CHUNK))
+        ]
+        return np.concatenate(parts) if parts else self._run(ids, np.arange(0))
+
+    def close(self) -> None:
+        self._request = None
+        self._compiled = None
+
+    def _open(self) -> ov.CompiledModel:
+        if self._compiled is None:
+            raise TargetError("this session is closed")
+        return self._compiled
+
+    def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
+        tokens = _tokens(ids, self._vocabulary)
+        self._open()
+        self._request.infer([tokens, rows])
+        return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+
+    def _run_static(self, ids: Sequence[int]) -> Logits:
+        """Shorter prompts are padded behind: a causal model does not see it."""
+        assert self._static is not None
+        tokens = _tokens(ids, self._vocabulary)
+        if tokens.shape[1] > self._static:
+            raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
+        padded = np.zeros((1, self._static), np.int64)
+        padded[:, : tokens.shape[1]] = tokens
+        self._open()
+        self._request.infer([padded])
+        return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
+
+
+def _tokens(ids: Sequence[int], vocabulary: int) -> npt.NDArray[np.int64]:
+    tokens = np.asarray(ids, np.int64).reshape(1, -1)
+    if tokens.size == 0:
+        raise TargetError("no tokens to feed")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise TargetError(f"token {int(tokens.max())} is outside the vocabulary of {vocabulary}")
+    return tokens
+
+
+def _choose_rows(graph: ov.Model) -> None:
+    """Adds an input that says behind which tokens logits are wanted: a prefill wants only the last.
+
+    Done on loading, so that the IR on disk keeps the plain signature: ids in, logits out.
+    """
+    head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == "lm_head"), None)
+    if head is None:
+        raise TargetError("this IR has no node named lm_head; export the model again")
+    rows = ops.parameter(ov.PartialShape([-1]), np.int64)
+    rows.set_friendly_name("rows")
+    rows.output(0).get_tensor().set_names({"rows"})
+    kept = ops.gather(head.input_value(0), rows, ops.constant(np.int64(1)))
+    head.input(0).replace_source_output(kept.output(0))
+    graph.add_parameters([rows])
+    graph.validate_nodes_and_infer_types()
+
+
+@functools.cache
+def core() -> ov.Core:
+    """One for all: each new one looks for plugins and devices again."""
+    return ov.Core()
+
+
+def read_graph(path: Path) -> ov.Model:
+    """Reads a saved IR. Graphs are always compiled from files: fresh from the converter, the ARM plugin of
+    2025.2 to 2026.4 runs a unary minus in integers, and rotary embeddings come out wrong."""
+    try:
+        return core().read_model(path)
+    except RuntimeError as error:
+        raise TargetError(
+            f"{path} cannot be read by OpenVINO {ov.__version__}: {_first_line(error)}"
+        ) from error
+
+
+def compile_graph(
+    graph: ov.Model,
+    device: str,
+    *,
+    exact: bool = False,
+    threads: int | None = None,
+    timeout: float = COMPILE_TIMEOUT,
+    cache: Path | None = None,
+    settings: dict[str, Any] | None = None,
+) -> ov.CompiledModel:
+    """Compiles for a device that is there, within a time limit."""
+    runtime = core()
+    present = runtime.available_devices
+    if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
+        raise TargetError(
+            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
+        )
+    properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
+    if device != "CPU":  # the others know nothing of these two
+        properties.pop("KV_CACHE_PRECISION", None)
+        properties.pop("DYNAMIC_QUANTIZATION_GROUP_SIZE", None)
+    if threads is not None and device == "CPU":
+        properties["INFERENCE_NUM_THREADS"] = threads
+    properties.update(settings or {})
+    if cache is not None and (place := _cache_place(cache, device, properties)) is not None:
+        properties["CACHE_DIR"] = str(place)
+    outcome: list[ov.CompiledModel | BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(runtime.compile_model(graph, device, properties))
+        except BaseException as error:
+            outcome.append(error)
+
+    # A thread, because a compiler that hangs cannot be interrupted; as a daemon it does not keep the program alive.
+    thread = threading.Thread(target=work, daemon=True, name="openvino-compile")
+    thread.start()
+    thread.join(timeout)
+    if not outcome:
+        raise TargetError(
+            f"compiling for {device} took more than {timeout:g} s and was given up (Mamba-2 is known to hang the "
+            "iGPU compiler); raise --compile-timeout, or export with another device profile"
+        )
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise TargetError(f"OpenVINO cannot compile for {device}: {_first_line(result)}") from result
+    return result
+
+
+def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path | None:
+    """A folder for these very settings: OpenVINO 2026.4 itself serves a graph that was compiled with others."""
+    key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)
+    place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a folder that may only be read: compile every time
+        return None
+    return place
+
+
+def run_graph(compiled: ov.CompiledModel, ids: Sequence[int]) -> Logits:
+    """One call of a freshly compiled graph: the logits behind every token."""
+    request = compiled.create_infer_request()
+    request.infer([np.asarray(ids, np.int64).reshape(1, -1)])
+    return np.array(request.get_output_tensor(0).data[0], np.float32)
+
+
+def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
