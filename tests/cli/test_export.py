@@ -1,0 +1,106 @@
+"""`kl-lens export` and `generate`, and measuring as deployed, as a user goes about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kl_lens.cli.main import main
+from kl_lens.runs import Run
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the embedded Mamba with one measured block and one plan."""
+    folder = tmp_path_factory.mktemp("planned") / "run"
+    measure = ["measure", "reference:mamba", "--run", str(folder), "--windows", "1", "--window-length", "32"]
+    assert main([*measure, "--text", "wikitext2:valid", "--components", r"layers\.9\."]) == 0
+    assert main(["plan", "--run", str(folder), "--max-bpw", "15.5", "--name", "small"]) == 0
+    return folder
+
+
+def test_openvino(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"]) == 0
+    folder = planned / "artifacts/openvino/small"
+    with Run.open(planned) as run:
+        assert run.load("artifact", "openvino/small")["plan"] == "small"
+    capsys.readouterr()
+    assert (
+        main(["generate", str(folder), "--prompt", "The history of the", "--max-new-tokens", "4", "--json"])
+        == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert result["new_tokens"] == 4
+    assert result["text"].strip()
+
+
+def test_gguf_by_a_map_and_by_a_format(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]) == 0
+    arguments = [
+        "export",
+        "reference:mamba",
+        "--target",
+        "gguf",
+        "--format",
+        "q8_0",
+        "--out",
+        str(tmp_path / "q8"),
+    ]
+    assert main(arguments) == 0
+    texts = []
+    for place in (planned / "artifacts/gguf/small", tmp_path / "q8"):
+        capsys.readouterr()
+        assert (
+            main(
+                ["generate", str(place), "--prompt", "The history of the", "--max-new-tokens", "4", "--json"]
+            )
+            == 0
+        )
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert all(text.strip() for text in texts)
+
+
+def test_a_plan_of_another_runtime_needs_a_map(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--run", str(planned), "--target", "gguf", "--plan", "small"]) == 1
+    assert "--map" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["gguf", "openvino"])
+def test_as_deployed_measures_more_damage_and_is_a_run_of_its_own(
+    target: str, tmp_path: Path, capsys
+) -> None:
+    fmt = "q8_0" if target == "gguf" else "int8"
+    arguments = [
+        "measure", "reference:mamba", "--text", "wikitext2:valid", "--windows", "1", "--window-length", "64",
+        "--components", r"layers\.5\..*in_proj", "--formats", fmt, "--json",
+    ]  # fmt: skip
+    found = {}
+    for name, extra in (("weights", []), ("deployed", ["--as-deployed", target])):
+        capsys.readouterr()
+        assert main([*arguments, "--run", str(tmp_path / name), *extra]) == 0
+        (measurement,) = json.loads(capsys.readouterr().out)["measurements"]
+        found[name] = measurement["metrics"]["kl_teacher_to_student"]["value"]
+    assert found["deployed"] > 1.2 * found["weights"]
+    assert main([*arguments, "--run", str(tmp_path / "weights"), "--as-deployed", target]) == 1
+    assert "as deployed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "--target", "gguf", "--format", "q8_0"], "name it"),
+        (["export", "reference:mamba", "--target", "gguf"], "say what to export"),
+        (["generate", "nowhere", "--prompt", "x"], "no exported model"),
+        (["generate", "nowhere.gguf", "--prompt", "x"], "nowhere.gguf"),
+    ],
+)
+def test_bad_requests_are_one_line(arguments: list[str], message: str, capsys) -> None:
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
