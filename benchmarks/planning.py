@@ -95,13 +95,15 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> di
     judge = PlanMeter(
         model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)
     )
-    problem = planning.build_problem(table)
+    # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
+    problem = planning.build_problem(table, keep_fused=False)
     points = [p for p in planning.paper_points(table) if "point" in p.name]
-    nncf = nncf_plans(model, table, [int(p.bytes or 0) for p in points])
+    sizes = [int(p.bytes or 0) for p in points]
+    nncf = {"data-free": {}, "activations": {}} if arguments.without_nncf else nncf_plans(model, table, sizes)
     rows = []
     for point in points:
         limit = int(point.bytes or 0)
-        exact = planning.plan_for_budget(table, max_bytes=limit).plan
+        exact = planning.plan_for_budget(table, max_bytes=limit, keep_fused=False).plan
         refined = planning.refine(
             problem, exact.assignment, deciding.kl_by_window, max_bytes=limit,
             max_evaluations=arguments.evaluations, confirm=confirming.kl_by_window,
@@ -158,11 +160,14 @@ def main() -> None:
     )
     parser.add_argument("--test-windows", type=int, default=16)
     parser.add_argument("--evaluations", type=int, default=12, help="per refinement")
+    parser.add_argument("--only-stressed", action="store_true", help="the stressed variants alone")
+    parser.add_argument("--without-nncf", action="store_true")
     parser.add_argument("--out", type=Path, help="the numbers as JSON")
     arguments = parser.parse_args()
     print(machine())
     results = []
-    for stressed in (False, True) if arguments.stressed else (False,):
+    variants = (True,) if arguments.only_stressed else (False, True) if arguments.stressed else (False,)
+    for stressed in variants:
         for name in arguments.models.split(","):
             model = load(name)
             if stressed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from scan import chunked_scan, plain_selective_scan, selective_scan
 from torch import Tensor
+
+from scan import chunked_scan, plain_selective_scan, selective_scan
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

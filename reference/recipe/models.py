@@ -11,10 +11,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from scan import chunked_scan, selective_scan
 from tokenizer import VOCABULARY
 from torch import Tensor, nn
 from transformers import FalconH1Config, Mamba2Config, MambaConfig, PretrainedConfig
+
+from scan import chunked_scan, selective_scan
 
 HIDDEN = 256
 _SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
