@@ -67,6 +67,19 @@ def test_gguf_by_a_map_and_by_a_format(
     assert all(text.strip() for text in texts)
 
 
+def test_a_streamed_plan_gives_the_same_file(planned: Path, tmp_path: Path) -> None:
+    arguments = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]
+    assert main([*arguments, "--out", str(tmp_path / "loaded")]) == 0
+    assert main([*arguments, "--stream", "--out", str(tmp_path / "streamed")]) == 0
+    from gguf import GGUFReader
+
+    tensors = []
+    for name in ("loaded", "streamed"):
+        (file,) = (tmp_path / name / "small").glob("*.gguf")
+        tensors.append({t.name: (t.tensor_type, t.data.tobytes()) for t in GGUFReader(file).tensors})
+    assert tensors[0] == tensors[1]
+
+
 def test_a_plan_of_another_runtime_needs_a_map(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--run", str(planned), "--target", "gguf", "--plan", "small"]) == 1
     assert "--map" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import LoadedModel, resolve
 from kl_lens.cli import options
 from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     openvino.add_argument("--fallback", action="store_true", help="lower what a profile cannot hold, visibly")
     gguf = parser.add_argument_group("gguf")
+    gguf.add_argument(
+        "--stream",
+        action="store_true",
+        help="read the run's checkpoint one tensor at a time, for large models; its weights are then not compared with "
+        "the run's (--format always streams)",
+    )
     gguf.add_argument(
         "--map",
         action="store_true",
@@ -90,6 +96,8 @@ def _export_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
         raise PlanError(
             "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
         )
+    if arguments.target == "gguf":
+        return _stream_uniform(arguments)
     model = options.load_model(arguments)
     name = arguments.format
     assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
@@ -99,6 +107,18 @@ def _export_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
         or options.run_folder(arguments, model.name) / "artifacts" / arguments.target / plan.name
     )
     return folder, export(model, plan, arguments.target, folder, **_target_options(arguments))
+
+
+def _stream_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
+    """Straight from the checkpoint's files, one tensor at a time: a large model is never in memory."""
+    from kl_lens.targets.gguf import uniform_plan
+
+    source = resolve(arguments.model, revision=arguments.revision)
+    plan = uniform_plan(source, arguments.format)
+    folder = (
+        arguments.out or options.run_folder(arguments, arguments.model) / "artifacts" / "gguf" / plan.name
+    )
+    return folder, export(source, plan, "gguf", folder, **_target_options(arguments))
 
 
 def _export_plans(arguments: argparse.Namespace) -> list[tuple[Path, Artifact]]:
@@ -113,7 +133,7 @@ def _export_plans(arguments: argparse.Namespace) -> list[tuple[Path, Artifact]]:
                     f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"
                 )
         plans = [planning.read_plan(planning.plan_path(folder, name), table.components) for name in names]
-        model = options.load_run_model(arguments, run)
+        model = _source(arguments, run)
         run.note_command(sys.argv)
         made = []
         for plan in plans:

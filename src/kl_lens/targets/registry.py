@@ -38,8 +38,11 @@ def target_module(name: str) -> Any:
     return importlib.import_module(module)
 
 
-def export(model: LoadedModel, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
-    """Writes the plan as files of a target, with the record of what became of every component beside them."""
+def export(model: LoadedModel | Path, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
+    """Writes the plan as files of a target, with the record of what became of every component beside them.
+
+    GGUF also takes a checkpoint folder in place of an opened model, and reads it one tensor at a time.
+    """
     artifact: Artifact = target_module(target).export(model, plan, folder, **options)
     write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
     return artifact

@@ -5,7 +5,7 @@ Needs the extra `gguf` (the packages gguf and xllamacpp); a native llama.cpp is 
 
 from kl_lens.targets.gguf.activations import as_deployed, quantize_activations
 from kl_lens.targets.gguf.architectures import supported_architectures
-from kl_lens.targets.gguf.export import DEFAULT_MAP, FORMATS, export
+from kl_lens.targets.gguf.export import DEFAULT_MAP, FORMATS, export, uniform_plan
 from kl_lens.targets.gguf.header import read_header
 from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.session import GGUFSession, open_session
@@ -21,4 +21,5 @@ __all__ = [
     "quantize_activations",
     "read_header",
     "supported_architectures",
+    "uniform_plan",
 ]

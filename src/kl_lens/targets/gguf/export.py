@@ -89,6 +89,22 @@ def export(
         weights.close()
 
 
+def uniform_plan(folder: Path | str, format_name: str) -> Plan:
+    """One format for every component of a checkpoint that llama.cpp can hold in it, without loading the weights."""
+    source = Path(folder)
+    config = _config(source)
+    architecture = get_architecture(config.model_type)
+    architecture.require(config)
+    shapes = CheckpointWeights(source, config).shapes
+    chosen = {
+        component_name(rule.parameter, len(shapes[rule.parameter])): format_name
+        for rule in architecture.tensors(config, shapes)
+        if rule.parameter is not None and not rule.float32 and len(shapes[rule.parameter]) >= 2
+    }
+    assignment = {} if format_name in ("fp16", "f16") else chosen
+    return Plan(name=f"uniform_{format_name}", assignment=assignment, made_by="one format for everything")
+
+
 def export_weights(
     weights: WeightSource,
     config: Any,
