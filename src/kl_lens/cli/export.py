@@ -142,12 +142,23 @@ def _export_plans(arguments: argparse.Namespace) -> list[tuple[Path, Artifact]]:
         return made
 
 
+def _source(arguments: argparse.Namespace, run: Run) -> LoadedModel | Path:
+    if not arguments.stream:
+        return options.load_run_model(arguments, run)
+    if arguments.target != "gguf":
+        raise PlanError("--stream is for --target gguf; OpenVINO's converter needs the whole model")
+    return resolve(arguments.model or run.identity["source"], revision=arguments.revision)
+
+
 def _export_one(
-    arguments: argparse.Namespace, run: Run, model: LoadedModel, plan: Plan
+    arguments: argparse.Namespace, run: Run, model: LoadedModel | Path, plan: Plan
 ) -> tuple[Path, Artifact]:
     base = arguments.out or run.folder / "artifacts" / arguments.target
     folder = base / plan.name
-    artifact = export(model, plan, arguments.target, folder, **_target_options(arguments))
+    extra = _target_options(arguments)
+    if isinstance(model, Path):
+        extra["fingerprint"] = run.identity["model_fingerprint"]
+    artifact = export(model, plan, arguments.target, folder, **extra)
     run.store(
         "artifact", f"{arguments.target}/{plan.name}", artifact.to_json() | {"folder": str(folder.resolve())}
     )
