@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -195,4 +196,7 @@ def _print(artifacts: list[tuple[Path, Artifact]]) -> None:
         )
     console = options.console()
     console.print(table)
-    console.print(f'Next: kl-lens generate {artifacts[0][0]} --prompt "Once upon a time"')
+    console.print(
+        f'Next: kl-lens generate {shlex.quote(str(artifacts[0][0]))} --prompt "Once upon a time"',
+        soft_wrap=True,
+    )
