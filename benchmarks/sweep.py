@@ -3,8 +3,9 @@
     python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096] [--memory]
 
 "As published" is the published way of working: for each candidate copy the model, quantize one layer, run the
-original and the copy with transformers' own forward, keep both sets of logits whole, and compare. A few candidates,
-spread evenly over the blocks, stand for all; each way measures the same ones on the same tokens.
+original and the copy with transformers' own forward, keep both sets of logits whole, and take from them the SQNR, both
+KL divergences and both cross-entropies. A few candidates, spread evenly over the blocks, stand for all; each way
+measures them on the same tokens (the published way one of them, for its work does not depend on the block).
 """
 
 from __future__ import annotations
@@ -42,22 +43,34 @@ def spread_candidates(model: LoadedModel, blocks: int) -> list[Candidate]:
     return chosen
 
 
-def as_published(model: LoadedModel, candidate: Candidate, ids: torch.Tensor) -> float:
-    """Their way, with the mistakes mended: KL is a mean per token, from log-probabilities."""
+def as_published(model: LoadedModel, candidate: Candidate, ids: torch.Tensor) -> dict[str, float]:
+    """Their way and their metrics, with the mistakes mended: means per token, log-probabilities, shifted labels."""
+    functional = torch.nn.functional
     with torch.no_grad():
         student = copy.deepcopy(model.model)
         weight = student.get_parameter(candidate.component.weight)
         weight.data = get_format(candidate.format).roundtrip(weight.data)
-        total, batches = 0.0, ids.split(8)
+        totals: dict[str, float] = {}
+        batches = ids.split(8)
         for part in batches:
-            teacher_logits = model.model(part, use_cache=False).logits
-            student_logits = student(part, use_cache=False).logits
-            log_p = torch.log_softmax(teacher_logits, -1)
-            log_q = torch.log_softmax(student_logits, -1)
-            total += float(
-                torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1).mean()
-            )
-        return total / len(batches)
+            p = model.model(part, use_cache=False).logits
+            q = student(part, use_cache=False).logits
+            log_p, log_q = torch.log_softmax(p, -1), torch.log_softmax(q, -1)
+            labels = part[:, 1:].reshape(-1)
+            found = {
+                "kl_teacher_to_student": functional.kl_div(log_q, log_p, log_target=True, reduction="none")
+                .sum(-1)
+                .mean(),
+                "kl_student_to_teacher": functional.kl_div(log_p, log_q, log_target=True, reduction="none")
+                .sum(-1)
+                .mean(),
+                "sqnr_db": 10 * torch.log10(p.square().mean() / (p - q).square().mean()),
+                "delta_cross_entropy": functional.cross_entropy(q[:, :-1].reshape(len(labels), -1), labels)
+                - functional.cross_entropy(p[:, :-1].reshape(len(labels), -1), labels),
+            }
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + float(value) / len(batches)
+        return totals
 
 
 def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, rate: float) -> float:

@@ -47,4 +47,4 @@ ensure_environment() {
 }
 
 KL_LENS_RUN_EXTRAS=openvino,gguf
-KL_LENS_TEST_EXTRAS=openvino-gguf-dev
+KL_LENS_TEST_EXTRAS=openvino-gguf-eval-dev

@@ -153,3 +153,58 @@ class Artifact(Record):
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         tensors = tuple(ExportedTensor(**tensor) for tensor in data["tensors"])
         return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})
+
+
+@dataclass(frozen=True)
+class Score(Record):
+    """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
+
+    subject: str  # "original", "torch/PLAN", "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    kind: str  # perplexity, divergence, task
+    what: str  # the text ("wikitext2:test") or the task ("arc_easy")
+    values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
+    tokens: int  # scored tokens; for a task, its examples
+    protocol: dict[str, Any]  # window, stride, limit, few-shot, …: what the number means
+    runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
+    seconds: float
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        values = {name: Estimate(**value) for name, value in data["values"].items()}
+        return cls(**{**data, "values": values})
+
+
+@dataclass(frozen=True)
+class Spread(Record):
+    """Repeated timings: the median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Profile(Record):
+    """How fast and how large an exported file is, on one device with one protocol."""
+
+    subject: str  # "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    protocol: str  # "use" (what a user feels) or "benchmark_app" (the published one)
+    device: str
+    threads: int
+    # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
+    # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
+    timings: dict[str, Spread]
+    ratios: dict[str, Spread]  # to the FP16 subject of the same session, same names; larger is better
+    peak_memory_bytes: int | None
+    file_bytes: int
+    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second (bound), share; prefill likewise
+    settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
+    runtime: dict[str, Any]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        spreads = {
+            key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
+        }
+        return cls(**{**data, **spreads})
