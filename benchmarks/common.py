@@ -19,6 +19,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from kl_lens.checkpoints import LoadedModel  # noqa: E402
+from kl_lens.profiling.machine import matmul_rate as profiled_rate  # noqa: E402
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -55,9 +56,7 @@ def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dic
 
 def matmul_rate(rows: int = 4096, inner: int = 768, columns: int = 3072) -> float:
     """Floating-point operations per second of a float32 product of this shape, all threads."""
-    a, b = torch.randn(rows, inner), torch.randn(columns, inner)
-    seconds = interleaved({"matmul": lambda: a @ b.T}, 5)["matmul"]
-    return 2 * rows * inner * columns / seconds
+    return profiled_rate(rows, inner, columns)
 
 
 def machine() -> str:

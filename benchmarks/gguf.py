@@ -125,6 +125,7 @@ def state_bytes(config: Any) -> int:
 
 def child(path: str, threads: int, prompt: int, tokens: int) -> None:
     """In a process of its own: load, prefill, decode; prints JSON."""
+    from kl_lens.profiling.memory import resident
     from kl_lens.targets.gguf.library import find_library
     from kl_lens.targets.gguf.session import open_session
 
@@ -152,42 +153,6 @@ def child(path: str, threads: int, prompt: int, tokens: int) -> None:
         "description": description,
     }
     print(json.dumps(result))
-
-
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (peak) of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return 1024 * int(line.split()[1])
-    raise SystemExit("memory is measured through /proc, which this system does not have")
-
-
-def bandwidth(threads: int, megabytes: int) -> float:
-    """Bytes per second that `threads` threads read from memory: the best of several sums over a large array."""
-    import numba
-    import numpy as np
-
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-
-    @numba.njit(parallel=True)
-    def total(values: Any, parts: int) -> int:
-        sums = np.zeros(parts, np.int64)
-        size = values.size // parts
-        for part in numba.prange(parts):
-            partial = np.int64(0)
-            for index in range(part * size, (part + 1) * size):
-                partial += values[index]
-            sums[part] = partial
-        return sums.sum()
-
-    values = np.ones(megabytes * MIB // 8, np.int64)
-    total(values, threads)
-    best = 0.0
-    for _ in range(7):
-        started = time.perf_counter()
-        total(values, threads)
-        best = max(best, values.nbytes / (time.perf_counter() - started))
-    return best
 
 
 @dataclass
@@ -254,11 +219,13 @@ def main() -> None:
     default = "mamba-small,mamba2-small" if options.quick else "mamba-130m,mamba2-130m,mamba2-2.7b"
     shapes = (options.shapes or default).split(",")
 
+    from kl_lens.profiling.machine import read_bandwidth
     from kl_lens.targets.gguf.library import find_library
 
     library = find_library()
-    peak = bandwidth(options.threads, 64 if options.quick else 512)
-    one = bandwidth(1, 64 if options.quick else 512)
+    buffer = (64 if options.quick else 512) * MIB
+    peak = read_bandwidth(options.threads, buffer_bytes=buffer).best
+    one = read_bandwidth(1, buffer_bytes=buffer).best
     print(f"library: {library.path.name} (found: {library.origin}; {library.version})")
     print(f"build: {library.system_info}")
     print(

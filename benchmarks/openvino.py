@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -156,8 +155,9 @@ def timed(function: Any, rounds: int) -> float:
 
 
 def peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    from kl_lens.profiling.memory import resident
+
+    return resident("VmHWM")
 
 
 def in_a_process(arguments: list[str]) -> list[dict[str, Any]]:

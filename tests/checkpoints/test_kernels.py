@@ -8,6 +8,7 @@ import torch
 from kl_lens.checkpoints.kernels import fast_kernels
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan, chunked_scan_reference
 from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference
+from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan, selective_scan_reference
 from tests.families import tiny_model, token_ids
 
@@ -81,6 +82,31 @@ def test_chunked_scan_in_float32_does_not_overflow_at_strong_decay() -> None:
     x, dt, a, b, c = (t.float() for t in _mamba2_inputs(1, 128, 4, 8, 1, 6))
     y, _ = chunked_scan(x, dt + 20, a * 50, b, c)
     assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 4, 8, 1, 6), (2, 65, 4, 8, 2, 5), (1, 70, 3, 50, 1, 16), (1, 33, 6, 64, 2, 7)]
+)
+def test_head_scan_equals_the_recurrence(shape: tuple[int, ...]) -> None:
+    """Heads that straddle two blocks of channels, groups, states that are no multiple of four."""
+    batch, _, heads, width, _, states = shape
+    x, dt, a, b, c = _mamba2_inputs(*shape)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(batch, heads, width, states, dtype=torch.float64, generator=generator)
+    skip = torch.randn(heads, dtype=torch.float64, generator=generator)
+    for state in (None, start):
+        y, last = head_scan(x, dt, a, b, c, state, skip=skip)
+        expected, expected_last = chunked_scan_reference(x, dt, a, b, c, initial_state=state)
+        expected = expected + skip[:, None] * x
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(last.double(), expected_last, rtol=1e-5, atol=1e-5)
+
+
+def test_head_scan_holds_at_strong_decay() -> None:
+    x, dt, a, b, c = _mamba2_inputs(1, 128, 4, 8, 1, 6)
+    y, _ = head_scan(x, dt + 20, a * 50, b, c)
+    expected, _ = chunked_scan_reference(x, dt + 20, a * 50, b, c)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_what_stands_around_the_scan_can_be_done_on_the_way() -> None:

@@ -6,7 +6,8 @@
 Inside a chunk of Q tokens the outputs are a masked Q × Q product, as in attention; between chunks only the
 state is carried. B and C are shared by all heads of a group, so C·Bᵀ is formed once per group, and the decays
 are applied to x, which makes each product one matmul over all heads of the group. No intermediate is larger
-than (batch, chunks, heads, Q, Q). The reference, `chunked_scan_reference`, is the recurrence above.
+than (batch, chunks, heads, Q, Q). For GPUs and for
+autograd; CPUs have `head_scan`. The reference, `chunked_scan_reference`, is the recurrence above.
 """
 
 from __future__ import annotations

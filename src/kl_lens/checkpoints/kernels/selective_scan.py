@@ -106,7 +106,7 @@ def silu(x: np.float32) -> np.float32:
     return x / (np.float32(1) + exp2_clamped(-x * _LOG2_E))
 
 
-@njit(parallel=True, fastmath=_MATH, error_model="numpy", cache=True)
+@njit(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y, block):  # type: ignore[no-untyped-def]
     """x, dt, gate, y: (batch, time, channels); a: (states, channels), times log2(e); b, c: (batch, time, states);
     dt_bias, skip: (channels,); state: (batch, states, channels), the first state in, the last one out."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 from kl_lens.checkpoints.kernels import triton_scan
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
+from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
 from kl_lens.checkpoints.kernels.triton_scan import selective_scan_gpu
 
@@ -108,9 +109,12 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         if dt_softplus:
             step = functional.softplus(step)
         step = step.clamp(*dt_limit)
-        y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
-        if D is not None:
-            y = y + x * D[..., None]
+        if x.device.type == "cpu":
+            y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
+        else:
+            y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
+            if D is not None:
+                y = y + x * D[..., None]
         y = y.contiguous()  # callers use .view() on it
         return (y, state) if return_final_states else y
 
