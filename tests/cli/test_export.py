@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.runs import Run
+from kl_lens.targets import open_session
+from kl_lens.text import evaluation_windows
+
+HELD_OUT = ["--held-out", "wikitext2:test", "--held-out-windows", "4"]
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -42,7 +48,8 @@ def test_openvino(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_gguf_by_a_map_and_by_a_format(
     planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]) == 0
+    mapped = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]
+    assert main([*mapped, *HELD_OUT]) == 0
     arguments = [
         "export",
         "reference:mamba",
@@ -67,8 +74,40 @@ def test_gguf_by_a_map_and_by_a_format(
     assert all(text.strip() for text in texts)
 
 
+def test_a_mapped_plan_is_measured_again_as_the_runtime_computes_it(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new KL is that of the file in llama.cpp, not that of the plan."""
+    mapped = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map", "--json"]
+    assert main([*mapped, *HELD_OUT, "--out", str(tmp_path)]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    measured = record["measured"]
+    with Run.open(planned) as run:
+        assert run.load("mapped", "gguf/small") == measured
+    model = load("reference:mamba")
+    windows = evaluation_windows("wikitext2:test", model.require_tokenizer(), length=32, limit=4)
+    session = open_session(tmp_path / "small", threads=1)
+    total = 0.0
+    for ids in windows.ids:
+        p = torch.log_softmax(model.chain.full_logits(ids[None])[0].double(), -1)
+        q = torch.log_softmax(torch.from_numpy(session.logits(ids.tolist())).double(), -1)
+        total += float((p.exp() * (p - q)).sum(-1).mean()) / len(windows)
+    assert measured["exported_kl"] == pytest.approx(total, rel=0.1)
+    assert measured["planned_kl"] != pytest.approx(total, rel=0.1)
+
+
+def test_text_that_calibrated_the_run_does_not_judge_the_map(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapped = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]
+    whole = ["--held-out", "wikitext2:valid", "--held-out-windows", "100000"]
+    assert main([*mapped, *whole, "--out", str(tmp_path / "new")]) != 0
+    assert "overlap" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_streamed_plan_gives_the_same_file(planned: Path, tmp_path: Path) -> None:
-    arguments = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]
+    arguments = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map", *HELD_OUT]
     assert main([*arguments, "--out", str(tmp_path / "loaded")]) == 0
     assert main([*arguments, "--stream", "--out", str(tmp_path / "streamed")]) == 0
     from gguf import GGUFReader

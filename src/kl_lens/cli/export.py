@@ -16,8 +16,11 @@ from kl_lens.cli import options
 from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import Run
-from kl_lens.targets import TARGETS, export
+from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.targets import TARGETS, deployed, export
 from kl_lens.units import human_bytes
+
+Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
 
 HELP = "write a plan as OpenVINO IR or GGUF, with the very integers that were measured"
 
@@ -58,20 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gguf.add_argument(
         "--map",
         action="store_true",
-        help="export int8 as q8_0 and int4 as q4_0; measure again: the numerics change",
+        help="export int8 as q8_0 and int4 as q4_0; the numerics change, so the plan is measured again as llama.cpp "
+        "computes it",
     )
+    options.add_held_out(gguf, windows=8)
     options.add_json(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    measured: dict[str, Measured] = {}
     if arguments.format:
         artifacts = [_export_uniform(arguments)]
     else:
-        artifacts = _export_plans(arguments)
+        artifacts, measured = _export_plans(arguments)
     if arguments.json:
-        options.print_json([artifact.to_json() | {"folder": str(folder)} for folder, artifact in artifacts])
+        options.print_json(
+            [
+                artifact.to_json() | {"folder": str(folder), "measured": measured.get(artifact.plan)}
+                for folder, artifact in artifacts
+            ]
+        )
     else:
-        _print(artifacts)
+        _print(artifacts, measured)
     return 0
 
 
@@ -122,7 +133,9 @@ def _stream_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
     return folder, export(source, plan, "gguf", folder, **_target_options(arguments))
 
 
-def _export_plans(arguments: argparse.Namespace) -> list[tuple[Path, Artifact]]:
+def _export_plans(
+    arguments: argparse.Namespace,
+) -> tuple[list[tuple[Path, Artifact]], dict[str, Measured]]:
     with _run(arguments) as run:
         table = run.table()
         folder = run.folder / "plans"
@@ -135,12 +148,60 @@ def _export_plans(arguments: argparse.Namespace) -> list[tuple[Path, Artifact]]:
                 )
         plans = [planning.read_plan(planning.plan_path(folder, name), table.components) for name in names]
         model = _source(arguments, run)
+        meters = _meters(arguments, run, model)
         run.note_command(sys.argv)
         made = []
         for plan in plans:
             print(f"exporting {plan.name} to {arguments.target}", file=sys.stderr, flush=True)
             made.append(_export_one(arguments, run, model, plan))
-        return made
+        artifacts = [artifact for _, artifact in made]
+        return made, {} if meters is None else _measured(run, meters, plans, artifacts)
+
+
+def _meters(
+    arguments: argparse.Namespace, run: Run, model: LoadedModel | Path
+) -> tuple[PlanMeter, PlanMeter] | None:
+    """With --map the file holds other numbers than were measured: what measures the plan as made, and as llama.cpp
+    computes it. Made before anything is written, so that unfit text is refused first."""
+    if arguments.target != "gguf" or not arguments.map:
+        return None
+    if isinstance(model, Path):
+        print(
+            "kl-lens export: --stream does not open the model, so the mapped formats are not measured; "
+            "kl-lens evaluate --divergence does that",
+            file=sys.stderr,
+        )
+        return None
+    windows = options.held_out_windows(arguments, run, model.require_tokenizer())
+    return PlanMeter(model, windows), PlanMeter(model, windows, deployed=deployed("gguf"))
+
+
+def _measured(
+    run: Run, meters: tuple[PlanMeter, PlanMeter], plans: list[Plan], artifacts: list[Artifact]
+) -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    as_planned, as_exported = meters
+    windows, model = as_planned.text, as_planned.model
+    for plan, artifact in zip(plans, artifacts, strict=True):
+        print(f"measuring {plan.name} as exported", file=sys.stderr, flush=True)
+        quantizable = {c.name for c in model.anatomy.candidates}
+        realised = {t.component: t.realised for t in artifact.tensors if t.component in quantizable}
+        results = {
+            "planned": as_planned.measure(plan.assignment),
+            "exported": as_exported.measure(realised),
+        }
+        found[plan.name] = {
+            f"{name}_{key}": value
+            for name, result in results.items()
+            for key, value in (
+                ("kl", result.kl.value),
+                ("kl_standard_error", result.kl.standard_error),
+                ("perplexity", result.perplexity.value),
+            )
+        } | {"original_perplexity": results["planned"].original_perplexity}
+        found[plan.name]["measured_on"] = f"{options.text_name(windows)}, {len(windows)} windows"
+        run.store("mapped", f"{artifact.target}/{plan.name}", found[plan.name])
+    return found
 
 
 def _source(arguments: argparse.Namespace, run: Run) -> LoadedModel | Path:
@@ -174,12 +235,15 @@ def _run(arguments: argparse.Namespace) -> Run:
     return options.open_run(arguments)
 
 
-def _print(artifacts: list[tuple[Path, Artifact]]) -> None:
+def _print(artifacts: list[tuple[Path, Artifact]], measured: dict[str, Measured]) -> None:
     table = Table(title="Exported", title_justify="left")
     for column in ("plan", "target"):
         table.add_column(column)
     table.add_column("planned", justify="right")
     table.add_column("on disk", justify="right")
+    if measured:
+        for column in ("KL as planned", "KL as exported", "perplexity"):
+            table.add_column(column, justify="right")
     table.add_column("not as planned")
     table.add_column("folder", overflow="fold")
     for folder, artifact in artifacts:
@@ -189,6 +253,7 @@ def _print(artifacts: list[tuple[Path, Artifact]]) -> None:
             artifact.target,
             human_bytes(artifact.planned_bytes),
             human_bytes(artifact.realised_bytes),
+            *_measured_cells(measured.get(artifact.plan)),
             ""
             if not fallbacks
             else f"{len(fallbacks)}, e.g. {fallbacks[0].component}: {fallbacks[0].reason}",
@@ -196,7 +261,23 @@ def _print(artifacts: list[tuple[Path, Artifact]]) -> None:
         )
     console = options.console()
     console.print(table)
+    if measured:
+        first = next(iter(measured.values()))
+        console.print(
+            "KL as exported: the mapped formats with the activations that llama.cpp's kernels see, on "
+            f"{first['measured_on']}; the original's perplexity there is {first['original_perplexity']:.3f}."
+        )
     console.print(
         f'Next: kl-lens generate {shlex.quote(str(artifacts[0][0]))} --prompt "Once upon a time"',
         soft_wrap=True,
+    )
+
+
+def _measured_cells(measured: Measured | None) -> tuple[str, ...]:
+    if measured is None:
+        return ()
+    return (
+        f"{measured['planned_kl']:.2e} ± {measured['planned_kl_standard_error']:.0e}",
+        f"{measured['exported_kl']:.2e} ± {measured['exported_kl_standard_error']:.0e}",
+        f"{measured['exported_perplexity']:.3f}",
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, Run
-from kl_lens.text import Windows, draw_windows
+from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overlap
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -121,6 +121,32 @@ def redraw(run: Run, tokenizer: Any) -> Windows:
         seed=identity["seed"],
         split=identity["split"],
     )
+
+
+def add_held_out(parser: Any, windows: int) -> None:
+    """--held-out TEXT --held-out-windows N, on a parser or a group of arguments."""
+    parser.add_argument(
+        "--held-out", default="wikitext2:valid", metavar="TEXT", help="default: wikitext2:valid"
+    )
+    parser.add_argument(
+        "--held-out-windows", type=positive, default=windows, metavar="N", help=f"default: {windows}"
+    )
+
+
+def held_out_windows(arguments: argparse.Namespace, run: Run, tokenizer: Any) -> Windows:
+    """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
+    text = run.text_identity(CALIBRATION)
+    length = text["length"] if text else 512
+    held_out = evaluation_windows(
+        arguments.held_out, tokenizer, length=length, limit=arguments.held_out_windows
+    )
+    if text is not None:
+        refuse_overlap(redraw(run, tokenizer), held_out)
+    return held_out
+
+
+def text_name(windows: Windows) -> str:
+    return f"{windows.source}{':' + windows.split if windows.split else ''}"
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:

@@ -16,7 +16,6 @@ from kl_lens.errors import PlanError
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.text import evaluation_windows, refuse_overlap
 from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds
 
 HELP = "choose a format for every component: the paper's points, exact budgets, measured refinement"
@@ -68,12 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     proof.add_argument(
         "--max-evaluations", type=options.positive, default=60, metavar="N", help="default: 60"
     )
-    proof.add_argument(
-        "--held-out", default="wikitext2:valid", metavar="TEXT", help="default: wikitext2:valid"
-    )
-    proof.add_argument(
-        "--held-out-windows", type=options.positive, default=32, metavar="N", help="default: 32"
-    )
+    options.add_held_out(proof, windows=32)
     parser.add_argument("--plan", metavar="NAME", help="verify or refine this plan of the run")
     parser.add_argument("--compare", nargs="+", metavar="NAME", help="plans side by side")
     parser.add_argument("--name", help="name of the new plan")
@@ -117,15 +111,8 @@ class _Meters:
 
     def _windows(self) -> tuple[PlanMeter, PlanMeter]:
         model = options.load_run_model(self._arguments, self._run)
-        tokenizer = model.require_tokenizer()
-        text = self._run.text_identity("calibration")
-        length = text["length"] if text else 512
-        held_out = evaluation_windows(
-            self._arguments.held_out, tokenizer, length=length, limit=self._arguments.held_out_windows
-        )
-        if text is not None:
-            refuse_overlap(options.redraw(self._run, tokenizer), held_out)
-        self.source = f"{held_out.source}{':' + held_out.split if held_out.split else ''}"
+        held_out = options.held_out_windows(self._arguments, self._run, model.require_tokenizer())
+        self.source = options.text_name(held_out)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")

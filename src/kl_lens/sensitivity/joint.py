@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.records import Estimate
 from kl_lens.samples import WindowMetrics, summarise, window_kl
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Deployed, FastEngine
 from kl_lens.sensitivity.perturbation import Perturbation
 from kl_lens.text import Windows
 
@@ -42,10 +42,17 @@ class PlanMeter:
         >>> meter.measure({"backbone.layers.0.mixer.in_proj": "int4"}).kl
     """
 
-    def __init__(self, model: LoadedModel, windows: Windows, memory_budget: int = DEFAULT_MEMORY) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        windows: Windows,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Deployed | None = None,
+    ) -> None:
+        """`deployed`: measure with the activations that a runtime's kernels see, not with the weights alone."""
         self.model = model
         self.text = windows
-        self._engine = FastEngine(model, memory_budget)
+        self._engine = FastEngine(model, memory_budget, deployed)
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
