@@ -102,7 +102,7 @@ def test_text_that_calibrated_the_run_does_not_judge_the_map(
     mapped = ["export", "--run", str(planned), "--target", "gguf", "--plan", "small", "--map"]
     whole = ["--held-out", "wikitext2:valid", "--held-out-windows", "100000"]
     assert main([*mapped, *whole, "--out", str(tmp_path / "new")]) != 0
-    assert "overlap" in capsys.readouterr().err
+    assert "share a document" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

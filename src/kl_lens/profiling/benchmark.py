@@ -1,0 +1,235 @@
+"""All of `kl-lens benchmark` without the printing: protocols, records, the latency table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kl_lens.errors import TargetError
+from kl_lens.profiling import benchmark_app, use
+from kl_lens.profiling.latency import (
+    KIND,
+    PROTOCOL_KIND,
+    LatencyProfile,
+    gguf_latency,
+    openvino_latency,
+    storable,
+)
+from kl_lens.profiling.layers import products_of
+from kl_lens.profiling.machine import Machine, measure_machine
+from kl_lens.profiling.subjects import Failure, Subject, read_subjects
+from kl_lens.profiling.use import UseSettings
+from kl_lens.records import Profile, SensitivityTable
+from kl_lens.runs import Run, provenance
+
+PROTOCOLS = {
+    "use": (use.PROTOCOL,),
+    "benchmark_app": (benchmark_app.PROTOCOL,),
+    "both": (use.PROTOCOL, benchmark_app.PROTOCOL),
+}
+QUICK_REPEATS, QUICK_TOKENS = 2, 16
+
+
+@dataclass
+class Report:
+    """What one benchmark found."""
+
+    machine: Machine
+    profiles: list[Profile] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    latency: list[LatencyProfile] = field(default_factory=list)
+    csv: Path | None = None
+
+
+@dataclass
+class Benchmark:
+    """What to measure, and where the results go.
+
+    Example:
+        >>> Benchmark(UseSettings(repeats=3)).measure({"mine": Path("model.gguf")}).profiles
+    """
+
+    settings: UseSettings = field(default_factory=UseSettings)
+    protocol: str = "use"
+    tag: str = "kl-lens"
+    run: Run | None = None  # where profiles are kept; nowhere when not given
+    folder: Path | None = None  # for logs and the CSV of benchmark_app; the run's when not given
+    started: Callable[[int], None] = lambda total: None
+    advanced: Callable[[str], None] = lambda what: None
+
+    def measure(
+        self, places: dict[str, Path], *, layers: bool = False, formats: Sequence[str] | None = None
+    ) -> Report:
+        """Benchmarks artifacts by name; those that cannot be are in the report's failures, the others are done."""
+        subjects, failures = read_subjects(places)
+        notes: list[str] = []
+        usable = [s for s in subjects if self._has_place(s, notes)]
+        if layers:
+            self._table()  # refused now rather than after the measuring
+        report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes)
+        self.started(self._steps(usable, layers, formats))
+        if use.PROTOCOL in PROTOCOLS[self.protocol]:
+            self._measure_use(usable, report)
+        if benchmark_app.PROTOCOL in PROTOCOLS[self.protocol]:
+            self._measure_app(usable, report)
+        if layers:
+            self._measure_layers(usable, report, formats)
+        return report
+
+    def _has_place(self, subject: Subject, notes: list[str]) -> bool:
+        if subject.target == "openvino":
+            require_device(self.settings.device)
+        elif self.settings.device != "CPU" and not self.settings.gpu_layers:
+            notes.append(
+                f"{subject.name} left out: llama.cpp takes --gpu-layers N, not --device {self.settings.device}"
+            )
+            return False
+        return True
+
+    def _runnable(self, subjects: Sequence[Subject]) -> list[Subject]:
+        return [s for s in subjects if s.static_tokens is None and s.with_head]
+
+    def _steps(self, subjects: Sequence[Subject], layers: bool, formats: Sequence[str] | None) -> int:
+        steps = 0
+        if use.PROTOCOL in PROTOCOLS[self.protocol]:
+            steps += use.steps_of(self._runnable(subjects), self.settings)
+        if benchmark_app.PROTOCOL in PROTOCOLS[self.protocol]:
+            steps += sum(s.target == "openvino" for s in subjects)
+        if layers and any(s.target == "openvino" for s in subjects):
+            table = self._table()
+            wanted = products_of(table.candidates, storable("openvino", formats or table.formats))
+            steps += len(set(wanted.values()))
+        return max(steps, 1)
+
+    def _measure_use(self, subjects: Sequence[Subject], report: Report) -> None:
+        runnable = self._runnable(subjects)
+        for subject in subjects:
+            if subject not in runnable:
+                report.notes.append(
+                    f"{subject.name} is a static forward, or has no head, and cannot generate; "
+                    "--protocol benchmark_app times it"
+                )
+        found = use.benchmark_use(
+            runnable, self.settings, report.machine, store=self.store, advanced=self.advanced
+        )
+        report.profiles += found.profiles.values()
+        report.failures += found.failures
+
+    def _measure_app(self, subjects: Sequence[Subject], report: Report) -> None:
+        folder = self.folder or (self.run.folder if self.run else Path())
+        settings = self.settings
+        found = benchmark_app.benchmark_with_app(
+            subjects,
+            report.machine,
+            folder,
+            tag=self.tag,
+            device=settings.device,
+            threads=settings.threads,
+            quick=settings.quick,
+            store=self.store,
+            advanced=self.advanced,
+        )
+        if skipped := [s.name for s in subjects if s.target != "openvino"]:
+            report.notes.append(f"benchmark_app is OpenVINO's: {', '.join(skipped)} not run with it")
+        report.profiles += found.profiles.values()
+        report.failures += found.failures
+        if rows := self._app_profiles(found.profiles):
+            report.csv = benchmark_app.write_report(folder, settings.device, self.tag, rows)
+
+    def _app_profiles(self, new: dict[str, Profile]) -> list[Profile]:
+        """Those of this tag and device: what the run knows from before, and the new ones."""
+        rows: dict[str, Profile] = {}
+        for record in self.run.load_all("profile").values() if self.run else ():
+            profile = profile_from(record)
+            if (profile.protocol, profile.device) == (benchmark_app.PROTOCOL, self.settings.device) and (
+                profile.settings["tag"] == self.tag
+            ):
+                rows[profile.subject] = profile
+        return list((rows | new).values())
+
+    def _measure_layers(
+        self, subjects: Sequence[Subject], report: Report, formats: Sequence[str] | None
+    ) -> None:
+        assert self.run is not None
+        table = self._table()
+        settings = self.settings
+        measured = self._measured(subjects, report)
+        targets = dict.fromkeys(s.target for s in subjects)
+        for target in targets:
+            mine = [(s, p) for s, p in measured if s.target == target]
+            if target == "openvino":
+                profile = openvino_latency(
+                    table,
+                    formats or table.formats,
+                    mine,
+                    device=settings.device,
+                    threads=settings.threads,
+                    repeats=settings.repeats,
+                    advanced=self.advanced,
+                )
+            else:
+                try:
+                    profile = gguf_latency(table, mine, device="GPU" if settings.gpu_layers else "CPU")
+                except TargetError as error:
+                    report.failures.append(Failure("gguf, --layers", str(error)))
+                    continue
+            self.run.store(KIND, profile.name, profile.seconds)
+            self.run.store(PROTOCOL_KIND, profile.name, profile.protocol | {"provenance": provenance()})
+            report.latency.append(profile)
+
+    def _measured(self, subjects: Sequence[Subject], report: Report) -> list[tuple[Subject, Profile]]:
+        """Whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
+        assert self.run is not None
+        known = {p.subject: p for p in report.profiles if p.protocol == use.PROTOCOL}
+        for record in self.run.load_all("profile").values():
+            profile = profile_from(record)
+            same = profile.protocol == use.PROTOCOL and profile.device == self.settings.device
+            if same and self.settings.threads in (None, profile.threads):
+                known.setdefault(profile.subject, profile)
+        return [(s, known[s.name]) for s in subjects if s.name in known]
+
+    def _table(self) -> SensitivityTable:
+        if self.run is None:
+            raise TargetError(
+                "--layers needs a run: its components are what a latency table is about; give --run DIR"
+            )
+        return self.run.table()
+
+    def store(self, profile: Profile) -> None:
+        if self.run is not None:
+            name = f"{profile.subject}|{profile.protocol}|{profile.device}"
+            self.run.store("profile", name, profile.to_json() | {"provenance": provenance()})
+
+
+def profile_from(record: dict[str, object]) -> Profile:
+    """A stored profile, without its provenance."""
+    return Profile.from_json({key: value for key, value in record.items() if key != "provenance"})
+
+
+def require_device(device: str) -> None:
+    """Raises TargetError with the devices that OpenVINO finds, when it does not find this one."""
+    from kl_lens.targets.openvino.session import core
+
+    present = core().available_devices
+    if device.split(".")[0] not in {name.split(".")[0] for name in present}:
+        raise TargetError(
+            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
+        )
+
+
+def quick(settings: UseSettings) -> UseSettings:
+    """Short enough to try things out; the record says that it was."""
+    return replace(
+        settings,
+        repeats=min(settings.repeats, QUICK_REPEATS),
+        new_tokens=min(settings.new_tokens, QUICK_TOKENS),
+        quick=True,
+    )
+
+
+def tag_of(model: str) -> str:
+    """A model's name as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"

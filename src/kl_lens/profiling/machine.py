@@ -1,0 +1,135 @@
+"""What the machine can do at most: how fast it reads memory, how fast it multiplies, how much its caches hold.
+
+Measured, never looked up: the bound of a benchmark is only worth something if it was taken in the same minute, on
+the same machine, with the same load from elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+MIB = 1 << 20
+SMALLEST_BUFFER = 256 * MIB
+_CACHES = Path("/sys/devices/system/cpu")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def last_level_cache(root: Path = _CACHES) -> int | None:
+    """Bytes of the largest caches, all of them together; None where the system does not say."""
+    level, found = 0, dict[str, int]()
+    for index in sorted(root.glob("cpu[0-9]*/cache/index*")):
+        try:
+            this = int((index / "level").read_text())
+            text = (index / "size").read_text().strip()
+            shared = (index / "shared_cpu_list").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        size = int(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else int(text)
+        if this > level:
+            level, found = this, {}
+        if this == level:
+            found[shared] = size
+    return sum(found.values()) or None
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second that threads read from memory."""
+
+    best: float  # the bound: whatever disturbs a repeat makes it slower, never faster
+    median: float
+    threads: int
+    buffer_bytes: int
+    repeats: int
+
+
+@numba.njit(parallel=True, cache=True)
+def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
+    sums = np.zeros(parts, np.int64)
+    size = values.size // parts
+    for part in numba.prange(parts):
+        partial = np.int64(0)
+        for index in range(part * size, (part + 1) * size):
+            partial += values[index]
+        sums[part] = partial
+    return sums.sum()
+
+
+def read_bandwidth(
+    threads: int | None = None, *, buffer_bytes: int | None = None, repeats: int = 7
+) -> Bandwidth:
+    """Sums a buffer that no cache holds, each thread its own part."""
+    threads = min(threads or processors(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if buffer_bytes is None:
+        wanted = max(SMALLEST_BUFFER, 4 * (last_level_cache() or 0))
+        buffer_bytes = min(wanted, psutil.virtual_memory().available // 4)
+    before = numba.get_num_threads()
+    numba.set_num_threads(threads)
+    try:
+        values = np.ones(max(buffer_bytes // 8, threads), np.int64)
+        _sum(values, threads)  # compiles, and touches every page
+        rates = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            _sum(values, threads)
+            rates.append(values.nbytes / (time.perf_counter() - started))
+    finally:
+        numba.set_num_threads(before)
+    return Bandwidth(max(rates), statistics.median(rates), threads, values.nbytes, repeats)
+
+
+def matmul_rate(
+    rows: int = 1024, inner: int = 768, columns: int = 3072, *, threads: int | None = None, repeats: int = 5
+) -> float:
+    """Floating-point operations per second of a float32 product of this shape: the best of several."""
+    before = torch.get_num_threads()
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        a, b = torch.randn(rows, inner), torch.randn(columns, inner)
+        best = 0.0
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            a @ b.T
+            best = max(best, 2 * rows * inner * columns / (time.perf_counter() - started))
+        return best
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The limits that bounds are computed from."""
+
+    bandwidth: Bandwidth  # with all threads
+    matmul_rate: float  # float32 operations per second, all threads
+    last_level_cache: int | None
+    bandwidth_at_threads: Bandwidth | None = None  # with the threads of the benchmark, when those are fewer
+
+
+def measure_machine(threads: int | None = None) -> Machine:
+    """Read bandwidth and matmul rate with all threads; the bandwidth also with `threads`, if those are fewer."""
+    every = processors()
+    return Machine(
+        bandwidth=read_bandwidth(every),
+        matmul_rate=matmul_rate(threads=every),
+        last_level_cache=last_level_cache(),
+        bandwidth_at_threads=read_bandwidth(threads) if threads and threads < every else None,
+    )

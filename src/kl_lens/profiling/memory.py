@@ -1,0 +1,68 @@
+"""Peak memory of a process that loads an artifact and generates a little: a fresh one, not the benchmark's own.
+
+The number is read inside the fresh process, from VmHWM. What its parent could ask for (`ru_maxrss`) is wrong here:
+Linux lets a child inherit the peak of the process that started it, and a benchmark is large.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kl_lens.errors import TargetError
+from kl_lens.records import Record
+
+CHILD = "kl_lens.profiling.peak"
+_STATUS = Path("/proc/self/status")
+
+
+def resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (the peak) of this process, in bytes."""
+    if _STATUS.is_file():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024 * int(line.split()[1])
+    peak = resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss  # no /proc: macOS, where only the peak is to be had
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class MemoryUse(Record):
+    """Resident memory of one fresh process, mapped pages of the model's file included."""
+
+    base_bytes: int  # the interpreter and its libraries, before the model was touched
+    peak_bytes: int  # at most, from start to end
+    load_seconds: float  # loading without a graph compiled earlier
+
+    @property
+    def model_bytes(self) -> int:
+        """What the model and its running added."""
+        return self.peak_bytes - self.base_bytes
+
+
+def fresh_process(
+    path: Path,
+    *,
+    device: str = "CPU",
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    prompt: int = 32,
+    new_tokens: int = 8,
+) -> MemoryUse:
+    """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process."""
+    arguments = [str(path), "--device", device, "--gpu-layers", str(gpu_layers)]
+    arguments += ["--prompt", str(prompt), "--new-tokens", str(new_tokens)]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
+    done = subprocess.run([sys.executable, "-m", CHILD, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        reason = lines[-1] if lines and done.returncode > 0 else f"the process ended with {done.returncode}"
+        raise TargetError(reason if str(path) in reason else f"{path} cannot be loaded: {reason}")
+    return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))

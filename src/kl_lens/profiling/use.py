@@ -1,0 +1,279 @@
+"""What a user feels: loading, the wait for the first token, and the speed of the text that follows.
+
+Artifacts take turns (A B A B …), each doing the same in every round, so that a noisy machine hurts all alike; the
+first round warms up and is not counted. Ratios are taken within each round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from kl_lens.errors import KLLensError
+from kl_lens.profiling.bound import decode_bound, prefill_bound
+from kl_lens.profiling.contents import Contents, read_contents
+from kl_lens.profiling.machine import Machine, processors
+from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.spread import ratios, spread_of, spreads
+from kl_lens.profiling.subjects import Failure, Outcome, Subject, base_of
+from kl_lens.records import Profile
+from kl_lens.targets import open_session
+from kl_lens.targets.session import Session
+from kl_lens.units import human_bytes
+
+PROTOCOL = "use"
+LOADS = (
+    3  # timed loads of each artifact, after one that leaves the files and the compiled graph in their caches
+)
+# Loaded weights against the file: what was expanded or repacked stands beside what was mapped.
+MEMORY_PER_FILE_BYTE = 2.5
+FREE_SHARE = 0.7  # of the free memory that sessions may fill together
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class UseSettings:
+    prompt_lengths: tuple[int, ...] = (32, 128, 512)
+    new_tokens: int = 64
+    repeats: int = 5
+    device: str = "CPU"
+    threads: int | None = None
+    gpu_layers: int = 0
+    quick: bool = False
+
+    @property
+    def context(self) -> float:
+        """Tokens behind a generated one, in the mean: text is generated after the longest prompt."""
+        return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
+
+
+def one_turn(
+    session: Session, prompts: Sequence[Sequence[int]], new_tokens: int, clock: Clock = time.perf_counter
+) -> dict[str, float]:
+    """Timings of one round: every prompt from scratch, then greedy text after the longest.
+
+    The first token is there when the prompt is read and its likeliest successor chosen.
+    """
+    timings: dict[str, float] = {}
+    token = 0
+    for prompt in sorted(prompts, key=len):
+        session.reset()
+        started = clock()
+        token = int(session.prefill(prompt).argmax())
+        seconds = clock() - started
+        timings[f"first_token_seconds@{len(prompt)}"] = seconds
+        timings[f"prefill_tokens_per_second@{len(prompt)}"] = len(prompt) / seconds
+    started = clock()
+    for _ in range(new_tokens):
+        token = int(session.step(token).argmax())
+    seconds = (clock() - started) / new_tokens
+    return timings | {"seconds_per_token": seconds, "tokens_per_second": 1 / seconds}
+
+
+def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The same tokens for everybody: speed does not depend on which they are."""
+    random = np.random.default_rng(0)
+    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+class Sessions:
+    """The sessions of all subjects: kept open together where memory allows, opened for each turn otherwise."""
+
+    def __init__(self, subjects: Sequence[Subject], settings: UseSettings) -> None:
+        self._settings = settings
+        need = int(sum(s.file_bytes for s in subjects) * MEMORY_PER_FILE_BYTE)
+        free = psutil.virtual_memory().available
+        self.resident = need < FREE_SHARE * free
+        self.description = (
+            "all loaded at once, taking turns"
+            if self.resident
+            else f"loaded anew for each turn: together they need {human_bytes(need)}, {human_bytes(free)} are free"
+        )
+        self._open: dict[str, Session] = {}
+
+    def load(self, subject: Subject) -> Session:
+        settings = self._settings
+        return open_session(
+            subject.path, device=settings.device, threads=settings.threads, gpu_layers=settings.gpu_layers
+        )
+
+    @contextmanager
+    def borrow(self, subject: Subject) -> Iterator[Session]:
+        session = self._open.get(subject.name)
+        if session is None:
+            session = self.load(subject)
+            if self.resident:
+                self._open[subject.name] = session
+        try:
+            yield session
+        finally:
+            if not self.resident:
+                session.close()
+
+    def close(self) -> None:
+        for session in self._open.values():
+            session.close()
+        self._open.clear()
+
+
+@dataclass
+class _Record:
+    """What is known about one subject so far."""
+
+    memory: MemoryUse
+    contents: Contents
+    loads: list[float] = field(default_factory=list)
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    runtime: dict[str, Any] = field(default_factory=dict)
+
+
+def steps_of(subjects: Sequence[Subject], settings: UseSettings) -> int:
+    """How many times `advanced` will be called."""
+    return len(subjects) * (2 + settings.repeats + 1)
+
+
+def benchmark_use(
+    subjects: Sequence[Subject],
+    settings: UseSettings,
+    machine: Machine,
+    *,
+    store: Callable[[Profile], None] = lambda profile: None,
+    advanced: Callable[[str], None] = lambda what: None,
+) -> Outcome:
+    """Profiles of all subjects.
+
+    `store` gets the profiles after every round, with what was measured by then, so that a stop loses one round. A
+    subject that fails is left out from there on; what was stored of it before stays.
+    """
+    results = Outcome()
+    records: dict[str, _Record] = {}
+    alive = list(subjects)
+
+    def attempt(what: str, subject: Subject, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(subject, *arguments)
+        except (KLLensError, RuntimeError, OSError) as error:
+            results.failures.append(Failure(subject.name, f"{reason_of(subject, error)} (while {what})"))
+            alive.remove(subject)
+        advanced(f"{subject.name}, {what}")
+
+    for subject in list(alive):
+        attempt("loading it in a fresh process", subject, _examine, records, settings)
+    sessions = Sessions(alive, settings)
+    try:
+        for subject in list(alive):
+            attempt("timing its loading", subject, _time_loads, sessions, records)
+        for number in range(settings.repeats + 1):
+            what = f"round {number} of {settings.repeats}" if number else "warming up"
+            for subject in list(alive):
+                attempt(what, subject, _turn, sessions, records, settings, number)
+            if number:
+                for subject in alive:
+                    base = base_of(subject, alive)
+                    profile = _profile(subject, base, records, settings, machine, sessions.description)
+                    results.profiles[subject.name] = profile
+                    store(profile)
+    finally:
+        sessions.close()
+    return results
+
+
+def reason_of(subject: Subject, error: Exception) -> str:
+    """The last line of an error, with the artifact's path in it."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return reason if str(subject.path) in reason else f"{subject.path}: {reason}"
+
+
+def _examine(subject: Subject, records: dict[str, _Record], settings: UseSettings) -> None:
+    memory = fresh_process(
+        subject.path, device=settings.device, threads=settings.threads, gpu_layers=settings.gpu_layers
+    )
+    records[subject.name] = _Record(memory, read_contents(subject.path))
+
+
+def _time_loads(subject: Subject, sessions: Sessions, records: dict[str, _Record]) -> None:
+    for number in range(LOADS + 1):
+        started = time.perf_counter()
+        session = sessions.load(subject)
+        if number:
+            records[subject.name].loads.append(time.perf_counter() - started)
+        session.close()
+
+
+def _turn(
+    subject: Subject, sessions: Sessions, records: dict[str, _Record], settings: UseSettings, number: int
+) -> None:
+    record = records[subject.name]
+    with sessions.borrow(subject) as session:
+        prompts = prompts_for(session.vocabulary, settings.prompt_lengths)
+        if not sessions.resident and number:  # each new session has to warm up again
+            one_turn(session, prompts, settings.new_tokens)
+        timings = one_turn(session, prompts, settings.new_tokens)
+        if number:
+            record.rounds.append(timings)
+        record.runtime = session.description
+
+
+def _profile(
+    subject: Subject,
+    base: Subject,
+    records: dict[str, _Record],
+    settings: UseSettings,
+    machine: Machine,
+    interleaving: str,
+) -> Profile:
+    record = records[subject.name]
+    timings = {
+        "load_seconds": spread_of(record.loads),
+        "first_load_seconds": spread_of([record.memory.load_seconds]),
+        **spreads(record.rounds),
+    }
+    speed = timings["tokens_per_second"].median
+    bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
+    return Profile(
+        subject=subject.name,
+        protocol=PROTOCOL,
+        device=device_of(subject, settings.device, settings.gpu_layers),
+        threads=threads_of(record.runtime, settings.threads),
+        timings=timings,
+        ratios=ratios(record.rounds, records[base.name].rounds),
+        peak_memory_bytes=record.memory.peak_bytes,
+        file_bytes=subject.file_bytes,
+        bound=bound | prefill_bound(record.contents, machine, timings),
+        settings={
+            "prompt_lengths": list(settings.prompt_lengths),
+            "new_tokens": settings.new_tokens,
+            "generated_after": max(settings.prompt_lengths),
+            "repeats": len(record.rounds),
+            "warm_up_rounds": 1,
+            "quick": settings.quick,
+            "interleaving": interleaving,
+            "ratios_to": base.name,
+            "ratios_to_fp16": base.is_fp16,
+            "memory": record.memory.to_json() | {"model_bytes": record.memory.model_bytes},
+        },
+        runtime=record.runtime,
+    )
+
+
+def device_of(subject: Subject, device: str, gpu_layers: int) -> str:
+    """llama.cpp knows no device names: layers are on a GPU, or they are not."""
+    if subject.target == "gguf":
+        return "GPU" if gpu_layers else "CPU"
+    return device
+
+
+def threads_of(runtime: dict[str, Any], asked: int | None) -> int:
+    """What the runtime says that it uses; what was asked for, or all processors, where it does not say."""
+    for key in ("threads", "inference_num_threads"):
+        text = str(runtime.get(key, ""))
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return asked or processors()

@@ -1,0 +1,175 @@
+"""`kl-lens benchmark` as a user goes about it: a tiny model, its artifacts, both protocols, a latency table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kl_lens
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.main import main
+from kl_lens.records import Plan, Profile
+from kl_lens.runs import Run
+from kl_lens.targets import export
+from tests.families import tiny_model
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+SHORT = ["--threads", "1", "--prompt-lengths", "4,8", "--new-tokens", "4", "--repeats", "2"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measured and planned, FP16 and a plan exported to OpenVINO, FP16 to GGUF."""
+    folder = tmp_path_factory.mktemp("benchmark") / "run"
+    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "2", "--window-length", "32"]
+    assert main(["measure", str(tiny_folder), "--run", str(folder), *text]) == 0
+    assert main(["plan", "--run", str(folder), "--max-bpw", "9", "--name", "small"]) == 0
+    assert main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"]) == 0
+    whole = ["export", str(tiny_folder), "--run", str(folder), "--target", "openvino", "--format", "fp16"]
+    assert main(whole) == 0
+    # llama.cpp has no word-level tokenizers: this one goes without.
+    model = LoadedModel("tiny", Path(), tiny_model("mamba"), None)
+    export(model, Plan("uniform_fp16", {}, "test"), "gguf", folder / "artifacts/gguf/uniform_fp16")
+    return folder
+
+
+def profiles(folder: Path) -> dict[str, Profile]:
+    with Run.open(folder) as run:
+        records = run.load_all("profile")
+    assert all(record.pop("provenance")["versions"] for record in records.values())
+    return {name: Profile.from_json(record) for name, record in records.items()}
+
+
+@pytest.fixture(scope="module")
+def used(run_folder: Path) -> Path:
+    """The run after the `use` protocol and `--layers` for OpenVINO."""
+    arguments = ["benchmark", "--run", str(run_folder), *SHORT, "--targets", "openvino", "--layers"]
+    assert main(arguments) == 0
+    return run_folder
+
+
+def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
+    found = profiles(used)
+    small = found["openvino/small|use|CPU"]
+    for name in ("load_seconds", "first_load_seconds", "first_token_seconds@4", "first_token_seconds@8",
+                 "seconds_per_token", "tokens_per_second", "prefill_tokens_per_second@8"):  # fmt: skip
+        spread = small.timings[name]
+        assert 0 < spread.low <= spread.median <= spread.high
+    assert small.timings["seconds_per_token"].repeats == 2
+    assert small.settings["ratios_to"] == "openvino/uniform_fp16"
+    assert small.ratios["tokens_per_second"].median > 0
+    assert found["openvino/uniform_fp16|use|CPU"].ratios["tokens_per_second"].median == 1
+    assert small.file_bytes == (used / "artifacts/openvino/small/openvino_model.bin").stat().st_size
+    memory = small.settings["memory"]
+    assert 0 < memory["base_bytes"] < small.peak_memory_bytes
+    bound = small.bound
+    assert bound["tokens_per_second"] == pytest.approx(bound["read_bandwidth"] / bound["bytes_per_token"])
+    speed = small.timings["tokens_per_second"].median
+    assert bound["share"] == pytest.approx(speed / bound["tokens_per_second"])
+    assert small.threads == 1
+
+
+def test_layers_give_a_table_that_planning_uses(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.open(used) as run:
+        latency, table = run.load("latency", "openvino-CPU"), run.table()
+        protocol = run.load("latency_protocol", "openvino-CPU")
+    for component in table.candidates:
+        assert set(latency[component.name]) == {"fp16", "int8", "int4"}
+        assert all(seconds > 0 for seconds in latency[component.name].values())
+    assert {check["subject"] for check in protocol["checks"]} == {"openvino/small", "openvino/uniform_fp16"}
+    fastest = sum(min(row.values()) for row in latency.values())
+    slowest = sum(row["fp16"] for row in latency.values())
+    plan = ["plan", "--run", str(used), "--profile", "openvino-CPU", "--name", "quick", "--json"]
+    capsys.readouterr()
+    assert main([*plan, "--max-latency", f"{1e6 * (fastest + slowest) / 2:.3f}us"]) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    taken = sum(row[made["assignment"].get(name, "fp16")] for name, row in latency.items())
+    assert taken <= (fastest + slowest) / 2 + 1e-9
+    assert main([*plan, "--max-latency", f"{1e6 * fastest / 2:.3f}us"]) == 2  # nothing can be that fast
+
+
+@pytest.mark.slow
+def test_gguf_gets_a_table_by_a_fit(used: Path) -> None:
+    assert main(["benchmark", "--run", str(used), *SHORT, "--targets", "gguf", "--layers"]) == 0
+    with Run.open(used) as run:
+        latency = run.load("latency", "gguf-CPU")
+        protocol = run.load("latency_protocol", "gguf-CPU")
+        measured = profiles(used)["gguf/uniform_fp16|use|CPU"].timings["seconds_per_token"].median
+    assert "fitted" in protocol["method"]
+    assert sum(row["fp16"] for row in latency.values()) == pytest.approx(measured)
+
+
+def test_the_published_protocol(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["benchmark", "--run", str(run_folder), "--protocol", "benchmark_app", "--quick"]
+    assert main([*arguments, "--plan", "small", "--tag", "tiny", "--threads", "1"]) == 0
+    assert "--quick" in capsys.readouterr().out
+    profile = profiles(run_folder)["openvino/small|benchmark_app|CPU"]
+    assert profile.settings["quick"]
+    assert profile.settings["data_shape"] == "input_ids[1,1]"
+    assert profile.settings["reached_iterations"] >= 50
+    assert profile.settings["reached_seconds"] >= 3
+    assert profile.threads == 1
+    (log,) = (run_folder / "log/benchmark_log").glob("*.log")
+    assert "-hint latency -t 3 -niter 50 --inference_only TRUE" in log.read_text()
+    with (run_folder / "latency_throughput_CPU_tiny_report.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["model"] == "small"
+    assert float(row["latency_median_ms"]) == pytest.approx(profile.timings["latency_ms"].median, rel=1e-4)
+
+
+def test_damaged_artifacts_are_named_and_the_others_done(
+    used: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(used, folder)
+    for record in (folder / "artifacts").glob("*/*/artifact.json"):
+        if "small" in record.parts:
+            shutil.rmtree(record.parent)
+    (file,) = (folder / "artifacts/gguf/uniform_fp16").glob("*.gguf")
+    file.write_bytes(file.read_bytes()[:-500])
+    with Run.open(folder) as run:
+        record = run.load("artifact", "openvino/small")
+        run.store("artifact", "openvino/small", record | {"folder": str(folder / "artifacts/openvino/small")})
+    before = profiles(folder)
+    capsys.readouterr()
+    app = ["--protocol", "benchmark_app", "--quick", "--threads", "1"]
+    assert main(["benchmark", "--run", str(folder), *app]) == 1
+    output = capsys.readouterr()
+    assert "openvino/uniform_fp16" in output.out
+    assert "openvino/small" in output.err
+    assert "no exported model" in output.err
+    assert "gguf/uniform_fp16" in output.err
+    assert "its record says" in output.err
+    after = profiles(folder)
+    assert {name: after[name] for name in before} == before  # nothing is lost
+    assert "openvino/uniform_fp16|benchmark_app|CPU" in after
+
+
+@pytest.mark.slow
+def test_from_python(used: Path) -> None:
+    folder = used / "artifacts/openvino/small"
+    profile = kl_lens.benchmark(folder, prompt_lengths=(4,), new_tokens=2, repeats=1, threads=1)
+    assert profile.subject == str(folder)
+    assert profile.timings["tokens_per_second"].median > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--device", "NPU"], "finds no device 'NPU' here; it finds CPU"),
+        (["--plan", "nowhere"], "no plan 'nowhere'"),
+        (["--targets", "onnx"], "no target is called 'onnx'"),
+        (["--prompt-lengths", "4,x"], "give numbers of tokens"),
+    ],
+)
+def test_bad_requests_are_one_line(extra: list[str], message: str, run_folder: Path, capsys) -> None:
+    assert main(["benchmark", "--run", str(run_folder), *extra]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,148 @@
+"""OpenVINO's benchmark_app: its real output, recorded with 2026.4.1 in data/, and the rule of the two limits."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import TargetError
+from kl_lens.profiling.benchmark_app import (
+    AppReport,
+    app_command,
+    data_shape_of,
+    parse_log,
+    reached,
+    run_app,
+    write_report,
+)
+from kl_lens.records import Profile, Spread
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_milliseconds_of_a_dynamic_model() -> None:
+    text = (DATA / "dynamic.log").read_text()
+    report = parse_log(text)
+    for value, line in (
+        (report.median_ms, f"Median:        {report.median_ms:.2f} ms"),
+        (report.average_ms, f"Average:       {report.average_ms:.2f} ms"),
+        (report.min_ms, f"Min:           {report.min_ms:.2f} ms"),
+        (report.max_ms, f"Max:           {report.max_ms:.2f} ms"),
+        (report.throughput_fps, f"Throughput:   {report.throughput_fps:.2f} FPS"),
+        (report.iterations, f"Count:            {report.iterations} iterations"),
+        (report.duration_seconds, f"Duration:         {1e3 * report.duration_seconds:.2f} ms"),
+    ):
+        assert value > 0
+        assert line in text
+    assert report.min_ms <= report.median_ms <= report.max_ms
+    assert report.throughput_fps == pytest.approx(report.iterations / report.duration_seconds, rel=1e-3)
+
+
+def test_a_fast_model_is_reported_in_microseconds() -> None:
+    assert parse_log((DATA / "microseconds.log").read_text()) == AppReport(
+        iterations=19240,
+        duration_seconds=pytest.approx(1.0),
+        median_ms=pytest.approx(0.02603),
+        average_ms=pytest.approx(0.02658),
+        min_ms=pytest.approx(0.02324),
+        max_ms=pytest.approx(0.13328),
+        throughput_fps=19239.91,
+        threads=2,
+    )
+
+
+def test_a_failure_gives_the_innermost_reason() -> None:
+    with pytest.raises(TargetError, match='Device with "GPU" name is not registered'):
+        parse_log((DATA / "no_device.log").read_text())
+
+
+def test_the_command_is_the_published_one() -> None:
+    command = app_command(Path("model.xml"), data_shape="input_ids[1,1]", load_config=Path("settings.json"))
+    assert "benchmark_app" in command[0] or "openvino.tools.benchmark.main" in command
+    published = "-m model.xml -d CPU -hint latency -t 60 -niter 50 --inference_only TRUE"
+    assert " ".join(command).endswith(f"{published} -data_shape input_ids[1,1] -load_config settings.json")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "iterations", "enough"),
+    [(60.0, 50, True), (59.9, 500, False), (600.0, 49, False), (61.0, 51, True)],
+)
+def test_both_limits_have_to_be_reached(seconds: float, iterations: int, enough: bool) -> None:
+    report = AppReport(iterations, seconds, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert reached(report, 60, 50) is enough
+
+
+def _printed(iterations: int, seconds: float) -> str:
+    text = (DATA / "static.log").read_text()
+    report = parse_log(text)
+    text = text.replace(f"{report.iterations} iterations\n", f"{iterations} iterations\n")
+    return text.replace(f"{1e3 * report.duration_seconds:.2f} ms", f"{1e3 * seconds:.2f} ms")
+
+
+def test_a_run_that_fell_short_is_extended(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def run(command: Sequence[str]) -> str:
+        seconds, iterations = (int(command[command.index(flag) + 1]) for flag in ("-t", "-niter"))
+        asked.append((seconds, iterations))
+        return _printed(49, 70.0) if len(asked) == 1 else _printed(90, 121.0)
+
+    report, command = run_app(Path("model.xml"), tmp_path / "log/model.log", run=run)
+    assert asked == [(60, 50), (120, 100)]
+    assert (report.iterations, report.duration_seconds) == (90, 121.0)
+    assert command[command.index("-t") + 1] == "120"
+    assert (tmp_path / "log/model.log").read_text().count("Count:") == 2  # both attempts are kept
+
+
+def test_a_run_that_never_gets_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="did not reach 60 s and 50 iterations"):
+        run_app(Path("model.xml"), tmp_path / "model.log", run=lambda command: _printed(49, 10.0))
+
+
+@pytest.mark.parametrize(("shape", "expected"), [([1, -1], "input_ids[1,1]"), ([1, 4], None)])
+def test_only_dynamic_inputs_are_given_a_shape(
+    shape: list[int], expected: str | None, tmp_path: Path
+) -> None:
+    ov = pytest.importorskip("openvino", reason="needs the extra openvino")
+    ops = pytest.importorskip("openvino.opset13")
+    ids = ops.parameter(ov.PartialShape(shape), np.int64, name="input_ids")
+    ids.output(0).get_tensor().set_names({"input_ids"})
+    ov.save_model(ov.Model([ops.result(ops.abs(ids))], [ids]), tmp_path / "model.xml")
+    assert data_shape_of(tmp_path / "model.xml") == expected
+
+
+def test_the_report_is_a_table_of_models(tmp_path: Path) -> None:
+    settings = {
+        "average_ms": 2.5,
+        "min_ms": 2.0,
+        "max_ms": 9.0,
+        "reached_iterations": 400,
+        "reached_seconds": 60.1,
+    }
+    timings = {
+        "latency_ms": Spread(2.25, 2.25, 2.25, 400),
+        "throughput_fps": Spread(400.0, 400.0, 400.0, 400),
+    }
+    profile = Profile(
+        "openvino/kl_point05",
+        "benchmark_app",
+        "CPU",
+        2,
+        timings,
+        {},
+        None,
+        123,
+        {},
+        settings | {"quick": False},
+        {},
+    )
+    path = write_report(tmp_path, "CPU", "mamba", [profile])
+    assert path.name == "latency_throughput_CPU_mamba_report.csv"
+    with path.open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["model"], row["latency_median_ms"], row["throughput_fps"]) == ("kl_point05", "2.25", "400")
+    assert (row["iterations"], row["seconds"], row["quick"]) == ("400", "60.1", "False")

@@ -1,0 +1,87 @@
+"""What one token reads, counted in real exports of tiny models and compared with their configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.profiling.contents import BODY, HEAD, LOOKUP, read_contents
+from kl_lens.profiling.subjects import read_subject
+from kl_lens.records import Plan
+from kl_lens.targets import export
+from tests.families import VOCABULARY, tiny_model
+
+pytest.importorskip("openvino", reason="needs the extra openvino")
+pytest.importorskip("gguf", reason="needs the extra gguf")
+
+
+def exported(family: str, target: str, folder: Path, fmt: str = "fp16") -> LoadedModel:
+    model = LoadedModel(family, Path(), tiny_model(family), None)
+    assignment = {} if fmt == "fp16" else {c.name: fmt for c in model.anatomy.candidates}
+    export(model, Plan(fmt, assignment, "test"), target, folder)
+    return model
+
+
+@pytest.mark.parametrize("target", ["openvino", "gguf"])
+def test_mamba_with_a_tied_head(target: str, tmp_path: Path) -> None:
+    model = exported("mamba", target, tmp_path)
+    contents = read_contents(tmp_path)
+    config = model.config
+    # Four layers, inner size 128, eight states, a convolution of four: all in float32.
+    assert contents.state_bytes == 4 * 4 * (128 * config.state_size + 128 * (config.conv_kernel - 1))
+    assert contents.kv_bytes_per_position == 0
+    (head,) = [w for w in contents.weights if w.role == HEAD]
+    assert (head.parameters, head.share, head.bytes) == (VOCABULARY * 64, 1.0, 2 * VOCABULARY * 64)
+    assert not [w for w in contents.weights if w.role == LOOKUP]  # tied: the head reads all of it
+    assert contents.weight_bytes_per_token == sum(w.bytes for w in contents.weights)
+    if target == "gguf":
+        assert contents.body_parameters + contents.head_parameters == model.anatomy.parameters
+
+
+@pytest.mark.parametrize("target", ["openvino", "gguf"])
+def test_attention_experts_and_a_head_of_its_own(target: str, tmp_path: Path) -> None:
+    model = exported("jamba_experts", target, tmp_path)
+    contents = read_contents(tmp_path)
+    # Two attention layers with two heads of 16 for keys and as many for values, in F16.
+    assert contents.kv_bytes_per_position == 2 * 2 * (2 * 16) * 2
+    (lookup,) = [w for w in contents.weights if w.role == LOOKUP]
+    assert lookup.bytes * lookup.share == 2 * 64  # one row
+    (head,) = [w for w in contents.weights if w.role == HEAD]
+    assert head.parameters == VOCABULARY * 64
+    partial = [w for w in contents.weights if w.role == BODY and w.share < 1]
+    experts = [c for c in model.anatomy.components if len(c.shape) == 3 and c.quantizable]
+    if target == "gguf":  # llama.cpp multiplies with two of the four experts
+        assert {w.share for w in partial} == {2 / 4}
+        assert sum(w.parameters for w in partial) == sum(c.parameters for c in experts)
+    else:  # the exported graph with all of them
+        assert not partial
+        assert contents.body_parameters >= sum(c.parameters for c in experts)
+
+
+def test_quantized_weights_count_at_their_size_on_disk(tmp_path: Path) -> None:
+    exported("mamba", "openvino", tmp_path / "fp16")
+    exported("mamba", "openvino", tmp_path / "int8", "int8")
+    half, eighth = (read_contents(tmp_path / name) for name in ("fp16", "int8"))
+    saved = half.weight_bytes_per_token - eighth.weight_bytes_per_token
+    sizes = read_subject(tmp_path / "fp16").file_bytes - read_subject(tmp_path / "int8").file_bytes
+    assert saved == pytest.approx(sizes, rel=0.02)  # what else is in the files is the same in both
+    assert half.head_parameters == eighth.head_parameters
+
+
+def test_which_artifact_stands_for_fp16_and_which_is_damaged(tmp_path: Path) -> None:
+    exported("mamba", "openvino", tmp_path / "fp16")
+    exported("mamba", "gguf", tmp_path / "q8_0", "q8_0")
+    assert read_subject(tmp_path / "fp16").is_fp16
+    (file,) = (tmp_path / "q8_0").glob("*.gguf")
+    assert not read_subject(tmp_path / "q8_0").is_fp16
+    assert not read_subject(file).is_fp16
+    with file.open("ab") as stream:
+        stream.write(b"more")
+    with pytest.raises(TargetError, match=r"holds \d+ bytes and its record says \d+"):
+        read_subject(tmp_path / "q8_0")
+    (tmp_path / "fp16/openvino_model.bin").unlink()
+    with pytest.raises(TargetError, match=r"openvino_model\.bin is missing"):
+        read_subject(tmp_path / "fp16")

@@ -1,0 +1,146 @@
+"""Turns and rounds, with a session and a clock whose every tick is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import TargetError
+from kl_lens.profiling import use
+from kl_lens.profiling.contents import BODY, Contents, StoredWeight
+from kl_lens.profiling.machine import Bandwidth, Machine
+from kl_lens.profiling.memory import MemoryUse
+from kl_lens.profiling.subjects import Subject
+from kl_lens.records import Profile
+
+MACHINE = Machine(Bandwidth(1e9, 1e9, 2, 1 << 20, 3), 1e9, None)
+
+
+class Ticking:
+    """A session that takes one second for a token of a prompt and two for a generated one."""
+
+    vocabulary = 10
+
+    def __init__(self, log: list[str] | None = None, name: str = "", breaks_after: int | None = None) -> None:
+        self.now = 0.0
+        self.log, self.name, self.left = log if log is not None else [], name, breaks_after
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return {"library": "test", "threads": 3}
+
+    def reset(self) -> None:
+        pass
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise TargetError("the file is gone")
+        self.log.append(self.name)
+        self.now += len(ids)
+        return np.eye(10, dtype=np.float32)[7]
+
+    def step(self, token: int) -> np.ndarray:
+        assert token == 7  # the likeliest one
+        self.now += 2
+        return np.eye(10, dtype=np.float32)[7]
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_turn_times_every_prompt_and_then_the_text() -> None:
+    session = Ticking()
+    found = use.one_turn(session, [[1] * 8, [1] * 2], 5, clock=lambda: session.now)
+    assert found == {
+        "first_token_seconds@2": 2.0,
+        "prefill_tokens_per_second@2": 1.0,
+        "first_token_seconds@8": 8.0,
+        "prefill_tokens_per_second@8": 1.0,
+        "seconds_per_token": 2.0,
+        "tokens_per_second": 0.5,
+    }
+
+
+def test_prompts_are_the_same_for_everybody() -> None:
+    assert use.prompts_for(50, (3, 5)) == use.prompts_for(50, (3, 5))
+    assert [len(p) for p in use.prompts_for(50, (3, 5))] == [3, 5]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Subject], list[str], dict[str, int | None]]:
+    """Subjects a (FP16), b and c; the log of who ran when; after how many prompts each breaks."""
+    log: list[str] = []
+    breaks: dict[str, int | None] = {}
+
+    def load(self: use.Sessions, subject: Subject) -> Ticking:
+        return Ticking(log, subject.name, breaks.get(subject.name))
+
+    contents = Contents((StoredWeight("w", 1000, 500, BODY),), 0, 0)
+    monkeypatch.setattr(use.Sessions, "load", load)
+    monkeypatch.setattr(use, "fresh_process", lambda path, **_: MemoryUse(100, 250, 0.5))
+    monkeypatch.setattr(use, "read_contents", lambda path: contents)
+    subjects = [Subject(n, Path(n), "gguf", n, 1000, n == "a") for n in ("a", "b", "c")]
+    return subjects, log, breaks
+
+
+SETTINGS = use.UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
+
+
+def test_artifacts_take_turns(three: tuple) -> None:
+    subjects, log, _ = three
+    results = use.benchmark_use(subjects, SETTINGS, MACHINE)
+    assert log == ["a", "b", "c"] * 3  # one round to warm up, two that count
+    profile = results.profiles["b"]
+    assert profile.timings["seconds_per_token"].repeats == 2
+    assert profile.settings["ratios_to"] == "a"
+    assert profile.settings["ratios_to_fp16"]
+    assert profile.settings["interleaving"] == "all loaded at once, taking turns"
+    assert (profile.peak_memory_bytes, profile.settings["memory"]["model_bytes"]) == (250, 150)
+    assert profile.threads == 3
+    assert profile.bound["bytes_per_token"] == 1000
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_without_room_for_all_each_is_loaded_for_its_turn(
+    three: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subjects, log, _ = three
+    monkeypatch.setattr(use, "MEMORY_PER_FILE_BYTE", 1e15)
+    results = use.benchmark_use(subjects, SETTINGS, MACHINE)
+    assert log == [
+        "a",
+        "b",
+        "c",
+        *["a", "a", "b", "b", "c", "c"] * 2,
+    ]  # a warm-up of its own before each turn
+    assert results.profiles["a"].settings["interleaving"].startswith("loaded anew for each turn")
+
+
+def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None:
+    subjects, log, breaks = three
+    breaks["b"] = 2  # warm-up and first round, then no more
+    stored: list[Profile] = []
+    results = use.benchmark_use(subjects, SETTINGS, MACHINE, store=stored.append)
+    assert log == ["a", "b", "c", "a", "b", "c", "a", "c"]
+    (failure,) = results.failures
+    assert failure.subject == "b"
+    assert "the file is gone (while round 2 of 2)" in failure.reason
+    assert [(p.subject, p.settings["repeats"]) for p in stored] == [
+        ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
+    ]  # fmt: skip
+
+
+def test_without_fp16_ratios_are_to_the_first_and_say_so(three: tuple) -> None:
+    subjects, _, _ = three
+    results = use.benchmark_use(subjects[1:], SETTINGS, MACHINE)
+    assert results.profiles["c"].settings["ratios_to"] == "b"
+    assert not results.profiles["c"].settings["ratios_to_fp16"]
