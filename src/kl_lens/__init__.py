@@ -6,13 +6,26 @@ Example:
     >>> table = kl.measure(model, text=kl.text.wikitext2("train"), formats=["int4", "int8"], windows=8)
     >>> plan = kl.plan(table, max_bytes="4MB")
     >>> artifact = kl.export(model, plan, target="openvino", folder="out/mamba-4mb")
+    >>> print(kl.evaluate(artifact, text=kl.text.wikitext2("test"), limit=20).values["token_perplexity"])
+    >>> kl.benchmark(artifact).timings["tokens_per_second"].median
 """
 
 from kl_lens import text
 from kl_lens.checkpoints import load
 from kl_lens.errors import KLLensError
-from kl_lens.pipeline import export, measure, plan
+from kl_lens.pipeline import benchmark, evaluate, export, measure, plan
 from kl_lens.targets import open_session
 from kl_lens.version import __version__
 
-__all__ = ["KLLensError", "__version__", "export", "load", "measure", "open_session", "plan", "text"]
+__all__ = [
+    "KLLensError",
+    "__version__",
+    "benchmark",
+    "evaluate",
+    "export",
+    "load",
+    "measure",
+    "open_session",
+    "plan",
+    "text",
+]

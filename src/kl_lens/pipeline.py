@@ -1,15 +1,17 @@
-"""The stages as Python functions, in their order: measure, plan, export."""
+"""The stages as Python functions, in their order: measure, plan, export, evaluate, benchmark."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kl_lens import planning, targets
+from kl_lens import evaluation, planning, profiling, targets
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.errors import TargetError
+from kl_lens.records import Artifact, Plan, Profile, Score, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.perturbation import find_candidates
@@ -72,4 +74,75 @@ def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **op
     Example:
         >>> export(model, plan, "openvino", "out/mamba-4mb")
     """
-    return targets.export(model, plan, target, Path(folder), **options)
+    artifact = targets.export(model, plan, target, Path(folder), **options)
+    # The record beside the files needs no path; whoever holds the object alone does.
+    return replace(artifact, settings=artifact.settings | {"folder": str(Path(folder).resolve())})
+
+
+def evaluate(
+    subject: Artifact | LoadedModel | Path | str,
+    text: TextSource | str = "wikitext2:test",
+    *,
+    plan: Plan | None = None,
+    original: LoadedModel | None = None,
+    window: int = 2048,
+    stride: int | None = None,
+    limit: int | None = None,
+    exact: bool = False,
+    device: str = "CPU",
+    threads: int | None = None,
+    gpu_layers: int = 0,
+) -> Score:
+    """Token and word perplexity of a model on a text, with standard errors over windows.
+
+    Args:
+        subject: what `export` returned, an exported folder or a .gguf file; or an opened model, which with `plan`
+            is fake-quantized in PyTorch.
+        text: a name (`wikitext2:test`), a file, or a source from `kl_lens.text`.
+        original: the original model: the score then also holds the changes against it and the KL from it.
+        window, stride, limit: windows of so many tokens, one every `stride`, at most `limit` of them.
+        exact, device, threads, gpu_layers: how a file is run.
+
+    Example:
+        >>> evaluate(artifact, text=kl.text.wikitext2("test"), limit=20).values["token_perplexity"]
+    """
+    if isinstance(subject, LoadedModel):
+        formats = evaluation.planned_formats(subject, plan.assignment) if plan else None
+        name = f"torch/{plan.name}" if plan else evaluation.ORIGINAL
+        judged: evaluation.Subject = evaluation.TorchSubject(subject, name, formats)
+        tokenizer = subject.require_tokenizer()
+    else:
+        settings = evaluation.RuntimeSettings(device, threads, gpu_layers, exact)
+        judged = evaluation.ArtifactSubject(_place(subject), settings)
+        tokenizer = (
+            evaluation.artifact_tokenizer(judged) if original is None else original.require_tokenizer()
+        )
+    prepared = evaluation.prepare_text(text, tokenizer, window=window, stride=stride, limit=limit)
+    return evaluation.evaluate_text(judged, prepared, original)
+
+
+def _place(artifact: Artifact | Path | str) -> Path:
+    if not isinstance(artifact, Artifact):
+        return Path(artifact)
+    if "folder" not in artifact.settings:
+        raise TargetError(f"this record of {artifact.plan} does not say where its files are; pass the folder")
+    return Path(artifact.settings["folder"])
+
+
+def benchmark(artifact: Artifact | Path | str, **settings: Any) -> Profile:
+    """How fast and how large one exported model is, in the way a user feels it.
+
+    Args:
+        artifact: from `export`, or an exported folder, or a .gguf file.
+        settings: of `kl_lens.profiling.UseSettings`: prompt_lengths, new_tokens, repeats, device, threads, …
+
+    Example:
+        >>> benchmark("out/mamba-4mb", repeats=3).timings["tokens_per_second"].median
+    """
+    path = _place(artifact)
+    report = profiling.Benchmark(profiling.UseSettings(**settings)).measure({str(path): path})
+    if report.failures:
+        raise TargetError(report.failures[0].reason)
+    if not report.profiles:
+        raise TargetError(report.notes[0])
+    return report.profiles[0]

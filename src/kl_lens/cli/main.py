@@ -18,7 +18,19 @@ from kl_lens.version import __version__
 
 # In the order of the pipeline. A new verb is one new file and one word here. Each file has HELP,
 # add_arguments(parser) and execute(arguments) -> exit code.
-VERBS = ("run", "inspect", "measure", "rank", "plan", "export", "generate", "import-legacy")
+VERBS = (
+    "run",
+    "inspect",
+    "measure",
+    "rank",
+    "plan",
+    "export",
+    "evaluate",
+    "benchmark",
+    "generate",
+    "report",
+    "import-legacy",
+)
 
 
 def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:

@@ -1,0 +1,91 @@
+"""Is what ships what was measured? An exported file against the same weights in PyTorch, on the same windows.
+
+The rule. Both models read the very same tokens, so equal weights and equal arithmetic would give equal numbers on every
+window; how much the text varies has no part in it. Two differences are looked at, each paired by window:
+
+- of cross-entropy: it may be 0.001 nats per token (0.1 % of the perplexity);
+- of the KL from the original, where that was measured: it may be 2 % of PyTorch's KL plus 0.0001 nats. KL sees changes
+  that leave the perplexity alone, and it cannot cancel.
+
+Rounding that falls out differently on every token scatters around nothing: a difference within three of its own
+standard errors (more where there are few windows, by Student's t) is such scatter, and may be up to twenty times as
+large as said above.
+
+If both hold, the file *agrees*. Runtimes however also round activations to 8 bits on the way into their integer
+kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
+with the activations that the runtime's kernels see (`kl_lens.targets.deployed`); if the rule holds now, the file
+*agrees as deployed*: it holds the weights that were measured, and the difference to plain PyTorch is what this runtime
+costs. If it does not hold, or if that runtime's arithmetic is not modelled, the file *DISAGREES*, and
+what ships is not what was measured. The models' own standard errors are shown beside the values but decide nothing:
+they are errors of the text, ten and more times larger than what a wrong scale does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from scipy.stats import t
+
+from kl_lens.evaluation import statistics
+from kl_lens.evaluation.scoring import WindowScore
+from kl_lens.records import Estimate, Record
+
+CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
+KL_FLOOR = 1e-4  # nats per token
+KL_SHARE = 0.02
+SCATTER = 20.0  # how many times the above scatter may reach
+_THREE_SIGMA = 0.99865  # one-sided
+
+AGREES, AS_DEPLOYED, DISAGREES = "agrees", "agrees as deployed", "DISAGREES"
+
+
+@dataclass(frozen=True)
+class Agreement(Record):
+    """An artifact beside its PyTorch counterpart."""
+
+    subject: str
+    counterpart: str  # the same weights in PyTorch
+    compared_with: str  # what decided: the counterpart, or that with the runtime's activations
+    what: str  # the text
+    verdict: str
+    differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        differences = {name: Estimate(**value) for name, value in data["differences"].items()}
+        return cls(**{**data, "differences": differences})
+
+
+def differences(
+    artifact: Sequence[WindowScore], counterpart: Sequence[WindowScore]
+) -> dict[str, tuple[Estimate, float]]:
+    """Each difference, paired by window, and the largest that may be."""
+    tokens = np.array([float(score.targets) for score in artifact])
+
+    def paired(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+        return statistics.ratio(np.array(ours) - np.array(theirs), tokens)
+
+    change = paired([s.nll for s in artifact], [s.nll for s in counterpart])
+    found = {"cross_entropy": (change, _limit(change, CROSS_ENTROPY_FLOOR, len(tokens)))}
+    if all(score.token_kl is not None for score in (*artifact, *counterpart)):
+        ours, theirs = (
+            [float(s.kl().sum(dtype=float)) for s in scores] for scores in (artifact, counterpart)
+        )
+        change = paired(ours, theirs)
+        floor = KL_FLOOR + KL_SHARE * sum(theirs) / float(tokens.sum())
+        found["kl_mean"] = (change, _limit(change, floor, len(tokens)))
+    return found
+
+
+def within(found: Mapping[str, tuple[Estimate, float]]) -> bool:
+    return all(abs(change.value) <= limit for change, limit in found.values())
+
+
+def _limit(change: Estimate, floor: float, windows: int) -> float:
+    if math.isnan(change.standard_error):
+        return floor
+    return min(max(floor, float(t.ppf(_THREE_SIGMA, windows - 1)) * change.standard_error), SCATTER * floor)

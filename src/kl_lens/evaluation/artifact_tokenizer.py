@@ -1,0 +1,48 @@
+"""The tokenizer of an exported model that comes without its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kl_lens.errors import TargetError
+from kl_lens.evaluation.subjects import ArtifactSubject
+
+
+class VocabularyTokenizer:
+    """The vocabulary inside a GGUF file, read by llama.cpp, with as much of transformers' interface as we use."""
+
+    eos_token_id = None
+    bos_token_id = None
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(token) for token in self._session.tokenize(text)]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return str(self._session.detokenize(ids))
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+def artifact_tokenizer(subject: ArtifactSubject, place: str | None = None) -> Any:
+    """The tokenizer beside an artifact, the one at `place` when given, or the vocabulary inside a GGUF file."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(place) if place else subject.path
+    if folder.suffix == ".json" and folder.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder))
+    folder = folder.parent if folder.suffix == ".gguf" else folder
+    if (folder / "tokenizer.json").is_file():
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if place or subject.target != "gguf":
+        raise TargetError(f"{folder} holds no tokenizer; pass one with --tokenizer")
+    session: Any = subject.open()
+    # llama.cpp aborts the process when it is asked for the tokens of a file without a vocabulary.
+    if session.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        session.close()
+        raise TargetError(f"{subject.path} holds no tokenizer; pass one with --tokenizer")
+    return VocabularyTokenizer(session)

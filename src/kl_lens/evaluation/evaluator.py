@@ -1,0 +1,242 @@
+"""Judges many subjects on a text, one after the other, and goes on when one of them cannot be judged."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import KLLensError, TargetError
+from kl_lens.evaluation import agreement as rule
+from kl_lens.evaluation.agreement import Agreement
+from kl_lens.evaluation.journal import AGREEMENT, RUNTIME, WINDOW, Journal
+from kl_lens.evaluation.scoring import WindowScore, divergence_values, perplexity_values, score_window
+from kl_lens.evaluation.subjects import ArtifactSubject, Subject, TorchSubject
+from kl_lens.evaluation.texts import EvaluationText
+from kl_lens.records import Score
+from kl_lens.runs import Run
+from kl_lens.sensitivity.sweep import Progress
+from kl_lens.targets import Session
+
+
+@dataclass
+class Outcome:
+    """What came of judging some subjects."""
+
+    scores: list[Score] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # subject → why it could not be judged
+
+    def add(self, other: Outcome) -> None:
+        self.scores += other.scores
+        self.agreements += other.agreements
+        self.failures |= other.failures
+
+
+# What a damaged or vanished file makes its runtime raise, besides our own errors.
+RUNTIME_ERRORS = (KLLensError, OSError, RuntimeError)
+
+
+class Evaluator:
+    """Perplexity and divergence of subjects, into a journal.
+
+    Args:
+        journal: where every window goes as soon as it is done.
+        original: the original model: judged first, teacher of every divergence, base of every change. Without it
+            there are perplexities alone.
+
+    Example:
+        >>> outcome = Evaluator(Journal(run), TorchSubject(model)).judge_text(subjects, text)
+    """
+
+    def __init__(
+        self, journal: Journal, original: TorchSubject | None = None, progress: Progress | None = None
+    ) -> None:
+        self.journal = journal
+        self.original = original
+        self.progress = progress or Progress()
+        self._teacher: Session | None = None
+
+    @property
+    def model(self) -> LoadedModel | None:
+        return None if self.original is None else self.original.model
+
+    def judge_text(
+        self,
+        subjects: Sequence[Subject],
+        text: EvaluationText,
+        *,
+        perplexity: bool = True,
+        divergence: bool = True,
+    ) -> Outcome:
+        """Scores of all subjects on one text; each artifact also beside its PyTorch counterpart, if that is there.
+
+        Subjects whose files are damaged or vanish are named in `failures`; the others are judged all the same.
+        """
+        if divergence and self.original is None:
+            raise KLLensError("a divergence needs the original model: give --run or --model")
+        outcome = Outcome()
+        order = ([] if self.original is None else [self.original]) + [
+            s for s in subjects if s is not self.original
+        ]
+        done = sum(
+            window.targets
+            for subject in order
+            for window in self._known(subject, text, divergence and subject is not self.original).values()
+        )
+        self.progress.started(float(text.targets * len(order)), float(done))
+        windows: dict[str, list[WindowScore]] = {}  # by identity
+        for subject in order:
+            try:
+                scores = self._windows(subject, text, divergence and subject is not self.original)
+            except RUNTIME_ERRORS as error:
+                if isinstance(subject, TorchSubject):
+                    raise
+                outcome.failures[subject.name] = first_line(error)
+                continue
+            windows[subject.identity] = scores
+            outcome.scores += self._scores(subject, text, scores, windows, perplexity, divergence)
+        names = {subject.identity: subject.name for subject in order}
+        for subject in order:
+            if isinstance(subject, ArtifactSubject) and subject.identity in windows:
+                found = self._agreement(subject, text, windows, names, divergence)
+                if found is not None:
+                    outcome.agreements.append(found)
+                    self.journal.store(AGREEMENT, subject, f"{text.label}|{text.digest}", found.to_json())
+        return outcome
+
+    def close(self) -> None:
+        if self._teacher is not None:
+            self._teacher.close()
+            self._teacher = None
+
+    def _known(self, subject: Subject, text: EvaluationText, divergence: bool) -> dict[int, WindowScore]:
+        found = {}
+        for index, item in enumerate(text.items):
+            score = self.journal.window(subject, item, divergence=divergence)
+            if score is not None:
+                found[index] = score
+        return found
+
+    def _windows(self, subject: Subject, text: EvaluationText, divergence: bool) -> list[WindowScore]:
+        """The scores of all windows: those the journal has, and the others now."""
+        found = self._known(subject, text, divergence)
+        missing = [index for index in range(len(text.items)) if index not in found]
+        if missing:
+            subject.check()
+            session = self._teacher_session() if subject is self.original else subject.open()
+            try:
+                self.journal.store(RUNTIME, subject, "", session.description)
+                for index in missing:
+                    found[index] = self._score(subject, session, text, index, divergence)
+            finally:
+                if session is not self._teacher:
+                    session.close()
+        return [found[index] for index in range(len(text.items))]
+
+    def _score(
+        self, subject: Subject, session: Session, text: EvaluationText, index: int, divergence: bool
+    ) -> WindowScore:
+        begin = time.perf_counter()
+        item = text.items[index]
+        score = score_window(session, item, self._teacher_session() if divergence else None)
+        # A file that is gone or has changed meanwhile may still be mapped in part: its numbers do not count.
+        subject.check()
+        score = replace(score, seconds=time.perf_counter() - begin)
+        self.journal.store(WINDOW, subject, item.key, score.to_json())
+        self.progress.advanced(float(item.targets), f"{subject.name}, window {index + 1}")
+        return score
+
+    def _teacher_session(self) -> Session:
+        assert self.original is not None
+        if self._teacher is None:
+            self._teacher = self.original.open()
+        return self._teacher
+
+    def _scores(
+        self,
+        subject: Subject,
+        text: EvaluationText,
+        scores: Sequence[WindowScore],
+        windows: dict[str, list[WindowScore]],
+        perplexity: bool,
+        divergence: bool,
+    ) -> list[Score]:
+        runtime = self.journal.run.load(RUNTIME, f"{subject.identity}|") or {}
+        made: list[Score] = []
+
+        def add(kind: str, values: dict[str, Any]) -> None:
+            score = Score(
+                subject=subject.name,
+                kind=kind,
+                what=text.label,
+                values=values,
+                tokens=text.targets,
+                protocol=dict(text.protocol),
+                runtime=runtime,
+                seconds=sum(s.seconds for s in scores),
+            )
+            self.journal.store_score(subject, score)
+            made.append(score)
+
+        if perplexity:
+            others = self.original is not None and subject is not self.original
+            base = windows[self.original.identity] if others and self.original is not None else None
+            add("perplexity", perplexity_values(scores, base))
+        if divergence and subject is not self.original:
+            add("divergence", divergence_values(scores))
+        return made
+
+    def _agreement(
+        self,
+        subject: ArtifactSubject,
+        text: EvaluationText,
+        windows: dict[str, list[WindowScore]],
+        names: dict[str, str],
+        divergence: bool,
+    ) -> Agreement | None:
+        """`windows` and `names` are those of all judged subjects, by identity."""
+        if self.model is None:
+            return None
+        counterpart = subject.counterpart(self.model)
+        if counterpart is None or counterpart.identity not in windows:
+            return None
+        name = names.get(counterpart.identity, counterpart.name)
+        found = rule.differences(windows[subject.identity], windows[counterpart.identity])
+        verdict, beside_name = rule.AGREES, name
+        if not rule.within(found):
+            verdict = rule.DISAGREES
+            emulated = subject.emulated(self.model)
+            if emulated is not None:
+                self.progress.message(f"{subject.name} differs from {name}: comparing with {emulated.name}")
+                done = sum(window.targets for window in self._known(emulated, text, divergence).values())
+                self.progress.started(float(text.targets), float(done))
+                again = rule.differences(windows[subject.identity], self._windows(emulated, text, divergence))
+                found, beside_name = again, emulated.name
+                if rule.within(again):
+                    verdict = rule.AS_DEPLOYED
+        changes = {name: change for name, (change, _) in found.items()}
+        return Agreement(subject.name, name, beside_name, text.label, verdict, changes)
+
+
+def evaluate_text(subject: Subject, text: EvaluationText, original: LoadedModel | None = None) -> Score:
+    """One subject on one text, without a run; with the original, also the changes against it and the KL from it."""
+    with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
+        evaluator = Evaluator(Journal(run), None if original is None else TorchSubject(original))
+        try:
+            outcome = evaluator.judge_text([subject], text, divergence=original is not None)
+        finally:
+            evaluator.close()
+    if outcome.failures:
+        raise TargetError(f"{subject.name}: {outcome.failures[subject.name]}")
+    found = [score for score in outcome.scores if score.subject == subject.name]
+    return replace(found[0], values={name: v for score in found for name, v in score.values.items()})
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,173 @@
+"""Our sessions as a model of lm-eval: whatever runtime is behind a session, its tasks are asked in one way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from kl_lens.errors import KLLensError
+from kl_lens.evaluation.texts import decode
+from kl_lens.targets.session import Logits, Session
+
+# Answers that are committed together: what a kill can lose.
+ANSWERS_TOGETHER = 32
+LONGEST_GENERATION = 256
+
+TokenRequest = tuple[Any, list[int], list[int]]  # (text or None, context, continuation)
+Answer = tuple[float, bool]
+
+
+class Answers(Protocol):
+    """Where answers are kept between runs of a command."""
+
+    def load(self, key: str) -> Any | None: ...
+
+    def store(self, key: str, value: Any) -> None: ...
+
+
+class Forgetful:
+    """Keeps nothing."""
+
+    def load(self, key: str) -> Any | None:
+        return None
+
+    def store(self, key: str, value: Any) -> None: ...
+
+
+class SessionLM(TemplateLM):  # type: ignore[misc]
+    """lm-eval's view of a session.
+
+    Every request is one call of `session.logits` on context and continuation; a recurrent runtime has no way back to
+    the state behind a shared context. Requests with the very same input share one call: those with one-token
+    continuations (A, B, C, D) all read the same row.
+
+    Args:
+        session: any runtime's.
+        tokenizer: a transformers tokenizer, or what `kl_lens.evaluation.artifact_tokenizer` gives.
+        max_length: longer inputs lose their beginning, as in lm-eval's own classes.
+        answers: keeps finished answers, so that an interrupted task goes on.
+        advanced: told how many requests were answered.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Any,
+        *,
+        max_length: int = 2048,
+        answers: Answers | None = None,
+        advanced: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        super().__init__()
+        self.session = session
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self._answers = answers or Forgetful()
+        self._advanced = advanced
+        self._last: tuple[list[int], Logits] | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        for name in ("eos_token_id", "bos_token_id"):
+            if getattr(self.tokenizer, name, None) is not None:
+                return int(getattr(self.tokenizer, name))
+        raise KLLensError(
+            "this task needs a token to begin with, and the tokenizer has no beginning or end token"
+        )
+
+    @property
+    def prefix_token_id(self) -> int:
+        beginning = getattr(self.tokenizer, "bos_token_id", None)
+        return self.eot_token_id if beginning is None else int(beginning)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """As lm-eval's own class for transformers: with the tokenizer's special tokens, unless told otherwise."""
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        beginning = getattr(self.tokenizer, "bos_token", None)
+        if add_special_tokens is None and beginning and string.startswith(beginning):
+            options = {"add_special_tokens": False}
+        return [int(token) for token in self.tokenizer.encode(string, **options)]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        totals = []
+        for request in requests:
+            (text,) = request.args
+            pairs = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows: list[TokenRequest] = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            totals.append(sum(answer for answer, _ in self._loglikelihood_tokens(windows)))
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        return [self._kept([list(request.args)], self._generate)[0] for request in requests]
+
+    def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **_: Any) -> list[Answer]:
+        found: list[Answer] = []
+        for first in range(0, len(requests), ANSWERS_TOGETHER):
+            pairs = [[context, rest] for _, context, rest in requests[first : first + ANSWERS_TOGETHER]]
+            found += [(float(total), bool(greedy)) for total, greedy in self._kept(pairs, self._likelihood)]
+        return found
+
+    def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
+        """The answers to these requests, from where they are kept or afresh."""
+        key = hashlib.blake2b(json.dumps([self.max_length, requests]).encode(), digest_size=12).hexdigest()
+        found = self._answers.load(key)
+        if found is None:
+            found = [answer(*request) for request in requests]
+            self._answers.store(key, found)
+        self._advanced(len(requests))
+        return found
+
+    def _likelihood(self, context: list[int], continuation: list[int]) -> Answer:
+        """ln p(continuation | context), and whether each of its tokens was the likeliest."""
+        fed = [*context, *continuation][-(self.max_length + 1) :][:-1]
+        rows = self._logits(fed)[-len(continuation) :].astype(np.float64)
+        scored = np.asarray(continuation[-len(rows) :])
+        largest = rows.max(-1)
+        normaliser = largest + np.log(np.exp(rows - largest[:, None]).sum(-1))
+        chosen = rows[np.arange(len(rows)), scored]
+        return float((chosen - normaliser).sum()), bool((rows.argmax(-1) == scored).all())
+
+    def _logits(self, fed: list[int]) -> Logits:
+        if self._last is None or self._last[0] != fed:
+            self._last = (fed, self.session.logits(fed))
+        return self._last[1]
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
+            raise KLLensError("only greedy generation is supported; this task asks for sampling")
+        stops = settings.get("until") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        most = int(settings.get("max_gen_toks") or LONGEST_GENERATION)
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        self.session.reset()
+        ids = self.tok_encode(context)[-max(1, self.max_length - most) :]
+        logits = self.session.prefill(ids)
+        new: list[int] = []
+        for _ in range(most):
+            token = int(logits.argmax())
+            if token == end:
+                break
+            new.append(token)
+            text = decode(self.tokenizer, new)
+            if any(stop and stop in text for stop in stops):
+                break
+            logits = self.session.step(token)
+        text = decode(self.tokenizer, new)
+        for stop in stops:
+            text = text.split(stop)[0] if stop else text
+        return text

@@ -1,0 +1,28 @@
+"""`perplexity_results_{tag}.json`, in the layout that the paper's code publishes: {model: {point: perplexity}}."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from kl_lens.evaluation.journal import read_scores
+from kl_lens.evaluation.texts import EvaluationText, protocol_digest
+from kl_lens.runs import Run
+from kl_lens.writing import write_text
+
+
+def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:
+    """Token perplexities of everything in the run that was judged with this text's protocol.
+
+    A plan computed in PyTorch is a point under its own name; files are `TARGET/PLAN`.
+    """
+    points = {
+        score.subject.removeprefix("torch/"): score.values["token_perplexity"].value
+        for score in read_scores(run, "perplexity")
+        if protocol_digest(score.protocol) == text.digest
+    }
+    tag = re.sub(r"[^\w.-]+", "-", tag or Path(text.label).name).strip("-")
+    path = run.folder / f"perplexity_results_{tag}.json"
+    write_text(path, json.dumps({model: points}, indent=1) + "\n")
+    return path

@@ -1,0 +1,112 @@
+"""One window of text through one session: the likelihood of its tokens and, beside the original, the divergence.
+
+The only place where logits become numbers, whatever runtime they come from. At most one window's logits of each of the
+two models exist at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kl_lens.errors import TargetError
+from kl_lens.evaluation import statistics
+from kl_lens.evaluation.texts import EvaluationText, TextWindow
+from kl_lens.records import Estimate, Record
+from kl_lens.sensitivity.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
+from kl_lens.targets.session import Logits, Session
+
+
+@dataclass(frozen=True)
+class WindowScore(Record):
+    """What the journal keeps of one window: sums over its scored tokens."""
+
+    targets: int
+    words: int
+    nll: float  # Σ −ln p(token | what came before), nats
+    same_top: float | None = None  # tokens whose likeliest token is the original's
+    token_kl: str | None = None  # KL(original ‖ this) of every token, float32, base64
+    seconds: float = 0.0
+
+    def kl(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(base64.b64decode(self.token_kl or ""), np.float32)
+
+
+def score_window(session: Session, window: TextWindow, teacher: Session | None = None) -> WindowScore:
+    """Scores a window; with a teacher (the original model) also how far its distributions are from the teacher's."""
+    targets = torch.tensor(window.ids[window.first_target :])
+    student = _rows(session, window)
+    likelihood = TeacherRows.of(torch.from_numpy(student), targets)
+    nll = float(likelihood.cross_entropy.sum())
+    if teacher is None:
+        return WindowScore(window.targets, window.words, nll)
+    original = _rows(teacher, window)
+    if original.shape != student.shape:
+        raise TargetError(
+            f"its logits have {student.shape[1]} columns, the original's {original.shape[1]}; "
+            "a divergence needs the same vocabulary"
+        )
+    found = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
+    kl = found[:, KL_TEACHER_STUDENT].astype(np.float32)
+    return WindowScore(
+        window.targets,
+        window.words,
+        nll,
+        float(found[:, SAME_TOP].sum()),
+        base64.b64encode(kl.tobytes()).decode("ascii"),
+    )
+
+
+def _rows(session: Session, window: TextWindow) -> Logits:
+    """The logits that predict the scored tokens."""
+    logits = session.logits(window.ids)[window.first_target - 1 : -1]
+    # The kernels below are compiled for finite numbers.
+    if not (np.isfinite(logits.max()) and np.isfinite(logits.min())):
+        raise TargetError("it gives logits that are not finite; its weights or scales are damaged")
+    return np.ascontiguousarray(logits)
+
+
+def perplexity_values(
+    scores: Sequence[WindowScore], original: Sequence[WindowScore] | None = None
+) -> dict[str, Estimate]:
+    """Token and word perplexity; with the original's windows, the changes against it too."""
+    nll, tokens, words = _column(scores, "nll"), _column(scores, "targets"), _column(scores, "words")
+    values = {
+        "token_perplexity": statistics.perplexity(nll, tokens),
+        "word_perplexity": statistics.perplexity(nll, words),
+        "cross_entropy": statistics.ratio(nll, tokens),
+    }
+    if original is not None:
+        base = _column(original, "nll")
+        values["token_perplexity_change"] = statistics.perplexity_change(nll, base, tokens)
+        values["word_perplexity_change"] = statistics.perplexity_change(nll, base, words)
+        values["cross_entropy_change"] = statistics.ratio(nll - base, tokens)
+    return values
+
+
+def divergence_values(scores: Sequence[WindowScore]) -> dict[str, Estimate]:
+    """KL from the original over tokens, in nats, and how often the likeliest token stays the same."""
+    kl = [score.kl() for score in scores]
+    tokens = _column(scores, "targets")
+    return {
+        "kl_mean": statistics.ratio(np.array([window.sum(dtype=np.float64) for window in kl]), tokens),
+        "kl_median": statistics.quantile(kl, 0.5),
+        "kl_p99": statistics.quantile(kl, 0.99),
+        "kl_p999": statistics.quantile(kl, 0.999),
+        "kl_max": Estimate(float(max(window.max() for window in kl))),
+        "same_top": statistics.ratio(_column(scores, "same_top"), tokens),
+    }
+
+
+def score_text(session: Session, text: EvaluationText, teacher: Session | None = None) -> list[WindowScore]:
+    """All windows, without a journal."""
+    return [score_window(session, window, teacher) for window in text.items]
+
+
+def _column(scores: Sequence[WindowScore], name: str) -> statistics.Floats:
+    return np.array([getattr(score, name) for score in scores], float)

@@ -1,0 +1,92 @@
+"""Numbers with honest errors: over windows of text, over examples of a task, and paired wherever two models meet.
+
+Tokens of one window share their context and their subject, so they are no independent samples; windows are. Every error
+over text below is therefore an error over windows, and every comparison of two models takes the difference window by
+window (or example by example) first: what both models find hard alike cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kl_lens.records import Estimate
+
+Floats = npt.NDArray[np.float64]
+
+_LARGEST_EXPONENT = 700.0  # e^709 is the largest double; a destroyed model may ask for more
+
+
+def ratio(sums: Floats, weights: Floats) -> Estimate:
+    """Σ sums / Σ weights with the standard error of that ratio over windows (nan for a single one)."""
+    if not weights.sum():  # a text without a single blank has no words
+        return Estimate(math.nan)
+    value = float(sums.sum() / weights.sum())
+    return Estimate(value, _error(sums - value * weights, float(weights.sum())))
+
+
+def perplexity(nll: Floats, weights: Floats) -> Estimate:
+    """exp of the mean negative log-likelihood per token (or word), by the delta method."""
+    mean = ratio(nll, weights)
+    value = _exp(mean.value)
+    return Estimate(value, value * mean.standard_error)
+
+
+def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimate:
+    """Perplexity minus the original's on the same windows; what is hard for both cancels in the error."""
+    ours, theirs = ratio(nll, weights).value, ratio(original, weights).value
+    residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (original - theirs * weights)
+    return Estimate(_exp(ours) - _exp(theirs), _error(residuals, float(weights.sum())))
+
+
+def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estimate:
+    """A quantile over all tokens, with Woodruff's error.
+
+    The share of tokens below the quantile has a plain standard error over windows; read off at share ± that error, the
+    distribution itself says how far the quantile may move. Where share + error passes 1, or less than one token is
+    expected beyond the quantile, the text is too short to say, and no error is given.
+    """
+    tokens = np.concatenate(windows)
+    value = float(np.quantile(tokens, share))
+    below = np.array([float((window <= value).sum()) for window in windows])
+    error = ratio(below, np.array([float(len(window)) for window in windows])).standard_error
+    known = share - error > 0 and share + error < 1 and len(tokens) * (1 - share) >= 1  # False for nan
+    if not known:
+        return Estimate(value)
+    low, high = np.quantile(tokens, [share - error, share + error])
+    return Estimate(value, float(high - low) / 2)
+
+
+def mean(values: Floats) -> Estimate:
+    """The mean over examples with its standard error."""
+    return ratio(values, np.ones(len(values)))
+
+
+def paired_drop(before: Floats, after: Floats) -> Estimate:
+    """How much less `after` is than `before` on the same examples, with its standard error.
+
+    Where every example is right or wrong, the error is that of Agresti and Min: half an example is added to each of the
+    four outcomes. Two models that happen to differ on none of forty examples may still differ by some percent;
+    the plain formula would claim an error of zero.
+    """
+    change = before - after
+    if not np.isin(np.concatenate([before, after]), (0.0, 1.0)).all():
+        return mean(change)
+    count = len(change) + 2
+    differing, balance = float((change != 0).sum()) + 1, float(change.sum())
+    return Estimate(float(change.mean()), math.sqrt(differing - balance**2 / count) / count)
+
+
+def _error(residuals: Floats, total_weight: float) -> float:
+    """Standard error of Σ residuals / total weight, for residuals that sum to zero."""
+    count = len(residuals)
+    if count < 2:
+        return math.nan
+    return float(np.sqrt((residuals**2).sum() * count / (count - 1))) / total_weight
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, _LARGEST_EXPONENT))

@@ -1,0 +1,144 @@
+"""Judges many subjects on tasks: every example is kept, so that drops are paired and a stopped task goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kl_lens.evaluation.evaluator import RUNTIME_ERRORS, Outcome, first_line
+from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, Journal
+from kl_lens.evaluation.subjects import ORIGINAL, Subject, TorchSubject
+from kl_lens.evaluation.task_data import LocalTask
+from kl_lens.evaluation.tasks import TaskExamples, protocol_of, require_lm_eval, run_task, task_values
+from kl_lens.evaluation.texts import protocol_digest
+from kl_lens.records import Score
+from kl_lens.sensitivity.sweep import Progress
+
+
+class TaskEvaluator:
+    """Accuracy of subjects on tasks, into a journal.
+
+    Args:
+        journal: where answers go, a few at a time, and the scores.
+        tokenizer: the checkpoint's, or an artifact's own.
+        max_length: tokens of context and continuation together.
+        limit: only the first examples of each task.
+        few_shot: worked examples in each prompt; a task's own number unless given.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        tokenizer: Any,
+        *,
+        max_length: int = 2048,
+        limit: int | None = None,
+        few_shot: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        require_lm_eval()
+        self.journal = journal
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.limit = limit
+        self.few_shot = few_shot
+        self.progress = progress or Progress()
+
+    def judge_task(self, subjects: Sequence[Subject], task: LocalTask | str) -> Outcome:
+        """Scores of all subjects on one task; the original, when it is among them, comes first."""
+        outcome = Outcome()
+        protocol = protocol_of(task, self.limit, self.few_shot) | {"max_length": self.max_length}
+        order = sorted(subjects, key=lambda subject: subject.name != ORIGINAL)
+        original: dict[str, TaskExamples] = {}
+        begun = False
+        for position, subject in enumerate(order):
+
+            def announce(requests: int, position: int = position) -> None:
+                nonlocal begun
+                if not begun:
+                    self.progress.started(float(requests * len(order)), float(requests * position))
+                    begun = True
+
+            begin = time.perf_counter()
+            try:
+                found = self._examples(subject, task, protocol, announce)
+            except RUNTIME_ERRORS as error:
+                if isinstance(subject, TorchSubject):
+                    raise
+                outcome.failures[subject.name] = first_line(error)
+                continue
+            if subject.name == ORIGINAL:
+                original = found
+            for examples in found.values():
+                score = self._score(subject, examples, original.get(examples.task), protocol)
+                score = Score(**{**vars(score), "seconds": time.perf_counter() - begin})
+                self.journal.store_score(subject, score)
+                outcome.scores.append(score)
+        return outcome
+
+    def _examples(
+        self, subject: Subject, task: LocalTask | str, protocol: dict[str, Any], announce: Any
+    ) -> dict[str, TaskExamples]:
+        digest = protocol_digest(protocol)
+        known = self.journal.load(EXAMPLES, subject, digest)
+        if known is None:
+            from kl_lens.evaluation.language_model import SessionLM
+
+            subject.check()
+            session = subject.open()
+            try:
+                self.journal.store(RUNTIME, subject, "", session.description)
+                model = SessionLM(
+                    session,
+                    self.tokenizer,
+                    max_length=self.max_length,
+                    answers=_Kept(self.journal, subject),
+                    advanced=lambda count: self.progress.advanced(float(count), subject.name),
+                )
+                examples = run_task(model, task, limit=self.limit, few_shot=self.few_shot, requests=announce)
+                subject.check()
+            finally:
+                session.close()
+            known = [one.to_json() for one in examples]
+            self.journal.store(EXAMPLES, subject, digest, known)
+        return {one["task"]: TaskExamples.from_json(one) for one in known}
+
+    def _score(
+        self,
+        subject: Subject,
+        examples: TaskExamples,
+        original: TaskExamples | None,
+        protocol: Mapping[str, Any],
+    ) -> Score:
+        base = None if subject.name == ORIGINAL else original
+        return Score(
+            subject=subject.name,
+            kind="task",
+            what=examples.task,
+            values=task_values(examples, base),
+            tokens=len(next(iter(examples.metrics.values()))),
+            protocol={
+                **protocol,
+                "few_shot": examples.few_shot,
+                "version": examples.version,
+                "chance": examples.chance,
+            },
+            runtime=self.journal.run.load(RUNTIME, f"{subject.identity}|") or {},
+            seconds=0.0,
+        )
+
+
+class _Kept:
+    """A subject's answers in the journal."""
+
+    def __init__(self, journal: Journal, subject: Subject) -> None:
+        self._journal = journal
+        self._subject = subject
+
+    def load(self, key: str) -> Any | None:
+        return self._journal.load(ANSWERS, self._subject, key)
+
+    def store(self, key: str, value: Any) -> None:
+        self._subject.check()
+        self._journal.store(ANSWERS, self._subject, key, value)

@@ -1,0 +1,140 @@
+"""A checkpoint in PyTorch behind the interface of the runtimes, with the weights that some formats leave of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.sensitivity.engines import Deployed
+from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.sensitivity.teacher import LOGIT_BYTES
+from kl_lens.targets.session import Logits
+
+
+class TorchSession:
+    """Satisfies `kl_lens.targets.Session`.
+
+    Several sessions may share one opened model: the weights are in place only while a call runs. State is kept as the
+    tokens themselves, and every call runs the whole sequence: transformers restarts the scan of Mamba-1 and
+    Jamba when several tokens follow a cache, and a proof must not rest on that.
+
+    Args:
+        model: the checkpoint.
+        formats: component → format; nothing for the original.
+        deployed: also round the activations as a runtime does (`kl_lens.targets.deployed`).
+        remember: bytes of final states to keep. The teacher of a divergence meets the same windows once per
+            student; with its states kept, only the head runs again.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        formats: Mapping[str, str] | None = None,
+        *,
+        deployed: Deployed | None = None,
+        remember: int = 0,
+    ) -> None:
+        self._model = model
+        self._formats = dict(formats or {})
+        self._deployed = deployed
+        # A component that its format leaves as it is (FP16 of an FP16 checkpoint) needs no second copy.
+        self._weights = [
+            (parameter, weight)
+            for parameter, weight in replacements(model, Perturbation(self._formats))
+            if not torch.equal(parameter.data, weight)
+        ]
+        self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
+        self._fed: list[int] = []
+        self._remembers = remember > 0
+        self._room = remember
+        self._states: dict[bytes, torch.Tensor] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def description(self) -> dict[str, Any]:
+        parameter = next(self._model.model.parameters())
+        return {
+            "library": "torch",
+            "version": torch.__version__,
+            "device": str(parameter.device),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "activations": "as measured" if self._deployed is None else "rounded as the runtime rounds them",
+        }
+
+    def reset(self) -> None:
+        self._fed = []
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        fed = [*self._fed, *self._checked(ids)]
+        with self._applied():
+            logits = self._model.chain.logits(self._final_states(fed)[-1:])
+        self._fed = fed
+        return logits[0].float().cpu().numpy()
+
+    def step(self, token: int) -> Logits:
+        return self.prefill([token])
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        tokens = self._checked(ids)
+        self._fed = list(tokens)
+        rows = np.empty((len(tokens), self._vocabulary), np.float32)
+        chunk = max(64, LOGIT_BYTES // (4 * self._vocabulary))
+        with self._applied():
+            if (
+                len(tokens) <= chunk and not self._remembers
+            ):  # a question of a task: one plain forward is quicker
+                rows[:] = self._model.chain.full_logits(torch.tensor([tokens]))[0].float().cpu().numpy()
+                return rows
+            states = self._final_states(tokens)
+            for first in range(0, len(tokens), chunk):
+                part = self._model.chain.logits(states[first : first + chunk])
+                rows[first : first + chunk] = part.float().cpu().numpy()
+        return rows
+
+    def close(self) -> None:
+        self._weights = []
+        self._states = {}
+
+    @contextmanager
+    def _applied(self) -> Iterator[None]:
+        with swapped(self._weights):
+            if self._deployed is None:
+                yield
+            else:
+                with self._deployed(self._model, self._formats):
+                    yield
+
+    def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """What enters the head: (tokens, width)."""
+        key = np.asarray(tokens, np.int64).tobytes()
+        if key in self._states:
+            return self._states[key]
+        chain = self._model.chain
+        calls = chain.calls(torch.tensor([list(tokens)]))
+        states = chain.finish(chain.run(calls.hidden, calls, 0), calls)[0]
+        size = states.numel() * states.element_size()
+        if size <= self._room:
+            self._room -= size
+            self._states[key] = states.clone()
+        return states
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        tokens = [int(token) for token in ids]
+        if not tokens:
+            raise TargetError("no tokens to feed; give at least one")
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise TargetError(
+                f"{self._model.name}: token {max(tokens)} is outside the vocabulary of {self._vocabulary}; "
+                "the text was tokenized for another model"
+            )
+        return tokens

@@ -1,0 +1,61 @@
+"""Numbers as the report writes them."""
+
+from __future__ import annotations
+
+import math
+
+from kl_lens.records import Estimate
+from kl_lens.units import human_bytes
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`0.0123`, `1.2e-7`, `–` for what is not known."""
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:,.0f}"
+
+
+def with_error(estimate: Estimate | None, digits: int = 3) -> str:
+    """`0.0123 ± 0.0004`: one standard error, where there is one."""
+    if estimate is None:
+        return "–"
+    text = number(estimate.value, digits)
+    if math.isnan(estimate.standard_error):
+        return text
+    return f"{text} ± {number(estimate.standard_error, 2)}"
+
+
+def fixed_with_error(estimate: Estimate | None, decimals: int = 2) -> str:
+    """`21.67 ± 0.31`: for values whose scale is known, such as perplexities."""
+    if estimate is None or math.isnan(estimate.value):
+        return "–"
+    if abs(estimate.value) >= 1e5:
+        return with_error(estimate)
+    text = f"{estimate.value:.{decimals}f}"
+    return text if math.isnan(estimate.standard_error) else f"{text} ± {estimate.standard_error:.{decimals}f}"
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    return f"{100 * share:.{decimals}f} %"
+
+
+def count(number_: int, noun: str) -> str:
+    return f"{number_} {noun}" if number_ == 1 else f"{number_} {noun}s"
+
+
+def power_of_ten(exponent: int) -> str:
+    """Labels of log axes: plain numbers near one, powers further out."""
+    if -2 <= exponent <= 3:
+        return f"{10.0**exponent:g}"
+    return f"10{str(exponent).translate(_SUPERSCRIPT)}"
+
+
+def size(count: float | None) -> str:
+    return "–" if count is None else human_bytes(count)

@@ -1,0 +1,96 @@
+"""The page: one file with everything in it, that asks the network for nothing.
+
+A content security policy forbids every request and every script but our own (by its hash), so that even a mistake in
+escaping could neither run nor send anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+
+from kl_lens.reporting import palette
+from kl_lens.reporting.data import RunView
+from kl_lens.reporting.markup import Html, escape, join, tag
+from kl_lens.reporting.sections import (
+    Section,
+    details,
+    prediction,
+    provenance,
+    sensitivity,
+    sizes,
+    speed,
+    summary,
+)
+
+_HATCH = Html(
+    '<svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse">'
+    '<path d="M0 5L5 0"/></pattern></defs></svg>'
+)
+
+
+def report_page(view: RunView) -> str:
+    """The report of one run."""
+    modules = (summary, sensitivity, prediction, sizes, speed, details, provenance)
+    return page(f"KL Lens: {view.model}", [module.section(view) for module in modules])
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    script = _asset("report.js")
+    style = Html(palette.stylesheet() + "\n" + _asset("report.css"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        Html('<meta charset="utf-8">'),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="referrer", content="no-referrer"),
+        Html('<link rel="icon" href="data:,">'),
+        tag("title", title),
+        tag("style", style),
+    )
+    top = tag(
+        "header",
+        tag("h1", title),
+        tag("button", "Dark", type="button", class_="toggle", hidden=True),
+        _contents(sections),
+    )
+    body = tag(
+        "body",
+        _HATCH,
+        tag("div", top, tag("main", *(_section(n, s) for n, s in enumerate(sections, 1))), class_="page"),
+        tag("script", Html(script)),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _contents(sections: Sequence[Section]) -> Html:
+    links = [
+        tag("li", tag("a", f"{number} {section.title}", href=f"#{section.identifier}"))
+        for number, section in enumerate(sections, 1)
+        if section.body is not None
+    ]
+    return tag("nav", tag("ul", *links), aria_label="Sections")
+
+
+def _section(number: int, section: Section) -> Html:
+    title = tag("h2", f"{number} {section.title}")
+    if section.body is not None:
+        return tag("section", title, section.body, id=section.identifier)
+    line = tag(
+        "p", f"Left out: {section.reason}. ", tag("code", section.command), " fills it.", class_="missing"
+    )
+    return tag("section", title, line, id=section.identifier, class_="absent")
+
+
+def _asset(name: str) -> str:
+    return resources.files("kl_lens.reporting").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+__all__ = ["escape", "join", "page", "report_page"]

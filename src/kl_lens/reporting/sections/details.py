@@ -1,0 +1,82 @@
+"""Section 6: every layer, every plan over the network, task results, and what the models write."""
+
+from __future__ import annotations
+
+from kl_lens.records import Score
+from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.data import ORIGINAL, Generation, RunView
+from kl_lens.reporting.figures.strips import strips
+from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.numbers import fixed_with_error
+from kl_lens.reporting.sections import Section
+from kl_lens.reporting.sections.words import fills, heading, note, on_run, paragraph
+from kl_lens.reporting.tables import Column, layer_table, table, text_column
+
+TITLE = "Details"
+
+
+def section(view: RunView) -> Section:
+    if view.table is None and not view.plans:
+        return Section(
+            "details", TITLE, None, f"kl-lens measure MODEL --run {view.folder}", "nothing has been measured"
+        )
+    chosen = recommend(view)
+    plan = chosen.plan if chosen else None
+    parts: list[Html | None] = []
+    if view.table is not None:
+        parts += [heading("Every layer"), layer_table(view.components, view.table.measurements, plan)]
+    parts.append(heading("Every plan over the network"))
+    if view.plans:
+        words = "One stripe for each component that can be quantized, in the model's order, all equally wide."
+        parts += [paragraph(words), strips(view.plans, view.components, plan.name if plan else None)]
+    else:
+        parts.append(fills("Plans", on_run(view, "plan", "--paper")))
+    parts += [
+        _tasks(view),
+        heading("Samples of text"),
+        _samples(view, plan.name if plan else None),
+    ]
+    return Section("details", TITLE, join(parts))
+
+
+def _tasks(view: RunView) -> Html:
+    scores = [s for s in view.scores if s.kind == "task"]
+    if not scores:
+        return fills("Task results", on_run(view, "evaluate", "--tasks", "NAMES"))
+    names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
+    subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s != ORIGINAL)
+    columns = [text_column("subject")]
+    columns += [Column(f"{what}: {metric}", hint=f"{metric} on {what}") for what, metric in names]
+    rows: list[list[object]] = []
+    for subject in subjects:
+        cells: list[object] = [subject]
+        for what, metric in names:
+            found = _latest(scores, subject, what)
+            cells.append(fixed_with_error(found.values.get(metric), 3) if found else "–")
+        rows.append(cells)
+    examples = ", ".join(f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items())
+    return join(
+        [table(columns, rows, caption="Task results"), note(f"± one standard error; examples: {examples}.")]
+    )
+
+
+def _latest(scores: list[Score], subject: str, what: str) -> Score | None:
+    return next((s for s in reversed(scores) if (s.subject, s.what) == (subject, what)), None)
+
+
+def _samples(view: RunView, recommended: str | None) -> Html:
+    if not view.generations:
+        return fills("Samples of the original and the recommended model", f"kl-lens run --run {view.folder}")
+    prompts = list(dict.fromkeys(g.prompt for g in view.generations))
+    blocks = []
+    for prompt in prompts:
+        found = [g for g in view.generations if g.prompt == prompt]
+        found.sort(key=lambda g: (g.subject != ORIGINAL, view.split(g.subject).plan != recommended))
+        blocks.append(tag("div", *(_sample(g) for g in found), class_="samples"))
+    words = "The prompt in bold, then what the model wrote. Two models may part at one close call and both write well."
+    return join([paragraph(words), *blocks])
+
+
+def _sample(generation: Generation) -> Html:
+    quote = tag("blockquote", tag("b", generation.prompt), generation.text)
+    return tag("div", tag("span", generation.subject, class_="what"), quote)

@@ -1,0 +1,220 @@
+"""Section 4: size against quality, and predictions against measurements."""
+
+from __future__ import annotations
+
+import json
+
+from kl_lens.records import Estimate, Score
+from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.data import FAMILIES, ORIGINAL, PlanView, RunView
+from kl_lens.reporting.figures.sizes import SizePoint, predicted_plot, size_plot
+from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
+from kl_lens.reporting.sections import Section
+from kl_lens.reporting.sections.words import fills, grid, on_run, paragraph
+from kl_lens.reporting.tables import Cell, Column, table, text_column
+
+TITLE = "Size against quality"
+_NAMES = {"perplexity": "token perplexity", "divergence": "KL from the original, nats per token"}
+_PAIRED = "Error bars: of the difference from the original, on the same text."
+_VALUES = {"perplexity": "token_perplexity", "divergence": "kl_mean"}
+
+
+def section(view: RunView) -> Section:
+    if not view.plans:
+        line = on_run(view, "plan", "--paper", "--verify")
+        return Section("sizes", TITLE, None, line, "no plan has been made")
+    chosen = recommend(view)
+    recommended = chosen.plan.name if chosen else None
+    figures = [*_verified(view, recommended), *_scored(view, recommended)]
+    parts: list[Html | None] = [
+        paragraph(
+            "Every plan of the run: how many bytes it takes, and what it costs in quality. Lower and further left is "
+            "better."
+        ),
+        grid([*figures, predicted_plot(view.plans, recommended)]) if figures else None,
+    ]
+    if not any(p.kl for p in view.plans):
+        parts.append(
+            fills("Measured KL and perplexity of the plans", on_run(view, "plan", "--paper", "--verify"))
+        )
+    if not any(s.kind == "perplexity" for s in view.scores):
+        parts.append(fills("Scores of exported files on test text", on_run(view, "evaluate")))
+    parts += [_table(view, recommended), *_scores(view, recommended)]
+    return Section("sizes", TITLE, join(parts))
+
+
+def _verified(view: RunView, recommended: str | None) -> list[Html]:
+    """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one pair per text."""
+    figures = []
+    texts = list(dict.fromkeys(p.measured_on for p in view.plans if p.kl is not None))
+    for text in texts:
+        plans = [p for p in view.plans if p.measured_on == text]
+        original = next((p.original_perplexity for p in plans if p.original_perplexity), None)
+        points = [_point(p, p.perplexity, recommended) for p in plans if p.perplexity]
+        where = text or "held-out text"
+        if points and original:
+            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_bytes, Estimate(original)))
+            figures.append(
+                size_plot(
+                    "Size against perplexity", points, _NAMES["perplexity"], f"In PyTorch, {where}. {_PAIRED}"
+                )
+            )
+        points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value > 0]
+        if points:
+            caption = (
+                f"In PyTorch, {where}. The frontier is what the best plan of each size is predicted to do."
+            )
+            figures.append(
+                size_plot("Size against KL", points, _NAMES["divergence"], caption, view.frontier, True)
+            )
+    if not figures and view.frontier:
+        points = [
+            _point(p, Estimate(p.row.predicted_kl), recommended) for p in view.plans if p.row.predicted_kl
+        ]
+        if points:
+            figures.append(
+                size_plot(
+                    "Size against predicted KL",
+                    points,
+                    "predicted KL, nats per token",
+                    None,
+                    view.frontier,
+                    True,
+                )
+            )
+    return figures
+
+
+def _point(plan: PlanView, quality: Estimate, recommended: str | None) -> SizePoint:
+    return SizePoint(plan.name, plan.label, plan.family, plan.bytes, quality, plan.name == recommended)
+
+
+def _scored(view: RunView, recommended: str | None) -> list[Html]:
+    """From `evaluate`: one figure for each text, protocol and runtime that judged at least two plans."""
+    groups: dict[tuple[str, str, str, str], list[Score]] = {}
+    originals: dict[tuple[str, str, str], Score] = {}
+    for score in view.scores:
+        if score.kind not in _VALUES or _VALUES[score.kind] not in score.values:
+            continue
+        protocol = json.dumps(score.protocol, sort_keys=True)
+        if score.subject == ORIGINAL:
+            originals[score.kind, score.what, protocol] = score
+        else:
+            runtime = view.split(score.subject).runtime
+            groups.setdefault((score.kind, score.what, protocol, runtime), []).append(score)
+    figures = []
+    for (kind, what, protocol, runtime), scores in sorted(groups.items(), key=_order):
+        points = [p for s in scores if (p := _scored_point(view, s, recommended)) is not None]
+        if len(points) < 2:  # one plan is no curve; the table has it
+            continue
+        original = originals.get((kind, what, protocol))
+        if original is not None and kind == "perplexity":
+            value = original.values[_VALUES[kind]]
+            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_bytes, Estimate(value.value)))
+        title = "Size against perplexity" if kind == "perplexity" else "Size against KL"
+        figures.append(
+            size_plot(
+                f"{title}: {runtime}",
+                points,
+                _NAMES[kind],
+                f"{what}: {_protocol(scores[0])}" + (f" {_PAIRED}" if kind == "perplexity" else ""),
+                view.frontier if kind == "divergence" else (),
+                kind == "divergence",
+            )
+        )
+    return figures
+
+
+def _order(item: tuple[tuple[str, str, str, str], list[Score]]) -> tuple[str, str, str, bool]:
+    (kind, what, protocol, runtime), _ = item
+    return what, protocol, runtime, kind != "perplexity"
+
+
+def _scored_point(view: RunView, score: Score, recommended: str | None) -> SizePoint | None:
+    count = view.subject_bytes(score.subject)
+    value = score.values[_VALUES[score.kind]]
+    if count is None or (score.kind == "divergence" and value.value <= 0):
+        return None
+    change = score.values.get("token_perplexity_change")
+    if score.kind == "perplexity":
+        value = Estimate(value.value, change.standard_error if change else float("nan"))
+    subject = view.split(score.subject)
+    plan = view.plan(subject.plan)
+    family = plan.family if plan else "other"
+    return SizePoint(
+        score.subject, plan.label if plan else subject.plan, family, count, value, subject.plan == recommended
+    )
+
+
+def _protocol(score: Score) -> str:
+    """What a perplexity must name: window, stride, how much text."""
+    window, stride = score.protocol.get("window"), score.protocol.get("stride")
+    words = [f"{score.tokens:,} tokens"]
+    if window:
+        words.append(f"window {window}" + (f", stride {stride}" if stride else ""))
+    return ", ".join(words) + "."
+
+
+def _table(view: RunView, recommended: str | None) -> Html:
+    columns = [
+        text_column("plan"), text_column("kind"), Column("size"), Column("of FP16"),
+        Column("bits per weight"), Column("predicted KL"), Column("measured KL"), Column("perplexity"),
+        text_column("formats: components (share of the weights)"),
+    ]  # fmt: skip
+    rows: list[list[object]] = []
+    for plan in view.plans:
+        rows.append(
+            [
+                plan.name,
+                FAMILIES[plan.family],
+                Cell(size(plan.bytes), plan.bytes),
+                Cell(percent(plan.bytes / view.fp16_bytes, 1), plan.bytes),
+                f"{plan.row.bits_per_weight:.2f}",
+                number(plan.row.predicted_kl),
+                with_error(plan.kl),
+                fixed_with_error(plan.perplexity),
+                plan.row.shares_text.replace(" %", "\u00a0%"),
+            ]
+        )
+    highlight = [i for i, p in enumerate(view.plans) if p.name == recommended]
+    return table(columns, rows, highlight=highlight, caption="All plans of the run", identifier="plans")
+
+
+def _scores(view: RunView, recommended: str | None) -> list[Html]:
+    """Every perplexity and divergence that `evaluate` found, one table for each text and protocol."""
+    texts: dict[str, dict[str, dict[str, Score]]] = {}
+    for score in view.scores:
+        if score.kind in _VALUES:
+            subjects = texts.setdefault(f"Scores on {score.what}: {_protocol(score)}", {})
+            subjects.setdefault(score.subject, {})[score.kind] = score
+    columns = [
+        text_column("judged"), Column("size"), Column("token perplexity"), Column("change, paired"),
+        Column("word perplexity"), Column("KL, nats per token"), Column("same top token, %"),
+        text_column("agrees with PyTorch"),
+    ]  # fmt: skip
+    tables = []
+    for caption, subjects in texts.items():
+        rows = []
+        names = sorted(subjects, key=lambda name: name != ORIGINAL)
+        for name in names:
+            what = next(iter(subjects[name].values())).what
+            values = {k: v for score in subjects[name].values() for k, v in score.values.items()}
+            rows.append(_score_row(view, name, what, values))
+        highlight = [i for i, name in enumerate(names) if view.split(name).plan == recommended]
+        tables.append(table(columns, rows, highlight=highlight, caption=caption))
+    return tables
+
+
+def _score_row(view: RunView, subject: str, what: str, values: dict[str, Estimate]) -> list[object]:
+    count, top = view.subject_bytes(subject), values.get("same_top")
+    return [
+        subject,
+        Cell(size(count), count),
+        fixed_with_error(values.get("token_perplexity")),
+        fixed_with_error(values.get("token_perplexity_change"), 3),
+        fixed_with_error(values.get("word_perplexity")),
+        with_error(values.get("kl_mean")),
+        f"{100 * top.value:.2f}" if top else "–",
+        view.verdicts.get((subject, what), "–"),
+    ]

@@ -1,0 +1,112 @@
+"""Section 5: latency and throughput against size, per target and device, with the bandwidth bound."""
+
+from __future__ import annotations
+
+from kl_lens.records import Profile
+from kl_lens.reporting import answer
+from kl_lens.reporting.data import RunView
+from kl_lens.reporting.figures.speed import speed_plot, target_of, timing_names
+from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.numbers import number, percent, size
+from kl_lens.reporting.sections import Section
+from kl_lens.reporting.sections.words import grid, heading, note, on_run, paragraph
+from kl_lens.reporting.tables import Cell, Column, table, text_column
+
+TITLE = "Speed against size"
+_PROTOCOLS = {
+    "use": "as a user feels it",
+    "benchmark_app": "the published protocol (benchmark_app)",
+}
+
+
+def section(view: RunView) -> Section:
+    if not view.profiles:
+        return Section("speed", TITLE, None, on_run(view, "benchmark"), "no exported file has been timed")
+    chosen = answer.recommend(view)
+    star = chosen.plan.name if chosen else None
+    groups: dict[tuple[str, str], list[Profile]] = {}
+    for profile in view.profiles:
+        groups.setdefault((profile.device, profile.protocol), []).append(profile)
+    parts: list[Html] = [
+        paragraph(
+            "Medians of repeated timings, quartiles as error bars. Ratios are taken within one session against the "
+            "FP16 file of the same runtime."
+        )
+    ]
+    for (device, protocol), profiles in groups.items():
+        threads = sorted({p.threads for p in profiles})
+        title = f"{device}, {' or '.join(map(str, threads))} thread{'s' if threads != [1] else ''}: "
+        parts += [
+            heading(title + _PROTOCOLS.get(protocol, protocol)),
+            grid(
+                speed_plot(
+                    timing,
+                    profiles,
+                    lambda p: _label(view, p),
+                    recommended=lambda p: view.split(p.subject).plan == star,
+                )
+                for timing in timing_names(profiles)
+            ),
+            *_bandwidth(profiles),
+            *_warnings(profiles),
+            _table(view, profiles),
+        ]
+    return Section("speed", TITLE, join(parts))
+
+
+def _label(view: RunView, profile: Profile) -> str:
+    name = view.split(profile.subject).plan
+    plan = view.plan(name)
+    if plan is not None and plan.family == "paper":  # ten of them per target; their tooltips tell
+        return ""
+    return plan.label if plan else name.rpartition("/")[2]
+
+
+def _bandwidth(profiles: list[Profile]) -> list[Html]:
+    rates = [p.bound["read_bandwidth"] for p in profiles if p.bound.get("read_bandwidth")]
+    if not rates:
+        return []
+    words = (
+        f"Dashed: what {size(max(rates))} per second of memory bandwidth, measured beside the timings, allows when "
+        "every weight that a token needs is read once; for prompts, also what its arithmetic allows."
+    )
+    if any(p.bound.get("fits_in_cache") for p in profiles):
+        words += " A file that fits into the processor's caches may lie above it."
+    return [note(words)]
+
+
+def _warnings(profiles: list[Profile]) -> list[Html]:
+    notes = []
+    if any(p.settings.get("quick") for p in profiles):
+        notes.append(note("Some of these are quick timings, too short to publish."))
+    if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
+        notes.append(note("Where a runtime had no FP16 file beside the others, no ratio is given."))
+    return notes
+
+
+def _table(view: RunView, profiles: list[Profile]) -> Html:
+    columns = [
+        text_column("file"), Column("size"), Column("speed"), Column("quartiles"), Column("× FP16"),
+        Column("first token, ms"), Column("load, s"), Column("peak memory"), Column("of the bound"),
+    ]  # fmt: skip
+    rows = [_row(view, p) for p in sorted(profiles, key=lambda p: (target_of(p), -p.file_bytes))]
+    return table(columns, rows, caption="Timings")
+
+
+def _row(view: RunView, profile: Profile) -> list[object]:
+    speed, ratio = answer.speed_of(profile), answer.speed_ratio(profile)
+    firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
+    first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)
+    load = profile.timings.get("load_seconds")
+    share = profile.bound.get("share")
+    return [
+        profile.subject,
+        Cell(size(profile.file_bytes), profile.file_bytes),
+        Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
+        f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",
+        f"{ratio.median:.2f}" if ratio else "–",
+        f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})" if first else "–",
+        f"{load.median:.2f}" if load else "–",
+        Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes),
+        Cell(percent(share), share) if share is not None else "–",
+    ]

@@ -1,0 +1,236 @@
+"""Section 1, the answer: which plan, how small, how good, how fast, and what to type."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kl_lens.records import Profile
+from kl_lens.reporting import answer
+from kl_lens.reporting.data import TARGETS, PlanView, RunView
+from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.numbers import count, fixed_with_error, number, percent, size, with_error
+from kl_lens.reporting.sections import Section
+from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
+from kl_lens.reporting.tables import Cell, Column, table, text_column
+
+TITLE = "The answer"
+
+
+def section(view: RunView) -> Section:
+    found = answer.recommend(view)
+    if found is None:
+        reason = "no plan has been verified on held-out text"
+        if not view.plans:
+            reason = "no plan has been made"
+        line = on_run(view, "plan", "--paper", "--verify")
+        return Section("answer", TITLE, None, line, reason)
+    plan = found.plan
+    parts = [
+        tag("p", *_sentence(view, plan), class_="lead"),
+        tag("div", *_tiles(view, plan), class_="tiles"),
+        note(found.rule),
+        _missing(view, plan),
+        _commands(view, plan),
+        _comparison(view, plan),
+    ]
+    return Section("answer", TITLE, join(parts))
+
+
+def _sentence(view: RunView, plan: PlanView) -> list[object]:
+    """What a colleague would say."""
+    parts: list[object] = [
+        "Store ", tag("b", view.model), " as plan ", tag("b", plan.name), f": {size(plan.bytes)} instead of ",
+        f"{size(view.fp16_bytes)} ({percent(plan.bytes / view.fp16_bytes)} of FP16, ",
+        f"{plan.row.bits_per_weight:.2f} bits per weight).",
+    ]  # fmt: skip
+    quality = _quality(view, plan)
+    if quality is not None:
+        parts.append(_perplexity_words(quality))
+    elif plan.row.predicted_kl is not None:
+        words = f" Its quality is only predicted so far: KL {number(plan.row.predicted_kl)} nats per token."
+        parts.append(words)
+    timed = [(p, r) for p in answer.best_profiles(view, plan) if (r := answer.speed_ratio(p)) is not None]
+    if timed:
+        said = " and ".join(
+            f"{r.median:.2f} times ({view.split(p.subject).target or p.subject})" for p, r in timed
+        )
+        quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
+        parts.append(f" Speed against the FP16 file on {timed[0][0].device}: {said}{quick}.")
+    return parts
+
+
+@dataclass(frozen=True)
+class _Quality:
+    """The best known perplexity: of the exported file where it was evaluated, else of the plan in PyTorch."""
+
+    value: float
+    original: float
+    error: float  # of the difference between the two, on the same text
+    where: str
+
+
+def _quality(view: RunView, plan: PlanView) -> _Quality | None:
+    for score, original in answer.quality_scores(view, plan):
+        change = score.values.get("token_perplexity_change")
+        if original is not None:
+            error = change.standard_error if change else math.nan
+            where = f"{score.what}, computed by {score.subject}"
+            return _Quality(score.values["token_perplexity"].value, original.value, error, where)
+    if plan.perplexity is not None and plan.original_perplexity:
+        where = f"{plan.measured_on or 'held-out text'}, in PyTorch"
+        return _Quality(
+            plan.perplexity.value, plan.original_perplexity, plan.perplexity.standard_error, where
+        )
+    return None
+
+
+def _perplexity_words(quality: _Quality) -> str:
+    """A change within twice its own error is called what it is."""
+    change = quality.value - quality.original
+    share, error = percent(abs(change) / quality.original, 1), percent(quality.error / quality.original, 1)
+    values = f"from {quality.original:.2f} to {quality.value:.2f}"
+    known = f" ± {error}" if not math.isnan(quality.error) else ""
+    if abs(change) < 2 * quality.error or abs(change) < 5e-4 * quality.original:
+        sign = "+" if change >= 0 else "−"
+        return f" Perplexity goes {values}, which may be chance ({sign}{share}{known}; {quality.where})."
+    verb = "rises" if change > 0 else "falls"
+    return f" Perplexity {verb} by {share}{known}, {values} ({quality.where})."
+
+
+def _tiles(view: RunView, plan: PlanView) -> list[Html]:
+    tiles = [
+        _tile(
+            "Size",
+            size(plan.bytes),
+            f"{percent(plan.bytes / view.fp16_bytes)} of FP16 ({size(view.fp16_bytes)})",
+        )
+    ]
+    quality = _quality(view, plan)
+    if quality is not None:
+        below = f"original {quality.original:.2f}; {quality.where}"
+        tiles.append(_tile("Token perplexity", f"{quality.value:.2f}", below))
+    if plan.kl is not None:
+        predicted = plan.row.predicted_kl
+        below = "nats per token" + (f"; predicted {number(predicted)}" if predicted is not None else "")
+        below += f"; {plan.measured_on}, in PyTorch" if plan.measured_on else ""
+        tiles.append(_tile("KL from the original", with_error(plan.kl), below))
+    elif plan.row.predicted_kl is not None:
+        tiles.append(_tile("Predicted KL", number(plan.row.predicted_kl), "nats per token; not verified"))
+    for profile in answer.best_profiles(view, plan)[:3]:
+        speed, ratio = answer.speed_of(profile), answer.speed_ratio(profile)
+        if speed is not None:
+            below = f"{ratio.median:.2f} × FP16; " if ratio is not None else ""
+            memory = f"; peak memory {size(profile.peak_memory_bytes)}" if profile.peak_memory_bytes else ""
+            below += f"{profile.device}, {count(profile.threads, 'thread')}{memory}"
+            target = view.split(profile.subject).target or profile.subject
+            tiles.append(_tile(f"Speed, {target}", f"{number(speed[1].median)} {speed[0]}", below))
+    return tiles
+
+
+def _tile(name: str, value: str, below: str) -> Html:
+    return tag(
+        "div", tag("span", name, class_="what"), tag("span", value, class_="value"), tag("span", below, class_="below"),
+        class_="tile",
+    )  # fmt: skip
+
+
+def _missing(view: RunView, plan: PlanView) -> Html | None:
+    lines = []
+    if _quality(view, plan) is None:
+        lines.append(fills("Quality of this plan", on_run(view, "plan", "--plan", plan.name, "--verify")))
+    if not answer.best_profiles(view, plan):
+        lines.append(fills("Speed of this plan", on_run(view, "benchmark")))
+    return join(lines) if lines else None
+
+
+def _commands(view: RunView, plan: PlanView) -> Html | None:
+    lines = answer.commands_for(view, plan)
+    if not lines:
+        return None
+    return join([paragraph("To make it again:"), tag("pre", tag("code", "\n".join(lines)))])
+
+
+def _comparison(view: RunView, plan: PlanView) -> Html:
+    """FP16, the uniform plans, the paper's nearest points, refined plans, and the answer."""
+    shown = _beside(view, plan)
+    targets = [t for t in TARGETS if any(_profile(view, p, t) for p in shown)]
+    ratios = [t for t in targets if any((f := _profile(view, p, t)) and answer.speed_ratio(f) for p in shown)]
+    columns = [
+        text_column("plan"), Column("size"), Column("of FP16"), Column("predicted KL"),
+        Column("measured KL"), Column("token perplexity"),
+        *(Column(f"{target}: × FP16 speed") for target in ratios),
+        *(Column(f"{target}: peak memory") for target in targets),
+    ]  # fmt: skip
+    rows = [_original_row(view, plan, ratios, targets), *(_row(view, p, ratios, targets) for p in shown)]
+    title = "The recommended plan beside the others"
+    return join(
+        [table(columns, rows, highlight=[1 + shown.index(plan)], caption=title), note(_protocol(shown))]
+    )
+
+
+def _protocol(plans: list[PlanView]) -> str:
+    texts = list(dict.fromkeys(p.measured_on for p in plans if p.measured_on))
+    if not texts:
+        return "Predicted KL is the sum of what each component does alone."
+    return (
+        f"Measured KL and perplexity of whole plans in PyTorch, on {'; '.join(texts)} that decided nothing; ± is one "
+        "standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of what each "
+        "component does alone."
+    )
+
+
+def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
+    uniform = [p for p in view.plans if p.family == "uniform"]
+    points = sorted((p for p in view.plans if p.family == "paper"), key=lambda p: p.bytes)
+    smaller, larger = (
+        [p for p in points if p.bytes <= plan.bytes],
+        [p for p in points if p.bytes > plan.bytes],
+    )
+    refined = [p for p in view.plans if p.family == "refined"][:2]
+    unique = {p.name: p for p in [*uniform, *smaller[-1:], *larger[:1], *refined, plan]}
+    return sorted(unique.values(), key=lambda p: -p.bytes)
+
+
+def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
+    found = [p for p in answer.best_profiles(view, plan) if view.split(p.subject).target == target]
+    return found[0] if found else None
+
+
+def _original_row(view: RunView, plan: PlanView, ratios: list[str], targets: list[str]) -> list[object]:
+    original = next((p.original_perplexity for p in [plan, *view.plans] if p.original_perplexity), None)
+    perplexity = "–" if original is None else f"{original:.2f}"
+    return ["FP16, the original", Cell(size(view.fp16_bytes), view.fp16_bytes), Cell("100 %", view.fp16_bytes),
+            "0", "0", perplexity, *("1" for _ in ratios), *(_fp16_memory(view, t) for t in targets)]  # fmt: skip
+
+
+def _fp16_memory(view: RunView, target: str) -> object:
+    """Of the file that the others' ratios are to."""
+    bases = {p.settings.get("ratios_to") for p in view.profiles if answer.speed_ratio(p) is not None}
+    found = [p for p in view.profiles if p.subject in bases and view.split(p.subject).target == target]
+    return _memory(found[0] if found else None)
+
+
+def _memory(profile: Profile | None) -> object:
+    if profile is None or not profile.peak_memory_bytes:
+        return "–"
+    return Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes)
+
+
+def _speed(profile: Profile | None) -> str:
+    ratio = answer.speed_ratio(profile) if profile else None
+    return f"{ratio.median:.2f}" if ratio else "–"
+
+
+def _row(view: RunView, plan: PlanView, ratios: list[str], targets: list[str]) -> list[object]:
+    profiles = {target: _profile(view, plan, target) for target in targets}
+    return [
+        plan.name,
+        Cell(size(plan.bytes), plan.bytes),
+        Cell(percent(plan.bytes / view.fp16_bytes, 1), plan.bytes),
+        number(plan.row.predicted_kl),
+        with_error(plan.kl),
+        fixed_with_error(plan.perplexity),
+        *(_speed(profiles[target]) for target in ratios),
+        *(_memory(profiles[target]) for target in targets),
+    ]

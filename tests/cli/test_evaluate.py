@@ -1,0 +1,223 @@
+"""`kl-lens evaluate` as a user goes about it: a whole run in one command, stopped, damaged, taken up again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kl_lens.cli.main import main
+from kl_lens.evaluation import read_scores
+from kl_lens.evaluation.evaluator import Evaluator
+from kl_lens.runs import Run
+
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+SHORT = ["--window", "48", "--limit", "4", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two plans, one of them exported, and a held-out text beside it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    text = (tiny_folder / "text.txt").read_text().split("\n\n")
+    (folder.parent / "calibration.txt").write_text("\n\n".join(text[: len(text) // 2]))
+    (folder.parent / "held_out.txt").write_text("\n\n".join(text[len(text) // 2 :]))
+    assert main([
+        "measure", str(tiny_folder), "--run", str(folder), "--text", str(folder.parent / "calibration.txt"),
+        "--windows", "2", "--window-length", "32", "--components", "in_proj|out_proj",
+    ]) == 0  # fmt: skip
+    for name, bits in (("small", "9"), ("large", "13")):
+        assert main(["plan", "--run", str(folder), "--max-bpw", bits, "--name", name]) == 0
+    assert main(["export", "--run", str(folder), "--target", "openvino", "--plan", "small"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def held_out(finished: Path) -> str:
+    return str(finished.parent / "held_out.txt")
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["evaluate", *arguments, *SHORT, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_whole_run_in_one_command(run_folder: Path, held_out: str, capsys) -> None:
+    command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--tag", "mine"]
+    found = evaluated(capsys, *command, "--exact")
+    kinds = {(s["subject"], s["kind"]) for s in found["scores"]}
+    plans = ("torch/large", "torch/small", "openvino/small (exact)")
+    assert kinds == {("original", "perplexity")} | {
+        (p, k) for p in plans for k in ("perplexity", "divergence")
+    }
+    (agreement,) = found["agreements"]
+    assert agreement["verdict"] == "agrees"
+    assert (
+        agreement["counterpart"] == "torch/small"
+    )  # the plan itself: the file holds the formats that were planned
+    by_name = {s["subject"]: s for s in found["scores"] if s["kind"] == "perplexity"}
+    # Norms and convolutions, which no plan names, are FP16 in the file.
+    assert by_name["openvino/small (exact)"]["values"]["token_perplexity"]["value"] == pytest.approx(
+        by_name["torch/small"]["values"]["token_perplexity"]["value"], rel=1e-3
+    )
+    assert (
+        by_name["original"]["protocol"] | {"window": 48, "stride": 48, "limit": 4}
+        == by_name["original"]["protocol"]
+    )
+    published = json.loads((run_folder / "perplexity_results_mine.json").read_text())
+    assert list(published) == ["tiny-mamba"]
+    assert set(published["tiny-mamba"]) == {"original", "large", "small", "openvino/small (exact)"}
+    value = by_name["torch/large"]["values"]["token_perplexity"]["value"]
+    assert published["tiny-mamba"]["large"] == pytest.approx(value)
+
+
+def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
+    command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
+    first = evaluated(capsys, *command)
+    scored: list[int] = []
+    original = Evaluator._score
+
+    def counting(self, subject, session, text, index, divergence):
+        scored.append(index)
+        return original(self, subject, session, text, index, divergence)
+
+    monkeypatch.setattr(Evaluator, "_score", counting)
+    assert evaluated(capsys, *command)["scores"] == first["scores"]
+    assert scored == []
+    evaluated(capsys, *command, "--again")
+    assert len(scored) == 8
+
+
+def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
+    command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
+    original = Evaluator._score
+    scored: list[int] = []
+
+    def interrupted(self, subject, session, text, index, divergence):
+        if len(scored) == 6:
+            signal.raise_signal(signal.SIGINT)
+        scored.append(index)
+        return original(self, subject, session, text, index, divergence)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "_score", interrupted)
+        assert main(["evaluate", *command, *SHORT]) == 130
+    assert "goes on from there" in capsys.readouterr().err
+    with Run.open(run_folder) as run:
+        assert [score.subject for score in read_scores(run)] == ["original"]
+    resumed = evaluated(capsys, *command)
+    fresh = evaluated(capsys, *command, "--again")
+    assert [s["values"] for s in resumed["scores"]] == [s["values"] for s in fresh["scores"]]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut"])
+def test_a_damaged_artifact_is_named_and_the_rest_is_kept(
+    damage: str, run_folder: Path, held_out: str, capsys
+) -> None:
+    weights = run_folder / "artifacts/openvino/small/openvino_model.bin"
+    if damage == "deleted":
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["evaluate", "--run", str(run_folder), "--perplexity", held_out, *SHORT]) == 1
+    captured = capsys.readouterr()
+    (complaint,) = [line for line in captured.err.splitlines() if line.startswith("kl-lens evaluate")]
+    assert "openvino/small" in complaint
+    assert "torch/small" in captured.out
+    with Run.open(run_folder) as run:
+        assert {score.subject for score in read_scores(run)} >= {"original", "torch/small", "torch/large"}
+
+
+def test_the_table_says_what_the_numbers_mean(run_folder: Path, held_out: str, capsys) -> None:
+    assert (
+        main(
+            [
+                "evaluate",
+                "--run",
+                str(run_folder),
+                "--perplexity",
+                held_out,
+                "--divergence",
+                *SHORT,
+                "--exact",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    for words in ("token perplexity", "word perplexity", "Δ to original", "same weights in PyTorch", "99.9 %",
+                  "4 windows of 48 tokens", "standard error over windows", "same top token"):  # fmt: skip
+        assert words in out
+
+
+def test_a_file_alone(run_folder: Path, held_out: str, capsys) -> None:
+    folder = str(run_folder / "artifacts/openvino/small")
+    found = evaluated(capsys, folder, "--perplexity", held_out)
+    assert [s["subject"] for s in found["scores"]] == [folder]
+    model = str(Run.open(run_folder).identity["source"])
+    beside = evaluated(capsys, folder, "--model", model, "--perplexity", held_out, "--divergence", "--exact")
+    assert [a["counterpart"] for a in beside["agreements"]] == ["torch/small as openvino"]
+    named = evaluated(capsys, folder, "--run", str(run_folder), "--perplexity", held_out)
+    assert [s["subject"] for s in named["scores"]] == ["original", "torch/small", "openvino/small"]
+
+
+def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    rows = [
+        {"goal": f"the game {n}", "sol1": "in the city", "sol2": "at it", "label": n % 2} for n in range(6)
+    ]
+    (tmp_path / "piqa_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--run", str(run_folder), "--targets", "torch", "--plan", "large", "--tasks", "piqa",
+               "--task-data", str(tmp_path), "--max-drop", "3%"]  # fmt: skip
+    found = evaluated(capsys, *command)
+    assert [(s["subject"], s["kind"], s["tokens"]) for s in found["scores"]] == [
+        ("original", "task", 6),
+        ("torch/large", "task", 6),
+    ]
+    assert found["scores"][1]["values"].keys() >= {"acc", "acc_norm", "acc_drop"}
+    (verdict,) = found["verdicts"]
+    assert verdict["verdict"] == "not decided"  # six examples cannot decide about three points
+    assert main(["evaluate", *command, "--task-limit", "4", *SHORT]) == 0
+    out = capsys.readouterr().out
+    assert "near chance (50 %)" in out
+    assert "not decided" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
+        (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
+        (["--targets", "onnx"], "--targets 'onnx'"),
+        (["--max-drop", "much"], "--max-drop"),
+        (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),
+        (["--perplexity", "HELD_OUT", "--stride", "500"], "stride 500 is longer"),
+        (["--perplexity", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_requests_are_one_line(
+    arguments: list[str], message: str, run_folder: Path, finished: Path, capsys
+) -> None:
+    places = {"CALIBRATION": "calibration.txt", "HELD_OUT": "held_out.txt"}
+    arguments = [str(finished.parent / places[a]) if a in places else a for a in arguments]
+    assert main(["evaluate", "--run", str(run_folder), *arguments, *SHORT]) == 1
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert message in errors[-1]
+    assert not any(line.startswith("Traceback") for line in errors)
+
+
+def test_an_artifact_that_is_not_there(tmp_path: Path, capsys) -> None:
+    assert main(["evaluate", str(tmp_path / "nothing")]) == 1
+    assert "is no exported model" in capsys.readouterr().err

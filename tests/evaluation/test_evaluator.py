@@ -1,0 +1,263 @@
+"""Many subjects on one text: agreement with PyTorch, damaged files, and going on after an interruption."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import kl_lens as kl
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.errors import KLLensError
+from kl_lens.evaluation import (
+    ArtifactSubject,
+    EvaluationText,
+    Evaluator,
+    Journal,
+    Outcome,
+    RuntimeSettings,
+    TorchSubject,
+    evaluate_text,
+    prepare_text,
+    read_scores,
+    run_subjects,
+)
+from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, differences, within
+from kl_lens.evaluation.scoring import WindowScore
+from kl_lens.records import Plan
+from kl_lens.runs import Run
+from kl_lens.sensitivity.sweep import Progress
+from kl_lens.targets import export
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+TARGETS = ("openvino", "gguf")
+SETTINGS = RuntimeSettings(threads=1)
+
+
+def judged(
+    model: LoadedModel, folder: Path, text: EvaluationText, run_folder: Path, **options: object
+) -> Outcome:
+    subject = ArtifactSubject(folder, SETTINGS, "file")
+    counterpart = subject.counterpart(model)
+    assert counterpart is not None
+    with Run.create(run_folder) as run:
+        evaluator = Evaluator(Journal(run), TorchSubject(model))
+        return evaluator.judge_text([counterpart, subject], text, **options)
+
+
+def with_other_scales(folder: Path, target: str, factor: float = 1.1) -> None:
+    """Makes the scales of one layer larger, as an exporter with a mistake might."""
+    if target == "gguf":
+        from gguf import GGUFReader
+
+        (file,) = folder.glob("*.gguf")
+        reader = GGUFReader(file, "r+")
+        tensor = next(t for t in reader.tensors if t.name == "blk.1.ssm_in.weight")
+        scales = tensor.data.reshape(-1, 34)[:, :2].view(np.float16)
+        scales *= np.float16(factor)
+        reader.data.flush()
+        return
+    graph = ElementTree.parse(folder / "openvino_model.xml").getroot()
+    data = np.fromfile(folder / "openvino_model.bin", np.uint8)
+    layers = [layer for layer in graph.iter("layer") if layer.get("type") == "Const"]
+    found = [c for c in layers if "layers.1" in c.get("name", "") and "in_proj" in c.get("name", "")]
+    constants = [c.find("data") for c in found]
+    scales = next(d for d in constants if d is not None and d.get("element_type") == "f16")
+    offset, size = int(scales.get("offset", 0)), int(scales.get("size", 0))
+    values = data[offset : offset + size].view(np.float16)
+    values *= np.float16(factor)
+    data.tofile(folder / "openvino_model.bin")
+
+
+@pytest.fixture(scope="module")
+def reference() -> LoadedModel:
+    """The embedded Mamba: trained, so that wrong weights cost it something."""
+    return load("reference:mamba")
+
+
+@pytest.fixture(scope="module")
+def reference_text(reference: LoadedModel) -> EvaluationText:
+    return prepare_text("wikitext2:valid", reference.tokenizer, window=64, limit=6)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def shipped(
+    request: pytest.FixtureRequest, reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    fmt = {"gguf": "q8_0", "openvino": "int8"}[request.param]
+    formats = {c.name: fmt for c in reference.anatomy.candidates if not c.name.endswith("dt_proj")}
+    folder = tmp_path_factory.mktemp("shipped") / request.param
+    export(reference, Plan("eight", formats, "test"), request.param, folder)
+    return folder
+
+
+def test_a_file_agrees_with_the_same_weights_in_pytorch(
+    shipped: Path, reference: LoadedModel, reference_text: EvaluationText, tmp_path: Path
+) -> None:
+    outcome = judged(reference, shipped, reference_text, tmp_path / "run")
+    (agreement,) = outcome.agreements
+    assert agreement.verdict in (AGREES, AS_DEPLOYED)
+    assert agreement.counterpart == f"torch/eight as {shipped.name}"
+    values = {s.subject: s.values for s in outcome.scores if s.kind == "perplexity"}
+    assert values["file"]["token_perplexity"].value == pytest.approx(
+        values[agreement.counterpart]["token_perplexity"].value, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(("divergence", "factor"), [(True, 1.1), (False, 1.5)])
+def test_a_file_with_other_weights_is_flagged(
+    shipped: Path,
+    divergence: bool,
+    factor: float,
+    reference: LoadedModel,
+    reference_text: EvaluationText,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(shipped, folder)  # with the runtime's compiled copy, which must not hide the damage
+    with_other_scales(folder, shipped.name, factor)
+    (agreement,) = judged(
+        reference, folder, reference_text, tmp_path / "run", divergence=divergence
+    ).agreements
+    assert agreement.verdict == DISAGREES
+
+
+def test_the_rule_looks_at_differences_by_window() -> None:
+    """Text that varies wildly hides nothing; a small common shift is seen, one that scatters around zero is noise."""
+    hard = np.linspace(200, 500, 20)
+    scatter = np.random.default_rng(0).normal(0, 1, 20)
+    tokens = 100
+
+    def scores(nll: np.ndarray) -> list[WindowScore]:
+        return [WindowScore(tokens, 80, float(value)) for value in nll]
+
+    assert within(differences(scores(hard + 0.05), scores(hard)))  # 0.0005 nats per token
+    assert not within(differences(scores(hard + 0.5), scores(hard)))  # 0.005
+    assert within(differences(scores(hard + scatter - scatter.mean()), scores(hard)))
+
+
+def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(
+    model: LoadedModel, text: EvaluationText, tmp_path: Path
+) -> None:
+    plan = TorchSubject(model, "torch/plan", {"backbone.layers.0.mixer.in_proj": "int4"})
+    windows = []
+
+    def stop(_: float, what: str) -> None:
+        windows.append(what)
+        if len(windows) == len(text.items) + 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with Run.create(tmp_path / "run") as run, pytest.raises(KeyboardInterrupt):
+        Evaluator(Journal(run), TorchSubject(model), Progress(advanced=stop)).judge_text([plan], text)
+    with Run.open(tmp_path / "run") as run:  # another process would find the same
+        assert [score.subject for score in read_scores(run)] == ["original"]
+        begun: list[tuple[float, float]] = []
+        advanced: list[str] = []
+        progress = Progress(
+            started=lambda total, done: begun.append((total, done)),
+            advanced=lambda _, what: advanced.append(what),
+        )
+        resumed = Evaluator(Journal(run), TorchSubject(model), progress).judge_text([plan], text)
+        assert begun == [(2 * text.targets, (len(text.items) + 3) * text.items[0].targets)]
+        assert len(advanced) == len(text.items) - 3
+        afresh = Evaluator(Journal(run, again=True), TorchSubject(model)).judge_text([plan], text)
+    with Run.create(tmp_path / "whole") as run:
+        whole = Evaluator(Journal(run), TorchSubject(model)).judge_text([plan], text)
+    assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
+    assert [s.values for s in afresh.scores] == [s.values for s in whole.scores]
+
+
+def test_a_longer_text_uses_the_windows_that_are_there(
+    model: LoadedModel, text: EvaluationText, tiny_folder: Path, tmp_path: Path
+) -> None:
+    longer = prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, limit=8)
+    advanced: list[str] = []
+    with Run.create(tmp_path / "run") as run:
+        Evaluator(Journal(run), TorchSubject(model)).judge_text([], text, divergence=False)
+        progress = Progress(advanced=lambda _, what: advanced.append(what))
+        Evaluator(Journal(run), TorchSubject(model), progress).judge_text([], longer, divergence=False)
+        assert len(read_scores(run, "perplexity")) == 2  # two protocols, two scores
+    assert len(advanced) == 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
+    target: str, model: LoadedModel, text: EvaluationText, exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    doomed = ArtifactSubject(exported(target), SETTINGS, f"{target}/doomed")
+    after = TorchSubject(model, "torch/after", {"backbone.embeddings": "int8"})
+    largest = max(doomed.files, key=lambda file: file.stat().st_size)
+
+    def delete(_: float, what: str) -> None:
+        if what == f"{target}/doomed, window 2":
+            largest.unlink()
+
+    with Run.create(tmp_path / "run") as run:
+        evaluator = Evaluator(Journal(run), TorchSubject(model), Progress(advanced=delete))
+        outcome = evaluator.judge_text([doomed, after], text)
+        assert list(outcome.failures) == [f"{target}/doomed"]
+        assert largest.name in outcome.failures[f"{target}/doomed"]
+        assert {s.subject for s in read_scores(run)} == {"original", "torch/after"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_file_cut_short_is_refused_in_one_line(
+    target: str, model: LoadedModel, text: EvaluationText, exported: Callable[[str], Path]
+) -> None:
+    folder = exported(target)
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(KLLensError) as caught:
+        evaluate_text(ArtifactSubject(folder, SETTINGS), text)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_identities_change_with_what_makes_the_numbers(
+    model: LoadedModel, exported: Callable[[str], Path]
+) -> None:
+    folder = exported("gguf")
+    one, same = ArtifactSubject(folder), ArtifactSubject(next(folder.glob("*.gguf")))
+    assert one.identity == same.identity
+    assert ArtifactSubject(folder, RuntimeSettings(exact=True)).identity != one.identity
+    with_other_scales(folder, "gguf")
+    assert ArtifactSubject(folder).identity != one.identity
+    plans = [{"backbone.embeddings": fmt} for fmt in ("int8", "int4")]
+    assert TorchSubject(model, "a", plans[0]).identity == TorchSubject(model, "b", plans[0]).identity
+    assert TorchSubject(model, "a", plans[0]).identity != TorchSubject(model, "a", plans[1]).identity
+
+
+def test_a_model_in_python(model: LoadedModel, exported: Callable[[str], Path], tiny_folder: Path) -> None:
+    options = {"text": str(tiny_folder / "text.txt"), "window": 48, "limit": 4}
+    original = kl.evaluate(model, **options)
+    assert original.subject == "original"
+    assert original.values["token_perplexity"].value > 1
+    folder = exported("openvino")
+    alone = kl.evaluate(folder, exact=True, threads=1, **options)
+    beside = kl.evaluate(str(folder), original=model, exact=True, threads=1, **options)
+    assert alone.values["token_perplexity"] == beside.values["token_perplexity"]
+    assert beside.values["kl_mean"].value > 0
+    assert alone.protocol["tokens"] == 4 * 47
+    bare = exported("gguf")
+    (bare / "artifact.json").unlink()
+    (file,) = bare.glob("*.gguf")
+    with pytest.raises(KLLensError, match="holds no tokenizer"):
+        kl.evaluate(file, **options)
+
+
+def test_a_run_without_plans_has_only_its_original(model: LoadedModel, tmp_path: Path) -> None:
+    from kl_lens.sensitivity.sweep import model_identity
+
+    with Run.create(tmp_path / "run") as run:
+        run.identify(model_identity(model))
+        selection = run_subjects(run, model, SETTINGS)
+        assert (selection.subjects, selection.failures) == ([], {})
+        with pytest.raises(KLLensError, match="has no plan 'p05'"):
+            run_subjects(run, model, SETTINGS, plan="p05")

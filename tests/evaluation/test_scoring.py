@@ -1,0 +1,161 @@
+"""Perplexity and divergence against computations by hand, in float64, and against lm-eval's own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.evaluation import (
+    EvaluationText,
+    TorchSession,
+    divergence_values,
+    perplexity_values,
+    prepare_text,
+    score_text,
+)
+from kl_lens.evaluation.scoring import score_window
+from kl_lens.evaluation.texts import TextWindow
+from kl_lens.resources import reference_path
+from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.text import Document, TextSource, wikitext2
+
+
+def log_probabilities(model: LoadedModel, ids: tuple[int, ...]) -> np.ndarray:
+    """(tokens, vocabulary) in float64, from the model's own forward."""
+    with torch.inference_mode():
+        logits = model.model(torch.tensor([ids])).logits[0].double()
+    return (logits - logits.logsumexp(-1, keepdim=True)).numpy()
+
+
+INT4 = {"backbone.layers.1.mixer.in_proj": "int4", "backbone.embeddings": "int8"}
+
+
+@pytest.mark.parametrize("stride", [None, 12])
+def test_perplexity_by_hand(model: LoadedModel, tiny_folder, stride: int | None) -> None:
+    """Every token once, given what came before it in its window; with a stride, only each window's last tokens."""
+    text = prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, stride=stride, limit=5)
+    losses = []
+    for index, item in enumerate(text.items):
+        first = 1 if stride is None or index == 0 else 48 - 12
+        table = log_probabilities(model, item.ids)
+        losses.append([-table[t - 1, item.ids[t]] for t in range(first, 48)])
+    scores = score_text(TorchSession(model), text)
+    values = perplexity_values(scores)
+    every = np.concatenate(losses)
+    assert text.protocol["tokens"] == len(every) == sum(s.targets for s in scores)
+    assert values["token_perplexity"].value == pytest.approx(math.exp(every.mean()), rel=1e-6)
+    assert values["word_perplexity"].value == pytest.approx(
+        math.exp(every.sum() / text.protocol["words"]), rel=1e-6
+    )
+    sums, counts = np.array([sum(w) for w in losses]), np.array([len(w) for w in losses])
+    residuals = sums - every.mean() * counts
+    error = math.sqrt((residuals**2).sum() / 4 * 5) / counts.sum()
+    assert values["token_perplexity"].standard_error == pytest.approx(
+        values["token_perplexity"].value * error, rel=1e-5
+    )
+
+
+def test_words_are_counted_where_they_begin() -> None:
+    """A byte-level tokenizer cuts words; each counts once, in the window in which its first letter is scored."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
+    document = Document("piece", wikitext2("test").documents[0].text[:6000])
+    text = prepare_text(TextSource("piece", None, (document,)), tokenizer, window=64, stride=40)
+    spans = tokenizer(document.text, return_offsets_mapping=True)["offset_mapping"]
+    scored = {
+        start + offset
+        for start, item in zip(text.windows.starts, text.items, strict=True)
+        for offset in range(item.first_target, 64)
+    }
+    begins = [
+        i
+        for i, c in enumerate(document.text)
+        if not c.isspace() and (i == 0 or document.text[i - 1].isspace())
+    ]
+    holder = [next(t for t, (a, b) in enumerate(spans) if a <= begin < b) for begin in begins]
+    assert text.protocol["words"] == sum(token in scored for token in holder)
+    assert text.protocol["words"] < 0.9 * text.protocol["tokens"]  # the two perplexities are different things
+
+
+def test_perplexity_is_lm_evals_own_on_the_same_text(model: LoadedModel, text: EvaluationText) -> None:
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs the extra eval")
+    from lm_eval.api.instance import Instance
+
+    from kl_lens.evaluation.language_model import SessionLM
+
+    theirs = huggingface.HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=48)
+    requests = [(None, list(i.ids[: i.first_target]), list(i.ids[i.first_target :])) for i in text.items]
+    found = theirs._loglikelihood_tokens(requests, disable_tqdm=True)
+    scores = score_text(TorchSession(model), text)
+    assert [-s.nll for s in scores] == pytest.approx([total for total, _ in found], abs=2e-4)
+    # lm-eval's rolling likelihood of a whole text: windows with a first token of their own.
+    passage = model.tokenizer.decode(text.windows.ids[:3].flatten().tolist())
+    request = [Instance("loglikelihood_rolling", {}, (passage,), 0)]
+    ours = SessionLM(TorchSession(model), model.tokenizer, max_length=48).loglikelihood_rolling(request)
+    assert ours == pytest.approx(theirs.loglikelihood_rolling(request, disable_tqdm=True), abs=5e-4)
+    # The same in our windows: the first one begins with that token.
+    ids = [model.tokenizer.eos_token_id, *model.tokenizer.encode(passage)[:47]]
+    window = score_window(TorchSession(model), TextWindow(tuple(ids), 1, 1, ""))
+    first = [Instance("loglikelihood_rolling", {}, (model.tokenizer.decode(ids[1:]),), 0)]
+    assert -window.nll == pytest.approx(theirs.loglikelihood_rolling(first, disable_tqdm=True)[0], abs=2e-4)
+
+
+def test_divergence_by_hand(model: LoadedModel, text: EvaluationText) -> None:
+    scores = score_text(TorchSession(model, INT4), text, TorchSession(model))
+    expected, same = [], []
+    for item in text.items:
+        original = log_probabilities(model, item.ids)[:-1]
+        with swapped(replacements(model, Perturbation(INT4))):
+            student = log_probabilities(model, item.ids)[:-1]
+        expected.append((np.exp(original) * (original - student)).sum(-1))
+        same.append(original.argmax(-1) == student.argmax(-1))
+    tokens = np.concatenate(expected)
+    values = divergence_values(scores)
+    assert values["kl_mean"].value == pytest.approx(tokens.mean(), rel=1e-5)
+    assert values["kl_mean"].standard_error == pytest.approx(
+        np.std([w.mean() for w in expected], ddof=1) / math.sqrt(len(expected)), rel=1e-4
+    )
+    for name, share in (("kl_median", 0.5), ("kl_p99", 0.99), ("kl_p999", 0.999), ("kl_max", 1.0)):
+        assert values[name].value == pytest.approx(np.quantile(tokens, share), rel=1e-4)
+    assert values["same_top"].value == pytest.approx(np.concatenate(same).mean())
+
+
+def test_the_original_diverges_from_itself_by_nothing(model: LoadedModel, text: EvaluationText) -> None:
+    values = divergence_values(score_text(TorchSession(model), text, TorchSession(model, remember=10**8)))
+    assert values["kl_max"].value < 1e-9
+    assert values["same_top"].value == 1
+
+
+def test_remembered_states_give_the_same_logits(model: LoadedModel, text: EvaluationText) -> None:
+    teacher = TorchSession(model, remember=10**8)
+    first = teacher.logits(text.items[0].ids)
+    np.testing.assert_array_equal(teacher.logits(text.items[0].ids), first)
+    np.testing.assert_allclose(TorchSession(model).logits(text.items[0].ids), first, atol=2e-5)
+
+
+def test_a_torch_session_goes_on_where_it_was(model: LoadedModel, text: EvaluationText) -> None:
+    ids = text.items[0].ids[:20]
+    session = TorchSession(model, INT4)
+    whole = session.logits(ids)
+    session.reset()
+    session.prefill(ids[:12])
+    session.prefill(ids[12:19])
+    np.testing.assert_allclose(session.step(ids[19]), whole[-1], atol=2e-5)
+    with pytest.raises(TargetError, match="outside the vocabulary"):
+        session.step(97)
+
+
+def test_logits_that_are_no_numbers_are_refused(model: LoadedModel, text: EvaluationText) -> None:
+    class Broken(TorchSession):
+        def logits(self, ids):
+            logits = super().logits(ids)
+            logits[5, 3] = np.nan
+            return logits
+
+    with pytest.raises(TargetError, match="not finite"):
+        score_window(Broken(model), text.items[0])

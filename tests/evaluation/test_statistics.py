@@ -1,0 +1,104 @@
+"""Errors over windows and over examples, against what the textbook says."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import KLLensError
+from kl_lens.evaluation import statistics
+from kl_lens.evaluation.tasks import judge, near_chance, parse_share
+from kl_lens.records import Estimate
+
+
+def test_equal_windows_give_the_standard_error_of_a_mean() -> None:
+    sums, weights = np.array([10.0, 14.0, 12.0, 16.0]), np.full(4, 5.0)
+    found = statistics.ratio(sums, weights)
+    assert found.value == pytest.approx(13 / 5)
+    assert found.standard_error == pytest.approx((sums / 5).std(ddof=1) / math.sqrt(4))
+
+
+def test_one_window_has_no_error() -> None:
+    assert math.isnan(statistics.ratio(np.array([3.0]), np.array([2.0])).standard_error)
+
+
+def test_a_change_that_is_alike_everywhere_is_known_far_better_than_either_perplexity() -> None:
+    generator = np.random.default_rng(0)
+    weights = np.full(40, 100.0)
+    original = weights * generator.normal(3.0, 0.3, 40)
+    changed = original + weights * 0.01
+    change = statistics.perplexity_change(changed, original, weights)
+    ours, theirs = (statistics.perplexity(nll, weights) for nll in (changed, original))
+    assert change.value == pytest.approx(ours.value - theirs.value)
+    assert change.standard_error < ours.standard_error / 50
+
+
+def test_the_error_of_a_quantile_is_that_of_repeated_texts() -> None:
+    """Many texts of 50 windows: the spread of their 99th percentiles is the error that each of them claims."""
+    generator = np.random.default_rng(1)
+
+    def windows() -> list[np.ndarray]:
+        levels = generator.lognormal(
+            0, 0.5, 50
+        )  # windows differ, so tokens of one window are no independent samples
+        return [(level * generator.exponential(1, 200)).astype(np.float32) for level in levels]
+
+    found = [statistics.quantile(windows(), 0.99) for _ in range(200)]
+    spread = np.std([f.value for f in found])
+    assert np.mean([f.standard_error for f in found]) == pytest.approx(spread, rel=0.2)
+
+
+def test_a_quantile_beyond_the_text_has_no_error() -> None:
+    few = [np.arange(5, dtype=np.float32), np.arange(5, dtype=np.float32)]
+    assert math.isnan(statistics.quantile(few, 0.999).standard_error)
+
+
+def test_the_paired_drop_by_hand() -> None:
+    """Of ten examples three were lost and one was won: 2 in 10; Agresti and Min's error with half an example each."""
+    before = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 0], float)
+    after = np.array([0, 0, 0, 1, 1, 0, 0, 0, 1, 0], float)
+    drop = statistics.paired_drop(before, after)
+    lost, won, n = 3.5, 1.5, 12
+    assert drop.value == pytest.approx(0.2)
+    assert drop.standard_error == pytest.approx(math.sqrt((lost + won) - (lost - won) ** 2 / n) / n)
+
+
+def test_pairing_beats_two_separate_errors() -> None:
+    generator = np.random.default_rng(2)
+    before = (generator.random(1000) < 0.6).astype(float)
+    after = before.copy()
+    after[:20] = 0
+    separate = math.hypot(*(statistics.mean(x).standard_error for x in (before, after)))
+    assert statistics.paired_drop(before, after).standard_error < separate / 3
+
+
+def test_no_difference_on_few_examples_proves_little() -> None:
+    same = np.ones(40)
+    assert judge(statistics.paired_drop(same, same), 0.03) == "not decided"
+    many = np.ones(2000)
+    assert judge(statistics.paired_drop(many, many), 0.03) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("drop", "error", "verdict"),
+    [(0.01, 0.005, "pass"), (0.05, 0.005, "fail"), (0.03, 0.005, "not decided"), (0.01, 0.02, "not decided"),
+     (-0.2, 0.01, "pass"), (0.5, math.nan, "not decided")],
+)  # fmt: skip
+def test_verdicts_by_the_whole_error_bar(drop: float, error: float, verdict: str) -> None:
+    assert judge(Estimate(drop, error), 0.03) == verdict
+
+
+def test_near_chance() -> None:
+    assert near_chance(Estimate(0.29, 0.021), 0.25)
+    assert not near_chance(Estimate(0.30, 0.02), 0.25)
+    assert not near_chance(Estimate(0.0, 0.1), None)  # nothing to guess among
+
+
+def test_shares() -> None:
+    assert parse_share("3%") == pytest.approx(0.03)
+    assert parse_share("0.03") == pytest.approx(0.03)
+    for wrong in ("three", "300%", "-1%"):
+        with pytest.raises(KLLensError, match="--max-drop"):
+            parse_share(wrong)

@@ -1,0 +1,195 @@
+"""Tasks: our sessions as lm-eval's model, local files, paired drops, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TextError
+from kl_lens.evaluation import Journal, TaskEvaluator, TorchSession, TorchSubject, read_scores
+from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
+from kl_lens.runs import Run
+from kl_lens.sensitivity.sweep import Progress
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from kl_lens.evaluation.language_model import SessionLM
+from kl_lens.evaluation.tasks import run_task, task_values
+
+ROWS = {
+    "arc_easy_test.jsonl": [
+        {"query": f"Question: Where was the {thing} ?", "gold": n % 4,
+         "choices": ["in the city", "on it", "at a game", "with the first"]}
+        for n, thing in enumerate(("game", "city", "season", "first", "other"))
+    ],
+    "hellaswag_validation_200.jsonl": [
+        {"ind": 1, "activity_label": "The game", "ctx_a": "It was the first.", "ctx_b": "the city", "ctx": "x",
+         "endings": ["was in the city .", "had it .", "by the time of it", "were at the first"], "label": str(n)}
+        for n in (2, 0, 3)
+    ],
+    "lambada_openai_test.jsonl": [
+        {"context": "In the city , the first time it was", "continuation": "the"},
+        {"context": "He had been at the", "continuation": "game"},
+    ],
+    "piqa_validation.jsonl": [
+        {"goal": "to be at the game", "sol1": "be in the city", "sol2": "had it by the time", "label": n}
+        for n in (0, 1, 1)
+    ],
+    "my_own_test.jsonl": [{"query": "The first is", "choices": ["it", "the"], "gold": 1}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, rows in ROWS.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def huggingface(model: LoadedModel) -> HFLM:
+    return HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=1, max_length=64)
+
+
+@pytest.fixture
+def ours(model: LoadedModel) -> SessionLM:
+    return SessionLM(TorchSession(model), model.tokenizer, max_length=64)
+
+
+def test_likelihoods_are_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
+    pairs = [
+        ("The game was", " in the city"),
+        ("The game was ", "in the city"),  # a blank that belongs to what follows
+        ("", "the first time"),
+        ("the city " * 60, " was the first"),  # longer than the model may read
+        ("The game was", " the"),
+        ("The game was", " a"),  # shares its input with the one before
+    ]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    theirs = huggingface.loglikelihood(requests, disable_tqdm=True)
+    found = ours.loglikelihood(requests)
+    assert [total for total, _ in found] == pytest.approx([total for total, _ in theirs], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in theirs]
+
+
+def test_generation_is_lm_evals_own(ours: SessionLM, huggingface: HFLM) -> None:
+    for stops in ([], [" the"]):
+        settings = {"until": stops, "max_gen_toks": 12, "do_sample": False}
+        request = [Instance("generate_until", {}, ("In the city", dict(settings)), 0)]
+        assert ours.generate_until(request) == huggingface.generate_until(request, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "lambada_openai", "piqa"])
+def test_local_files_give_lm_evals_results(
+    name: str, ours: SessionLM, huggingface: HFLM, task_data: Path
+) -> None:
+    (task,) = chosen_tasks(task_data, [name])
+    (mine,), (theirs,) = (run_task(language_model, task) for language_model in (ours, huggingface))
+    assert len(mine.metrics["acc"]) == len(next(rows for file, rows in ROWS.items() if file.startswith(name)))
+    assert set(mine.metrics) == set(theirs.metrics)
+    for metric, values in mine.metrics.items():
+        assert values == pytest.approx(theirs.metrics[metric], abs=1e-4)
+    assert mine.chance == {"arc_easy": 0.25, "hellaswag": 0.25, "piqa": 0.5}.get(name)
+
+
+def test_the_samples_that_stand_beside_some_checkouts(shared: Path, ours: SessionLM) -> None:
+    found = find_tasks(shared / "data/tasks")
+    assert set(found) >= {"arc_easy", "hellaswag", "lambada_openai", "piqa"}
+    for task in found.values():
+        (examples,) = run_task(ours, task, limit=2)
+        assert len(examples.metrics["acc"]) == 2
+
+
+def test_few_shot_and_limit(ours: SessionLM, task_data: Path) -> None:
+    (task,) = chosen_tasks(task_data, ["arc_easy"])
+    counted: list[int] = []
+    (plain,) = run_task(ours, task, limit=3, requests=counted.append)
+    (shown,) = run_task(ours, task, limit=3, few_shot=1)
+    assert counted == [12]
+    assert len(plain.metrics["acc"]) == len(shown.metrics["acc"]) == 3
+    assert (plain.few_shot, shown.few_shot) == (0, 1)
+
+
+def test_drops_are_paired_by_example(model: LoadedModel, ours: SessionLM, task_data: Path) -> None:
+    (task,) = chosen_tasks(task_data, ["arc_easy"])
+    damaged = TorchSession(model, {c.name: "int4" for c in model.anatomy.candidates})
+    (before,) = run_task(ours, task)
+    (after,) = run_task(SessionLM(damaged, model.tokenizer, max_length=64), task)
+    values = task_values(after, before)
+    lost = [a - b for a, b in zip(before.metrics["acc"], after.metrics["acc"], strict=True)]
+    assert values["acc_drop"].value == pytest.approx(sum(lost) / len(lost))
+
+
+def test_an_interrupted_task_goes_on(
+    model: LoadedModel, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kl_lens.evaluation.language_model.ANSWERS_TOGETHER", 4)
+    (task,) = chosen_tasks(task_data, ["arc_easy"])
+    subjects = [TorchSubject(model), TorchSubject(model, "torch/x", {"backbone.embeddings": "int4"})]
+    asked: list[str] = []
+
+    def stop(_: float, what: str) -> None:
+        asked.append(what)
+        if len(asked) == 7:
+            signal.raise_signal(signal.SIGINT)
+
+    with Run.create(tmp_path / "run") as run:
+        stopped = TaskEvaluator(Journal(run), model.tokenizer, progress=Progress(advanced=stop))
+        with pytest.raises(KeyboardInterrupt):
+            stopped.judge_task(subjects, task)
+        assert [score.subject for score in read_scores(run)] == ["original"]
+        calls = _counted(monkeypatch)
+        resumed = TaskEvaluator(Journal(run), model.tokenizer).judge_task(subjects, task)
+        assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left
+    with Run.create(tmp_path / "whole") as run:
+        whole = TaskEvaluator(Journal(run), model.tokenizer).judge_task(subjects, task)
+    assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = TorchSession.logits
+
+    def counting(self: TorchSession, ids):
+        calls.append(len(ids))
+        return original(self, ids)
+
+    monkeypatch.setattr(TorchSession, "logits", counting)
+    return calls
+
+
+def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: SessionLM) -> None:
+    with pytest.raises(TextError, match=r"holds no winogrande_test\.jsonl .* it holds arc_easy"):
+        chosen_tasks(task_data, ["winogrande"])
+    with pytest.raises(TextError, match="no such folder"):
+        find_tasks(tmp_path / "nowhere")
+    (tmp_path / "piqa_validation.jsonl").write_text("no json\n")
+    with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is no JSON"):
+        run_task(ours, LocalTask("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+    (tmp_path / "piqa_validation.jsonl").write_text('{"other": 1}\n')
+    with pytest.raises(TextError, match="task piqa"):
+        run_task(ours, LocalTask("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
+
+
+@pytest.mark.slow
+def test_a_task_of_the_users_own_and_the_hub_out_of_reach(
+    ours: SessionLM, task_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: lm-eval reads its index of all tasks."""
+    (task,) = chosen_tasks(task_data, ["my_own"])
+    (examples,) = run_task(ours, task)
+    assert (examples.chance, len(examples.metrics["acc"])) == (0.5, 1)
+    with pytest.raises(TextError, match="lm-eval knows no such task"):
+        run_task(ours, "no_such_task")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TextError, match=r"task piqa: .*--task-data DIR"):
+        run_task(ours, "piqa")

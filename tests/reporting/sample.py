@@ -1,0 +1,264 @@
+"""A run folder with every kind of record in it, made without a model: what the report is tested on.
+
+The numbers obey simple laws (damage falls with bits, early and late blocks are sensitive), so that a figure of them
+looks like a figure; nothing of it was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kl_lens import planning
+from kl_lens.formats import get_format
+from kl_lens.records import Artifact, Component, Estimate, ExportedTensor, Plan, Profile, Score, Spread
+from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.samples import WindowMetrics
+from kl_lens.sensitivity.ranking import Point, Ranking, rank
+
+KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
+WINDOWS, TOKENS = 4, 64
+NOISE = 3e-7
+
+
+def components(blocks: int, kinds: Sequence[str] = KINDS) -> list[Component]:
+    shape = (64, 64)
+    found = [
+        Component("backbone.embeddings", "backbone.embeddings.weight", "embedding", "embedding", None, (500, 64), 32000,
+                  tied_with=("lm_head",))
+    ]  # fmt: skip
+    for block in range(blocks):
+        for kind in kinds:
+            name = f"backbone.layers.{block}.mixer.{kind}"
+            found.append(
+                Component(name, f"{name}.weight", kind, "ssm", block, shape, shape[0] * shape[1], (block,))
+            )
+        name = f"backbone.layers.{block}.mixer.conv1d"
+        found.append(
+            Component(name, f"{name}.weight", "conv1d", "ssm", block, (128, 1, 4), 512, (block,),
+                      quantizable=False, reason="a convolution of four taps")
+        )  # fmt: skip
+    return found
+
+
+def make_run(
+    folder: Path,
+    *,
+    model: str = "sample-mamba",
+    blocks: int = 4,
+    kinds: Sequence[str] = KINDS,
+    formats: Sequence[str] = ("int4", "int8"),
+    stages: Sequence[str] = ("rank", "plan", "evaluate", "benchmark", "generate"),
+    prompt: str = "The history of the city",
+    seed: int = 0,
+) -> Path:
+    """A run with measurements, and with what the named stages would add."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Run.create(folder) as run:
+        parts = components(blocks, kinds)
+        run.identify(
+            {
+                "model": model, "source": f"/somewhere/private/{model}", "tokenizer": None, "model_type": "mamba",
+                "model_fingerprint": "f" * 16, "dtype": "float32", "head": "backbone.embeddings",
+                "embedding": "backbone.embeddings", "components": [c.to_json() for c in parts],
+                "activations": "weights",
+            }
+        )  # fmt: skip
+        run.note_command(["/opt/venv/bin/kl-lens", "measure", model, "--run", "runs/sample"])
+        _measure(run, parts, formats, CALIBRATION, seed, blocks)
+        run.store("noise", CALIBRATION, {"kl_teacher_to_student": NOISE})
+        if "rank" in stages:
+            _measure(run, parts, formats, EVALUATION, seed + 1, blocks)
+            _measure(run, parts, formats, "calibration:books", seed + 2, blocks)
+            run.store("ranking", "latest", rank(run).to_json())
+        plans = _plan(run, verified="verify" in stages or "evaluate" in stages) if "plan" in stages else []
+        if "evaluate" in stages:
+            _evaluate(run, plans)
+        if "benchmark" in stages:
+            _benchmark(run, plans)
+        if "generate" in stages:
+            for subject in ("original", "openvino/recommended"):
+                value = {"subject": subject, "prompt": prompt, "text": f" is long, says {subject}."}
+                run.store("generation", subject, value)
+    return folder
+
+
+def store_points(run: Run) -> None:
+    """A ranking without its intervals, which take a minute to draw for thousands of candidates."""
+    points = [
+        Point(m.component, m.format, False, m.metrics, damage=kl, delta_perplexity=Estimate(9 * kl.value, kl.value))
+        for m in run.measurements()
+        if (kl := m.metrics["kl_teacher_to_student"])
+    ]  # fmt: skip
+    run.store("ranking", "latest", Ranking(21.0, 4096, tuple(points), (), ()).to_json())
+
+
+def _damage(component: Component, format_name: str, blocks: int) -> float:
+    """Nats per token: more for fewer bits, for the head, and for both ends of the network."""
+    bits = get_format(format_name).bits
+    kind = {"x_proj": 3.0, "out_proj": 2.0, "dt_proj": 2e-4}.get(component.kind, 1.0)
+    if component.block is None:
+        return 40 * 4.0 ** (-bits)
+    depth = component.block / max(1, blocks - 1)
+    return kind * (0.2 + (2 * depth - 1) ** 2) * 4.0 ** (-bits)
+
+
+def _measure(
+    run: Run, parts: Sequence[Component], formats: Sequence[str], role: str, seed: int, blocks: int
+) -> None:
+    random_ = random.Random(seed)
+    identity = {"source": "wikitext2", "split": "train" if role != EVALUATION else "test", "order": "drawn",
+                "length": TOKENS, "seed": 42, "stride": None}  # fmt: skip
+    run.identify_text(role, identity, [f"{role}-{w}" for w in range(WINDOWS)])
+    run.store(
+        "text",
+        role,
+        identity | {"fingerprint": "abc123", "documents": [{"name": "wiki", "sha256": "0" * 64}]},
+    )
+    run.store_teacher(role, [(w, TOKENS, 3.2 * TOKENS) for w in range(WINDOWS)])
+    for component in (c for c in parts if c.quantizable):
+        for format_name in formats:
+            windows = []
+            for window in range(WINDOWS):
+                kl = _damage(component, format_name, blocks) * random_.lognormvariate(0, 0.3)
+                windows.append(_window(window, kl, random_.gauss(0.4 * kl, 0.6 * math.sqrt(kl) * 0.02)))
+            run.store_samples(role, component.name, format_name, windows, 0.1, "float32")
+
+
+def _window(window: int, kl: float, change: float) -> WindowMetrics:
+    return WindowMetrics(
+        window, TOKENS, TOKENS, kl * TOKENS, 1.1 * kl * TOKENS, 2 * kl * TOKENS, 9.0 * TOKENS, change * TOKENS,
+        TOKENS * max(0.0, 1 - kl), np.full(TOKENS, kl, np.float32).tobytes(),
+    )  # fmt: skip
+
+
+def _plan(run: Run, verified: bool) -> list[Plan]:
+    table = run.table()
+    made = planning.paper_points(table)
+    whole = sum(2 * c.parameters for c in table.components)
+    exact = planning.plan_for_budget(table, max_bytes=0.45 * whole, name="recommended").plan
+    small = planning.plan_for_budget(table, max_bytes=0.35 * whole, name="small").plan
+    refined = Plan("small_refined", small.assignment, f"{small.made_by}, refined by measured swaps", small.predicted_kl,
+                   small.bytes, {"refined_from": "small"})  # fmt: skip
+    random_ = random.Random(5)
+    finished = []
+    for plan in [*made, exact, small, refined]:
+        notes: dict[str, Any] = dict(plan.notes)
+        if verified and plan.predicted_kl is not None:
+            kl = plan.predicted_kl * random_.uniform(0.9, 1.25)
+            notes |= {
+                "measured_kl": kl, "measured_kl_standard_error": 0.05 * kl, "perplexity": 21.0 * math.exp(0.5 * kl),
+                "perplexity_standard_error": 0.9, "original_perplexity": 21.0,
+                "measured_on": "wikitext2:valid, 4 windows",
+            }  # fmt: skip
+        done = Plan(plan.name, plan.assignment, plan.made_by, plan.predicted_kl, plan.bytes, notes)
+        planning.write_plan(done, planning.plan_path(run.folder / "plans", plan.name), table.components)
+        finished.append(done)
+    run.note_command(["kl-lens", "plan", "--run", "runs/sample", "--paper", "--verify"])
+    run.note_command(
+        [
+            "kl-lens",
+            "plan",
+            "--run",
+            "runs/sample",
+            "--max-bytes",
+            "80kB",
+            "--name",
+            "recommended",
+            "--verify",
+        ]
+    )
+    return finished
+
+
+def add_records(run: Run) -> None:
+    """What `export`, `evaluate`, `benchmark` and `generate` would add to a run that has plans."""
+    parts = run.table().components
+    plans = [planning.read_plan(p, parts) for p in sorted((run.folder / "plans").glob("*.json"))]
+    _evaluate(run, plans)
+    _benchmark(run, plans)
+
+
+def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
+    protocol = {"dataset": "wikitext2", "split": "test", "window": 512, "stride": 256, "fingerprint": "abc"}
+    runtime = {"library": "openvino", "version": "1.0"}
+    subjects: list[tuple[str, float]] = [("original", 0.0)]
+    for plan in plans:
+        subjects += [(f"{t}/{plan.name}", plan.predicted_kl or 0.0) for t in ("torch", "openvino")]
+    for subject, kl in subjects:
+        values = {"token_perplexity": Estimate(26.0 * math.exp(0.5 * kl), 0.8)}
+        if subject != "original":
+            values["token_perplexity_change"] = Estimate(26.0 * math.expm1(0.5 * kl), 0.02 + 2 * kl)
+            divergence = {"kl_mean": Estimate(1.1 * kl, 0.04 * kl), "same_top": Estimate(1 - kl)}
+            _score(
+                run, Score(subject, "divergence", "wikitext2:test", divergence, 4096, protocol, runtime, 1.0)
+            )
+        _score(run, Score(subject, "perplexity", "wikitext2:test", values, 4096, protocol, runtime, 1.0))
+    for subject in ("original", "openvino/recommended"):
+        for task in ("arc_easy", "lambada"):
+            values = {"acc": Estimate(0.413, 0.012)}
+            _score(run, Score(subject, "task", task, values, 200, {"few_shot": 0}, runtime, 1.0))
+
+
+def _score(run: Run, score: Score) -> None:
+    run.store("score", f"{score.subject}|{score.kind}|{score.what}|d", score.to_json() | {"provenance": {}})
+
+
+def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
+    whole = sum(2 * c.parameters for c in run.table().components)
+    everything = [Plan("fp16", {}, "nothing quantized", 0.0, whole), *plans]
+    for target, bandwidth, share in (("openvino", 9e9, 0.6), ("gguf", 9e9, 0.45)):
+        for plan in everything:
+            assert plan.bytes is not None
+            size = plan.bytes + 900
+            tensors = tuple(ExportedTensor(c, c, f, f, 1) for c, f in plan.assignment.items())
+            artifact = Artifact(
+                target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16
+            )
+            run.store("artifact", f"{target}/{plan.name}", artifact.to_json() | {"folder": "elsewhere"})
+            run.store(
+                "profile",
+                f"{target}/{plan.name}|use|CPU",
+                _profile(f"{target}/{plan.name}", size, whole, bandwidth, share).to_json()
+                | {"provenance": {}},
+            )
+
+    for plan in everything:
+        assert plan.bytes is not None
+        subject = f"openvino/{plan.name}"
+        latency, rate = plan.bytes / 1e4, 1e6 / plan.bytes
+        timings = {
+            "latency_ms": Spread(latency, 0.9 * latency, 1.1 * latency, 9),
+            "throughput_fps": Spread(rate, 0.9 * rate, 1.1 * rate, 9),
+        }
+        profile = Profile(
+            subject, "benchmark_app", "GPU.0", 1, timings, {}, None, plan.bytes, {}, {"repeats": 9}, {}
+        )
+        run.store("profile", f"{subject}|benchmark_app|GPU.0", profile.to_json())
+
+
+def _profile(subject: str, size: int, whole: int, bandwidth: float, share: float) -> Profile:
+    rate = share * bandwidth / size
+
+    def spread(value: float) -> Spread:
+        return Spread(value, 0.95 * value, 1.04 * value, 5)
+
+    timings = {
+        "load_seconds": spread(0.2), "first_token_seconds@32": spread(9 / rate),
+        "first_token_seconds@128": spread(30 / rate),
+        "prefill_tokens_per_second@128": spread(128 * rate / 30), "seconds_per_token": spread(1 / rate),
+        "tokens_per_second": spread(rate),
+    }  # fmt: skip
+    ratio = spread(whole / size)
+    bound = {"bytes_per_token": float(size), "read_bandwidth": bandwidth, "tokens_per_second": bandwidth / size,
+             "share": share, "prefill_seconds@128": 10 / rate, "fits_in_cache": 1.0}  # fmt: skip
+    return Profile(
+        subject, "use", "CPU", 2, timings, {"tokens_per_second": ratio, "seconds_per_token": ratio}, 120_000_000, size,
+        bound, {"repeats": 5, "ratios_to": f"{subject.partition('/')[0]}/fp16", "ratios_to_fp16": True},
+        {"library": "openvino", "version": "1.0"},
+    )  # fmt: skip

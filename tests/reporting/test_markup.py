@@ -1,0 +1,51 @@
+"""Nothing from outside can become markup."""
+
+from __future__ import annotations
+
+import html
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kl_lens.reporting.markup import Html, escape, json_block, tag
+from tests.reporting.document import read
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    assert tag("td", "a < b & c") == "<td>a &lt; b &amp; c</td>"
+    assert tag("p", tag("b", "x"), "<i>") == "<p><b>x</b>&lt;i&gt;</p>"
+
+
+def test_attributes_are_quoted_and_escaped() -> None:
+    made = tag("svg", aria_label='"><script>', viewbox="0 0 1 1", hidden=True, id=None)
+    assert made == '<svg aria-label="&quot;&gt;&lt;script&gt;" viewBox="0 0 1 1" hidden></svg>'
+
+
+def test_characters_that_html_forbids_are_shown_as_replaced() -> None:
+    assert escape("a\x00b\x1b[31m\ud800") == "a\ufffdb\ufffd[31m\ufffd"
+
+
+def test_characters_that_turn_the_direction_of_text_are_taken_out() -> None:
+    assert "\u202e" not in escape("model\u202egpj.exe")
+
+
+@given(st.text())
+def test_any_text_comes_back_as_text(text: str) -> None:
+    shown = escape(text)
+    [element] = read(tag("p", text, title=text)).all("p")
+    assert [child.name for child in element.children] in (["#text"], [])
+    assert element.words == element.attributes["title"] == html.unescape(shown)
+
+
+@given(st.lists(st.text()))
+def test_data_for_the_script_cannot_end_its_block(texts: list[str]) -> None:
+    block = json_block("data", [*texts, "</script><script>alert(1)</script>", "<!--"])
+    inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    assert "<" not in inside
+    assert json.loads(inside)[: len(texts)] == texts
+
+
+def test_markup_stays_markup_when_joined() -> None:
+    assert isinstance(tag("p", Html("<b>x</b>")), Html)
+    assert tag("p", Html("<b>x</b>")) == "<p><b>x</b></p>"

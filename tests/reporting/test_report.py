@@ -1,0 +1,297 @@
+"""The report of one run: what is in it, what is said when something is missing, what never gets in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kl_lens.errors import RunError
+from kl_lens.reporting import write_report
+from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.data import collect
+from kl_lens.runs import Run
+from tests.reporting.document import Element, read
+from tests.reporting.sample import NOISE, make_run, store_points
+
+MakePage = Callable[..., str]
+SECTIONS = ["answer", "sensitivity", "prediction", "sizes", "speed", "details", "provenance"]
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</script><script>alert(1)</script>",
+    "</title></style><svg onload=alert(1)>",
+    "' onmouseover='alert(1)",
+    "<!-- ]]> -->",
+)
+
+
+def section(page: str, name: str) -> Element:
+    found = read(page).with_id(name)
+    assert found is not None
+    return found
+
+
+def test_all_sections_are_there_in_order(sample_page: str) -> None:
+    sections = [e.attributes["id"] for e in read(sample_page).all("section")]
+    assert sections == SECTIONS
+    assert "Left out" not in read(sample_page).words
+
+
+def test_the_answer_comes_first_in_plain_words_with_its_command(sample_page: str) -> None:
+    words = section(sample_page, "answer").words
+    assert "Store sample-mamba as plan recommended:" in words
+    assert re.search(r"\d+ % of FP16", words)
+    assert re.search(r"Perplexity (rises|falls|goes)", words)
+    assert re.search(r"Speed against the FP16 file on CPU: [\d.]+ times \(openvino\)", words)
+    assert "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify" in words
+    assert "kl-lens measure sample-mamba --run runs/sample" in words
+
+
+def test_the_heat_map_has_a_cell_for_every_component_and_format(sample_page: str) -> None:
+    titles = [t.words for t in section(sample_page, "sensitivity").all("title")]
+    for name in ("backbone.layers.0.mixer.in_proj, block 0", "backbone.layers.3.mixer.dt_proj, block 3"):
+        assert [t for t in titles if t.startswith(f"{name}\nint4: KL ")]
+        assert [t for t in titles if t.startswith(f"{name}\nint8: KL ")]
+    assert [t for t in titles if t.startswith("backbone.embeddings\nint4")]
+
+
+def test_the_noise_floor_is_named_and_cells_below_it_are_hatched(sample_page: str) -> None:
+    found = section(sample_page, "sensitivity")
+    assert f"noise floor {NOISE:.2e}".replace("e-07", "e-7") in found.words
+    hatched = [p for p in found.all("path") if p.attributes.get("class") == "hatch"]
+    buried = [t.words for t in found.all("title") if "within the noise of measuring" in t.words]
+    assert len(hatched) == len(buried) > 0
+    assert all("dt_proj" in words for words in buried)
+
+
+def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) -> None:
+    found = section(sample_page, "prediction")
+    rows = [row.words for table in found.all("table") for row in table.all("tr")]
+    for metric in ("KL", "reverse KL", "MSE of logits", "SQNR", "Δ cross-entropy"):
+        for text in ("in domain, 4 of 4", "books, 4 of 4"):
+            for format_name in ("int4", "int8"):
+                assert [r for r in rows if metric in r and text in r and format_name in r], (metric, text)
+    assert "95 % interval" in found.words
+    dots = [t.words for t in found.all("title") if "change in perplexity" in t.words]
+    assert len(dots) == 2 * 17  # 4 blocks of 4 kinds and the embedding, in two formats
+
+
+def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -> None:
+    found = section(sample_page, "sizes")
+    titles = {t.words.partition("\n")[0] for t in found.all("title")}
+    assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small_refined"} <= titles
+    assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
+    assert "frontier, predicted" in found.words
+    assert "Predicted against measured" in found.words
+
+
+def test_speed_is_drawn_per_target_with_the_bandwidth_bound(sample_page: str) -> None:
+    found = section(sample_page, "speed")
+    for words in (
+        "Throughput against size",
+        "Latency against size",
+        "limit of the machine",
+        "openvino",
+        "gguf",
+    ):
+        assert words in found.words
+    dashed = [p for p in found.all("path") if "dashed" in p.attributes.get("class", "")]
+    assert len(dashed) >= 4  # two targets, two figures; the key has one more each
+    assert "9.00 GB per second" in found.words
+
+
+def test_each_device_and_protocol_has_its_own_figures(sample_page: str) -> None:
+    headings = [h.words for h in section(sample_page, "speed").all("h3")]
+    assert headings == [
+        "CPU, 2 threads: as a user feels it",
+        "GPU.0, 1 thread: the published protocol (benchmark_app)",
+    ]
+
+
+def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
+    with Run.open(folder) as run:
+        for name, value in run.load_all("profile").items():
+            run.store(
+                "profile", name, value | {"settings": {"ratios_to_fp16": False, "ratios_to": "gguf/small"}}
+            )
+        page = write_report(run).read_text(encoding="utf-8")
+    assert "Speed against the FP16 file" not in section(page, "answer").words
+    assert "no ratio is given" in section(page, "speed").words
+
+
+def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
+    with Run.open(folder) as run:
+        name = "openvino/recommended|perplexity|wikitext2:test|d"
+        score = run.load("score", name)
+        score["values"]["token_perplexity_change"]["standard_error"] = 9.0
+        run.store("score", name, score)
+        page = write_report(run).read_text(encoding="utf-8")
+    assert "which may be chance" in section(page, "answer").words
+
+
+def test_the_layer_table_has_every_measurement_with_every_metric(sample_page: str) -> None:
+    table = read(sample_page).with_id("layers")
+    assert table is not None
+    heads = [th.words for th in table.all("th")]
+    assert {"component", "kind", "block", "format", "KL", "reverse KL", "MSE", "SQNR dB", "ΔCE"} <= set(heads)
+    assert len(table.all("tr")) == 1 + 2 * 17
+
+
+def test_strips_tasks_and_samples_are_shown(sample_page: str) -> None:
+    found = section(sample_page, "details")
+    strips = [s for s in found.all("svg") if "data-codes" in s.attributes]
+    assert len(strips) == 15
+    assert {len(s.attributes["data-codes"]) for s in strips} == {17}
+    assert "arc_easy: acc" in found.words
+    assert "0.413 ± 0.012" in found.words
+    quotes = [q.words for q in found.all("blockquote")]
+    assert quotes == [
+        "The history of the city is long, says original.",
+        "The history of the city is long, says openvino/recommended.",
+    ]
+
+
+def test_provenance_names_model_text_splits_seeds_versions_and_commands(sample_page: str) -> None:
+    words = section(sample_page, "provenance").words
+    for expected in (
+        "ffffffffffffffff",
+        "wikitext2",
+        "train",
+        "test",
+        "42",
+        "torch",
+        "abc123",
+        "kl-lens plan",
+    ):
+        assert expected in words
+
+
+def test_places_on_the_authors_disk_stay_there(sample_page: str) -> None:
+    assert "/somewhere/private" not in sample_page
+    assert "/opt/venv" not in sample_page
+    assert "elsewhere" not in sample_page
+
+
+def test_nothing_on_the_page_asks_for_anything(sample_page: str) -> None:
+    tree = read(sample_page)
+    for name in ("img", "iframe", "object", "embed", "video", "audio", "source", "base", "form"):
+        assert tree.all(name) == []
+    assert [e.attributes["href"] for e in tree.all("link")] == ["data:,"]
+    assert all(a.attributes["href"].startswith("#") for a in tree.all("a"))
+    assert all("src" not in s.attributes for s in tree.all("script"))
+    style = "".join(s.words for s in tree.all("style"))
+    assert re.findall(r"url\(([^)]*)\)", style) == ["#hatch"]
+    assert "@import" not in style
+    [policy] = [m for m in tree.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.attributes["content"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize(
+    ("stages", "absent", "command"),
+    [
+        ((), "answer", "plan --run"),
+        (("plan",), "prediction", "rank --run"),
+        (("rank",), "sizes", "plan --run"),
+        (("plan", "evaluate"), "speed", "benchmark --run"),
+    ],
+)
+def test_a_missing_stage_leaves_a_line_with_its_command(
+    make_page: MakePage, stages: tuple[str, ...], absent: str, command: str
+) -> None:
+    page = make_page(stages=stages)
+    found = section(page, absent)
+    assert found.attributes["class"] == "absent"
+    assert f"kl-lens {command}" in found.words
+    assert found.all("svg") == []
+    assert [e.attributes["id"] for e in read(page).all("section")] == SECTIONS
+
+
+def test_missing_parts_of_a_section_are_named_too(make_page: MakePage) -> None:
+    page = make_page(stages=("plan",))
+    assert "kl-lens plan --run" in section(page, "sizes").words
+    details = section(page, "details").words
+    assert "kl-lens evaluate --run" in details
+    assert "kl-lens run --run" in details
+
+
+def test_an_empty_run_still_makes_a_page(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "empty") as run:
+        page = write_report(run).read_text(encoding="utf-8")
+    absent = [s.attributes["id"] for s in read(page).all("section") if s.attributes.get("class") == "absent"]
+    assert absent == SECTIONS[:-1]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_model_name_and_prompt_stay_text(make_page: MakePage, text: str) -> None:
+    tree = read(make_page(model=text, prompt=text, stages=("generate",)))
+    assert len(tree.all("script")) == 1  # our own
+    assert tree.all("img") == []
+    assert [key for e in _elements(tree) for key in e.attributes if key.startswith("on")] == []
+    assert tree.all("h1")[0].words == f"KL Lens: {text}"
+    assert tree.all("blockquote")[0].words.startswith(text)
+
+
+def test_hostile_names_of_components_and_subjects_stay_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", kinds=("in_proj", "<img src=x onerror=alert(1)>"))
+    with Run.open(folder) as run:
+        for name, value in run.load_all("profile").items():
+            run.store("profile", name, value | {"subject": HOSTILE[1], "device": HOSTILE[0]})
+        page = write_report(run).read_text(encoding="utf-8")
+    tree = read(page)
+    assert tree.all("img") == []
+    assert len(tree.all("script")) == 2
+    assert HOSTILE[0] in section(page, "speed").words
+
+
+def _elements(element: Element) -> list[Element]:
+    return [element] + [e for child in element.children for e in _elements(child)]
+
+
+def test_without_a_recommended_plan_the_smallest_that_loses_little_is_the_answer(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
+    (folder / "plans" / "recommended.json").unlink()
+    with Run.open(folder) as run:
+        view = collect(run)
+    answer = recommend(view)
+    assert answer is not None
+    assert "within 2 % of the original's" in answer.rule
+    kept = [
+        p for p in view.plans
+        if p.perplexity and p.original_perplexity and p.perplexity.value / p.original_perplexity <= 1.02
+    ]  # fmt: skip
+    assert answer.plan.bytes == min(p.bytes for p in kept)
+
+
+def test_a_plan_that_was_not_verified_is_not_called_good(make_page: MakePage) -> None:
+    words = section(make_page(stages=("plan",)), "answer").words
+    assert "only predicted so far" in words
+    assert "--plan recommended --verify" in words
+
+
+def test_a_large_model_stays_below_three_megabytes(tmp_path: Path) -> None:
+    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o", "up", "down")]
+    formats = ("int4", "int8", "int4-g32", "int8-g128")
+    folder = make_run(tmp_path / "run", blocks=64, kinds=kinds, formats=formats, stages=("plan", "evaluate"))
+    with Run.open(folder) as run:
+        store_points(run)
+        path = write_report(run)
+    assert 500_000 < path.stat().st_size < 3_000_000
+    read(path.read_text(encoding="utf-8"))
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan",))
+    with Run.open(folder) as run:
+        run.store("score", "torch/x|perplexity|t|d", {"subject": "torch/x"})
+        with pytest.raises(RunError, match=r"score 'torch/x\|perplexity\|t\|d' cannot be read"):
+            write_report(run)
+
+
+def test_a_report_cannot_replace_a_folder(sample_run: Path, tmp_path: Path) -> None:
+    with Run.open(sample_run) as run, pytest.raises(RunError, match="is a folder"):
+        write_report(run, tmp_path)
