@@ -159,7 +159,7 @@ class Artifact(Record):
 class Score(Record):
     """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
 
-    subject: str  # "original", "torch/PLAN", "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    subject: str  # "original", "torch/PLAN", "openvino/PLAN", "gguf/PLAN", or the path of another file
     kind: str  # perplexity, divergence, task
     what: str  # the text ("wikitext2:test") or the task ("arc_easy")
     values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
@@ -198,7 +198,7 @@ class Profile(Record):
     ratios: dict[str, Spread]  # to the FP16 subject of the same session, same names; larger is better
     peak_memory_bytes: int | None
     file_bytes: int
-    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second (bound), share; prefill likewise
+    bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
 

@@ -18,8 +18,6 @@ from kl_lens.runs import Run
 from kl_lens.targets import TARGETS
 from kl_lens.units import human_bytes, human_seconds
 
-HELP = "time exported models as they are used, and by the published protocol"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -22,7 +22,6 @@ from kl_lens.evaluation.tasks import FAIL, parse_share, require_lm_eval, task_na
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.text import refuse_overlap
 
-HELP = "prove it: perplexity, divergence from the original and tasks, of plans and of exported files"
 DEFAULT_TEXT = "wikitext2:test"
 
 

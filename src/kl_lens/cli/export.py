@@ -22,8 +22,6 @@ from kl_lens.units import human_bytes
 
 Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
 
-HELP = "write a plan as OpenVINO IR or GGUF, with the very integers that were measured"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

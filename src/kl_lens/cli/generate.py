@@ -16,8 +16,6 @@ from kl_lens.errors import TargetError
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 
-HELP = "generate text with an exported model"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", type=Path, help="an exported folder, or a .gguf file")

@@ -12,8 +12,6 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.legacy import read_legacy
 from kl_lens.sensitivity.sweep import model_identity
 
-HELP = "read published sensitivity files into a run"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

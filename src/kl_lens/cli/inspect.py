@@ -14,7 +14,6 @@ from kl_lens.formats import get_format
 from kl_lens.records import Component
 from kl_lens.units import human_bytes
 
-HELP = "look inside a model: blocks, components, bytes, what is left alone and why"
 PRECISIONS = ("fp16", "int8", "int4")
 
 

@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each other:
 # on a busy machine two spinning threads are slower than one. Must be said before torch loads its OpenMP.
@@ -16,24 +16,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from kl_lens.errors import KLLensError
 from kl_lens.version import __version__
 
-# In the order of the pipeline. A new verb is one new file and one word here. Each file has HELP,
-# add_arguments(parser) and execute(arguments) -> exit code.
-VERBS = (
-    "run",
-    "inspect",
-    "measure",
-    "rank",
-    "plan",
-    "export",
-    "evaluate",
-    "benchmark",
-    "generate",
-    "report",
-    "import-legacy",
-)
+# In the order of the pipeline. A new verb is one new file and one line here; the file has add_arguments(parser) and
+# execute(arguments) -> exit code. The help stands here so that `kl-lens --help` need not load every library.
+VERBS = {
+    "run": "everything in order, on the embedded model or on yours, with a report at the end",
+    "inspect": "look inside a model: blocks, components, bytes, what is left alone and why",
+    "measure": "quantize one component at a time and measure what the output distribution loses",
+    "rank": "measure real damage on held-out text and say which metric predicts it",
+    "plan": "choose a format for every component: the paper's points, exact budgets, measured refinement",
+    "export": "write a plan as OpenVINO IR or GGUF, with the very integers that were measured",
+    "evaluate": "prove it: perplexity, divergence from the original and tasks, of plans and of exported files",
+    "benchmark": "time exported models as they are used, and by the published protocol",
+    "generate": "generate text with an exported model",
+    "report": "write the run as one HTML file, or several runs side by side",
+    "import-legacy": "read published sensitivity files into a run",
+}
 
 
-def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
+def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
+    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
     parser = argparse.ArgumentParser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
@@ -42,17 +43,23 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kl-lens {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in verbs:
-        module = importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
+    for verb, help_text in VERBS.items():
         subparser = subparsers.add_parser(
             verb,
-            help=module.HELP,
-            description=module.HELP,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(subparser)
-        subparser.set_defaults(execute=module.execute)
+        if verb in verbs:
+            module = importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(execute=module.execute)
     return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one command, loading only what its verb needs."""
+    return build_parser([word for word in words if word in VERBS][:1]).parse_args(words)
 
 
 def _quiet_libraries() -> None:
@@ -66,8 +73,7 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         if not arguments.debug:
             _quiet_libraries()

@@ -21,8 +21,6 @@ from kl_lens.targets import TARGETS, deployed
 from kl_lens.text import draw_windows
 from kl_lens.units import parse_bytes
 
-HELP = "quantize one component at a time and measure what the output distribution loses"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, optional=True)

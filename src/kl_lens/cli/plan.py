@@ -18,8 +18,6 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds
 
-HELP = "choose a format for every component: the paper's points, exact budgets, measured refinement"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run_model(parser)

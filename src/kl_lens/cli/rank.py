@@ -20,8 +20,6 @@ from kl_lens.targets import deployed
 from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.units import parse_bytes
 
-HELP = "measure real damage on held-out text and say which metric predicts it"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run_model(parser)

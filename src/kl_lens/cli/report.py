@@ -8,8 +8,6 @@ from pathlib import Path
 from kl_lens.cli import options
 from kl_lens.reporting import write_comparison, write_report
 
-HELP = "write the run as one HTML file, or several runs side by side"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/reference-mamba)")

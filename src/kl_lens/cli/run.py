@@ -17,8 +17,6 @@ from kl_lens.cli import options
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.runs import Run
 
-HELP = "everything in order: inspect, measure, plan, export"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, optional=True)
