@@ -12,9 +12,9 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kl_lens.lazy import lazy_names
 from kl_lens.version import __version__
 
 if TYPE_CHECKING:
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from kl_lens.errors import KLLensError
     from kl_lens.pipeline import benchmark, evaluate, export, measure, plan
     from kl_lens.targets import open_session
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "kl_lens.checkpoints": ["load"],
+            "kl_lens.errors": ["KLLensError"],
+            "kl_lens.pipeline": ["benchmark", "evaluate", "export", "measure", "plan"],
+            "kl_lens.targets": ["open_session"],
+        },
+        submodules=["text"],
+    )
 
 __all__ = [
     "KLLensError",
@@ -36,23 +47,3 @@ __all__ = [
     "plan",
     "text",
 ]
-
-# Loaded when first asked for: a small process of ours must not pay for torch and transformers.
-_HOMES = {
-    "KLLensError": "kl_lens.errors",
-    "benchmark": "kl_lens.pipeline",
-    "evaluate": "kl_lens.pipeline",
-    "export": "kl_lens.pipeline",
-    "load": "kl_lens.checkpoints",
-    "measure": "kl_lens.pipeline",
-    "open_session": "kl_lens.targets",
-    "plan": "kl_lens.pipeline",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "text":
-        return importlib.import_module("kl_lens.text")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'kl_lens' has no attribute {name!r}")

@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
+ALL_PLANS = "all"
 # What a difference in identity means to a person.
 _MEANINGS = {
     "model_fingerprint": "the model's weights",
@@ -302,6 +303,13 @@ class Run:
     def imported(self) -> list[Measurement]:
         """Measurements that others published, read by `import-legacy`."""
         return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
+
+
+def named_plans(text: str) -> tuple[str, ...] | None:
+    """Plans as a command line names them: `small,large`; None for `all`."""
+    if text == ALL_PLANS:
+        return None
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def provenance() -> dict[str, Any]:

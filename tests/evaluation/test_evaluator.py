@@ -260,4 +260,4 @@ def test_a_run_without_plans_has_only_its_original(model: LoadedModel, tmp_path:
         selection = run_subjects(run, model, SETTINGS)
         assert (selection.subjects, selection.failures) == ([], {})
         with pytest.raises(KLLensError, match="has no plan 'p05'"):
-            run_subjects(run, model, SETTINGS, plan="p05")
+            run_subjects(run, model, SETTINGS, plans="p05")

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exported folders or .gguf files (default: all that the run has)",
     )
     parser.add_argument("--run", metavar="DIR", help="the run folder; results are kept there")
-    parser.add_argument("--plan", default="all", metavar="NAME", help="a plan of the run, or all (default)")
+    options.add_plans(parser)
     parser.add_argument(
         "--targets", default=",".join(TARGETS), metavar="LIST", help=f"default: {','.join(TARGETS)}"
     )
@@ -93,7 +93,7 @@ def _places(arguments: argparse.Namespace, run: Run | None) -> dict[str, Path]:
     if arguments.artifacts:
         return profiling.named_places(arguments.artifacts, run)
     assert run is not None
-    return profiling.run_places(run, plan=arguments.plan, targets=targets)
+    return profiling.run_places(run, plans=arguments.plan, targets=targets)
 
 
 def _settings(arguments: argparse.Namespace) -> profiling.UseSettings:

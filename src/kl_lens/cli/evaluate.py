@@ -18,9 +18,10 @@ from kl_lens.cli.progress import sweep_progress
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
-from kl_lens.evaluation.tasks import FAIL, parse_share, require_lm_eval, task_names
+from kl_lens.evaluation.tasks import FAIL, require_lm_eval, task_names
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.text import refuse_overlap
+from kl_lens.units import parse_share
 
 DEFAULT_TEXT = "wikitext2:test"
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exported folders or .gguf files (default: everything in the run)",
     )
     parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/reference-mamba)")
-    parser.add_argument("--plan", default="all", metavar="NAME", help="a plan of the run, or all (default)")
+    options.add_plans(parser)
     parser.add_argument(
         "--targets",
         default="torch,openvino,gguf",
@@ -176,7 +177,7 @@ def _selection(arguments: argparse.Namespace, run: Run, model: LoadedModel | Non
     if unknown:
         raise KLLensError(f"--targets {unknown[0]!r}: there are torch, openvino and gguf")
     assert model is not None
-    return evaluation.run_subjects(run, model, settings, plan=arguments.plan, targets=targets)
+    return evaluation.run_subjects(run, model, settings, plans=arguments.plan, targets=targets)
 
 
 def _tokenizer(

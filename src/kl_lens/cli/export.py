@@ -15,7 +15,7 @@ from kl_lens.checkpoints import LoadedModel, resolve
 from kl_lens.cli import options
 from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
-from kl_lens.runs import Run
+from kl_lens.runs import Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, deployed, export
 from kl_lens.units import human_bytes
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser)
     options.add_loading(parser)
     parser.add_argument("--target", choices=tuple(TARGETS), required=True)
-    parser.add_argument("--plan", default="all", metavar="NAME", help="a plan of the run, or all (default)")
+    options.add_plans(parser)
     parser.add_argument("--format", metavar="FORMAT", help="one format for everything, instead of a plan")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write (default: RUN/artifacts/TARGET)"
@@ -137,9 +137,9 @@ def _export_plans(
     with _run(arguments) as run:
         table = run.table()
         folder = run.folder / "plans"
-        names = [arguments.plan]
-        if arguments.plan == "all":
-            names = sorted(path.stem for path in folder.glob("*.json"))
+        names = named_plans(arguments.plan)
+        if names is None:
+            names = tuple(sorted(path.stem for path in folder.glob("*.json")))
             if not names:
                 raise PlanError(
                     f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"

@@ -15,6 +15,7 @@ from kl_lens.cli import options
 from kl_lens.errors import TargetError
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument(
-        "--tokenizer", metavar="PLACE", help="folder or tokenizer.json (default: beside the artifact)"
+        "--tokenizer",
+        metavar="PLACE",
+        help="folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
     )
     parser.add_argument("--device", default="CPU", help="OpenVINO device (default: CPU)")
     parser.add_argument("--threads", type=options.positive, metavar="N")
@@ -48,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     load_seconds = time.perf_counter() - begin
     try:
-        tokenizer = _Text(arguments, session)
+        tokenizer = find_tokenizer(session, arguments.artifact, arguments.tokenizer)
         ids = tokenizer.encode(arguments.prompt)
         if not ids:
             raise TargetError("the prompt holds no tokens")
@@ -70,39 +73,9 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Text:
-    """Tokens of the artifact's own tokenizer: llama.cpp has one inside the file, others stand beside the model."""
-
-    def __init__(self, arguments: argparse.Namespace, session: Session) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        place = Path(arguments.tokenizer) if arguments.tokenizer else arguments.artifact
-        folder = place.parent if place.suffix == ".gguf" else place
-        self._session: Any = session
-        self._tokenizer: Any = None
-        if place.suffix == ".json":
-            self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place))
-        elif (folder / "tokenizer.json").is_file():
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        elif not hasattr(session, "tokenize"):
-            raise TargetError(f"{folder} holds no tokenizer; pass one with --tokenizer")
-
-    def encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            return [int(token) for token in self._session.tokenize(text)]
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-    def decode(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return str(self._session.detokenize(ids))
-        return str(self._tokenizer.decode(ids))
-
-    @property
-    def end(self) -> int | None:
-        return None if self._tokenizer is None else self._tokenizer.eos_token_id
-
-
-def _generate(arguments: argparse.Namespace, session: Session, text: _Text, ids: list[int]) -> dict[str, Any]:
+def _generate(
+    arguments: argparse.Namespace, session: Session, text: ArtifactTokenizer, ids: list[int]
+) -> dict[str, Any]:
     random = np.random.default_rng(arguments.seed)
     session.reset()
     begin = time.perf_counter()
@@ -115,7 +88,7 @@ def _generate(arguments: argparse.Namespace, session: Session, text: _Text, ids:
     begin = time.perf_counter()
     for _ in range(arguments.max_new_tokens):
         token = _choose(logits, arguments.temperature, random)
-        if token == text.end:
+        if token in text.ends:
             break
         new.append(token)
         whole = text.decode(new)

@@ -73,18 +73,21 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    program = "kl-lens"
     try:
+        arguments = parse(words)
+        program = f"kl-lens {arguments.verb}"
         if not arguments.debug:
             _quiet_libraries()
         return int(arguments.execute(arguments) or 0)
     except KLLensError as error:
-        if arguments.debug:
+        if "--debug" in words:
             raise
-        print(f"kl-lens {arguments.verb}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"\nkl-lens {arguments.verb}: stopped", file=sys.stderr)
+        print(f"\n{program}: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

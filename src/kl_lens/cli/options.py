@@ -8,18 +8,22 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import RunError
-from kl_lens.runs import CALIBRATION, Run
-from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overlap
+from kl_lens.runs import ALL_PLANS, CALIBRATION, Run
+
+if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in the functions that need them
+    from rich.console import Console
+
+    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.text import Windows
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console that keeps tables whole when the output is a file or a pipe."""
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
 
@@ -62,6 +66,12 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that comes with the checkpoint"
+    )
+
+
+def add_plans(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plan", default=ALL_PLANS, metavar="NAMES", help="plans of the run: a, or a,b, or all (default)"
     )
 
 
@@ -110,6 +120,8 @@ def load_run_model(arguments: argparse.Namespace, run: Run) -> LoadedModel:
 
 def redraw(run: Run, tokenizer: Any) -> Windows:
     """The calibration windows of a run, drawn again."""
+    from kl_lens.text import draw_windows
+
     identity = run.text_identity(CALIBRATION)
     if identity is None:
         raise RunError(f"{run.folder} holds no measurements of our own")
@@ -135,6 +147,8 @@ def add_held_out(parser: Any, windows: int) -> None:
 
 def held_out_windows(arguments: argparse.Namespace, run: Run, tokenizer: Any) -> Windows:
     """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
+    from kl_lens.text import evaluation_windows, refuse_overlap
+
     text = run.text_identity(CALIBRATION)
     length = text["length"] if text else 512
     held_out = evaluation_windows(
@@ -150,6 +164,8 @@ def text_name(windows: Windows) -> str:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    from kl_lens.checkpoints import load
+
     return load(
         arguments.model,
         dtype=arguments.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from rich.table import Table
 from kl_lens import planning
 from kl_lens.cli import options
 from kl_lens.errors import PlanError
+from kl_lens.formats import get_format
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds
+from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds, parse_share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-head", action="store_true", help="leave the head at FP16, as the published models do"
     )
+    parser.add_argument(
+        "--uniform",
+        metavar="FORMATS",
+        help="one plan per format, all components alike; for example fp16,int8",
+    )
     greedy = parser.add_argument_group("greedy under a quality budget")
     greedy.add_argument(
         "--gamma", type=float, metavar="G", help="quantize while held-out perplexity ≤ G × the original's"
@@ -50,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--max-bytes", metavar="SIZE", help="for example 90MB")
     budget.add_argument("--max-bpw", type=float, metavar="BITS", help="bits per weight, over all weights")
     budget.add_argument("--max-kl", type=float, metavar="NATS", help="predicted KL per token")
+    budget.add_argument(
+        "--max-drop",
+        metavar="SHARE",
+        help="for example 3%%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
+    )
     budget.add_argument(
         "--max-latency", metavar="TIME", help="for example 12ms; needs a profile of the target"
     )
@@ -142,6 +153,8 @@ def _make(
             pipeline=pipeline,
             no_head=arguments.no_head,
         )
+    for name in _formats_of(arguments.uniform):
+        made.append(_uniform(table, get_format(name).name, arguments.no_head))
     gamma = arguments.gamma or arguments.gamma_exhaustive
     if gamma is not None:
         result = planning.greedy_plan(
@@ -158,20 +171,57 @@ def _make(
             file=sys.stderr,
         )
         made.append(result.plan)
-    if any(
+    if arguments.max_drop is not None:
+        made.append(_within_drop(arguments, run, table, meter))
+    elif any(
         v is not None
         for v in (arguments.max_bytes, arguments.max_bpw, arguments.max_kl, arguments.max_latency)
     ):
         made.append(_budget(arguments, run, table))
     if not made:
         raise PlanError(
-            "say what to plan: --paper, --gamma, --max-bytes, --max-bpw, --max-kl, --max-latency or --frontier; "
+            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-drop, "
+            "--max-latency or --frontier; "
             "or name a plan with --plan to --verify or --refine it"
         )
     for plan in made:
         for name in plan.notes.get("not_in_the_lists", []):
             print(f"kl-lens plan: {name} was never measured and stays FP16", file=sys.stderr)
     return made
+
+
+def _uniform(table: SensitivityTable, name: str, no_head: bool) -> Plan:
+    kept = {table.head} if no_head else set()
+    assignment = {c.name: name for c in table.candidates if c.name not in kept and name != "fp16"}
+    return planning.finished_plan(table, f"uniform_{name}", assignment, f"uniform: everything in {name}")
+
+
+def _within_drop(arguments: argparse.Namespace, run: Run, table: SensitivityTable, meter: _Meters) -> Plan:
+    others = (arguments.max_bytes, arguments.max_bpw, arguments.max_kl, arguments.max_latency)
+    if any(value is not None for value in others):
+        raise PlanError("--max-drop sets the KL limit itself; use it without --max-bytes, --max-bpw, --max-kl, "
+                        "--max-latency")  # fmt: skip
+
+    def perplexity(assignment: Mapping[str, str]) -> float:
+        found = meter.deciding.measure(assignment).perplexity
+        # One standard error of the change on top: a little text must not talk us into too small a plan.
+        return found.value + (found.standard_error if assignment else 0.0)
+
+    result = planning.plan_for_drop(
+        table,
+        perplexity,
+        max_drop=parse_share(arguments.max_drop),
+        formats=_formats(arguments),
+        no_head=arguments.no_head,
+        name=arguments.name,
+    )
+    print(
+        f"within {arguments.max_drop}: {result.evaluations} plans measured; perplexity with its error "
+        f"{result.perplexity:.3f}, against "
+        f"the original's {result.original:.3f}",
+        file=sys.stderr,
+    )
+    return result.plan
 
 
 def _budget(arguments: argparse.Namespace, run: Run, table: SensitivityTable) -> Plan:
@@ -208,7 +258,11 @@ def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
 
 
 def _formats(arguments: argparse.Namespace) -> list[str] | None:
-    return [f.strip() for f in arguments.formats.split(",") if f.strip()] if arguments.formats else None
+    return _formats_of(arguments.formats) or None
+
+
+def _formats_of(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _refined(arguments: argparse.Namespace, plan: Plan, table: SensitivityTable, meter: _Meters) -> Plan:

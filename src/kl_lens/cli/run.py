@@ -1,21 +1,30 @@
-"""`kl-lens run [MODEL]`: the stages in order, on the embedded model unless another is named.
+"""`kl-lens run [MODEL]`: every stage in order, on the embedded model unless another is named.
 
-Each stage is the verb of its own name with the settings shown; every one can be repeated alone, and what is done
-already is not done again.
+Each stage is the verb of its own name with the words shown; each can be repeated alone, and what is done already is
+not done again.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
 
 from kl_lens import planning
-from kl_lens.cli import options
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli import config, options
+from kl_lens.cli.run_summary import print_summary
+from kl_lens.cli.stages import Stages
 from kl_lens.errors import KLLensError, TargetError
+from kl_lens.evaluation.samples import store_samples
+from kl_lens.formats import get_format
 from kl_lens.runs import Run
+from kl_lens.units import parse_bytes, parse_share
+
+RECOMMENDED, EXACT = "recommended", "exact"
+UNIFORM_FP16 = "uniform_fp16"
+PROMPTS = ("The history of the city", "In the early years of the war ,")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,72 +32,202 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser)
     options.add_text(parser, windows=8)
     parser.add_argument("--formats", default="int4,int8", help="comma-separated (default: int4,int8)")
-    parser.add_argument(
-        "--budget",
-        default="45%",
+    wanted = parser.add_argument_group("the recommended plan (one of them)")
+    wanted.add_argument(
+        "--budget", default="45%", metavar="SHARE", help="its size, of the FP16 model's (default: 45%%)"
+    )
+    wanted.add_argument("--max-bytes", metavar="SIZE", help="its size, as a number")
+    wanted.add_argument(
+        "--max-drop",
         metavar="SHARE",
-        help="size of the recommended plan, of the FP16 model's (default: 45%%)",
+        help="the smallest whose held-out perplexity rises by no more, e.g. 3%%",
     )
-    parser.add_argument("--max-bytes", metavar="SIZE", help="size of the recommended plan, as a number")
-    parser.add_argument(
-        "--targets",
-        default="openvino,gguf",
-        help="where to export the recommended plan (default: openvino,gguf)",
+    proof = parser.add_argument_group("proof")
+    proof.add_argument(
+        "--targets", default="openvino,gguf", help="where to export to (default: openvino,gguf)"
     )
+    proof.add_argument(
+        "--evaluation-text", default="wikitext2:test", metavar="TEXT", help="default: wikitext2:test"
+    )
+    proof.add_argument(
+        "--evaluation-windows", type=options.positive, default=8, metavar="N",
+        help="windows of the evaluation text for rank and evaluate (default: 8)",
+    )  # fmt: skip
+    options.add_held_out(proof, windows=8)
+    proof.add_argument(
+        "--refinements",
+        type=int,
+        default=8,
+        metavar="N",
+        help="measured swaps to try; 0 for none (default: 8)",
+    )
+    proof.add_argument("--tasks", metavar="LIST", help="lm-eval tasks too (needs kl-lens[eval])")
+    proof.add_argument("--task-data", metavar="DIR", help="local task files, instead of the hub")
+    proof.add_argument("--task-limit", type=options.positive, metavar="N", help="examples of each task")
+    proof.add_argument(
+        "--repeats", type=options.positive, default=3, metavar="N", help="of timings (default: 3)"
+    )
+    proof.add_argument("--threads", type=options.positive, metavar="N", help="of the runtimes (default: all)")
+    proof.add_argument("--prompt", help="for the samples of text (default: two of our own)")
+    proof.add_argument("--without", default="", metavar="STAGES", help="of rank, evaluate, benchmark, report")
+    proof.add_argument("--again", action="store_true", help="do again what is done already")
+    config.add_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    if arguments.write_config:
+        config.write(arguments, arguments.write_config)
+        return 0
     begin = time.perf_counter()
+    skipped = _skipped(arguments)
     model = options.load_model(arguments)
     folder = options.run_folder(arguments, model.name)
-    run = ["--run", str(folder)]
-    size = arguments.max_bytes or _share(
-        arguments.budget, sum(2 * c.parameters for c in model.anatomy.components)
-    )
-    loading = _loading(arguments)
-    _verb("inspect", arguments.model, *loading)
-    _verb(
+    with Run.create(folder) as run:
+        run.note_command(sys.argv)
+    stages = Stages(folder, again=arguments.again)
+    loading, run_words = _loading(arguments), ["--run", str(folder)]
+    try:
+        stages.do("inspect", arguments.model, *loading)
+        _measure(arguments, stages, run_words, loading, "rank" not in skipped)
+        _plan(arguments, stages, run_words, loading, model)
+        compared = _compared(folder, _formats(arguments))
+        exported = _export(arguments, stages, run_words, loading, compared)
+        if "evaluate" not in skipped:
+            _evaluate(arguments, stages, run_words, compared)
+            _generate(arguments, folder, model, exported)
+        if "benchmark" not in skipped and exported:
+            _benchmark(arguments, stages, run_words, compared)
+        if "report" not in skipped:
+            stages.do("report", *run_words)
+    except KeyboardInterrupt:
+        print(f"\nkl-lens run: stopped; the same command goes on from there ({folder})", file=sys.stderr)
+        return 130
+    print_summary(folder, compared, exported, stages, time.perf_counter() - begin)
+    return 1 if stages.failures else 0
+
+
+def _skipped(arguments: argparse.Namespace) -> set[str]:
+    known = ("rank", "evaluate", "benchmark", "report")
+    names = {name.strip() for name in arguments.without.split(",") if name.strip()}
+    if unknown := sorted(names - set(known)):
+        raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(known)} can be left out")
+    return names
+
+
+def _measure(
+    arguments: argparse.Namespace, stages: Stages, run: list[str], loading: list[str], with_rank: bool
+) -> None:
+    stages.do(
         "measure", arguments.model, *run, *loading, "--text", arguments.text, "--windows", str(arguments.windows),
         "--window-length", str(arguments.window_length), "--seed", str(arguments.seed), "--formats", arguments.formats,
     )  # fmt: skip
-    held_out = ["--held-out-windows", "8"]
-    _verb("plan", *run, *loading, "--paper", "--verify", *held_out)
-    _verb("plan", *run, *loading, "--max-bytes", str(size), "--name", "recommended", "--verify", *held_out)
-    _verb("plan", *run, "--compare", "uniform_int8", "uniform_int4", "kl_point05", "recommended")
-    exported = []
+    if with_rank:
+        stages.do(
+            "rank", *run, *loading, "--evaluation-text", arguments.evaluation_text,
+            "--evaluation-windows", str(arguments.evaluation_windows), key="rank", inputs=stages.measurements(),
+        )  # fmt: skip
+
+
+def _plan(
+    arguments: argparse.Namespace, stages: Stages, run: list[str], loading: list[str], model: LoadedModel
+) -> None:
+    """The paper's points, the exact plan, and the same improved by measured swaps: the recommendation."""
+    held_out = ["--held-out", arguments.held_out, "--held-out-windows", str(arguments.held_out_windows)]
+    inputs = stages.measurements()
+    formats = _formats(arguments)
+    # The paper's points mix INT4 and INT8; with other formats there are only the uniform plans to compare with.
+    paper = ["--paper"] if {"int4", "int8"} <= set(formats) else []
+    uniform = ["fp16", *(f for f in formats if not paper or f not in ("int4", "int8"))]
+    stages.do("plan", *run, *loading, "--uniform", ",".join(uniform), *paper, "--verify", *held_out,
+              key="plan uniform", inputs=inputs)  # fmt: skip
+    exact = EXACT if arguments.refinements else RECOMMENDED
+    stages.do("plan", *run, *loading, *_limit(arguments, model), "--name", exact, "--verify", *held_out,
+              key="plan exact", inputs=inputs)  # fmt: skip
+    if arguments.refinements:
+        stages.do("plan", *run, *loading, "--plan", EXACT, "--refine", "--max-evaluations", str(arguments.refinements),
+                  "--name", RECOMMENDED, *held_out, key="plan refined",
+                  inputs=inputs + stages.files(f"plans/{EXACT}.json"))  # fmt: skip
+
+
+def _limit(arguments: argparse.Namespace, model: LoadedModel) -> list[str]:
+    if arguments.max_drop:
+        return ["--max-drop", arguments.max_drop]
+    if arguments.max_bytes:
+        return ["--max-bytes", str(parse_bytes(arguments.max_bytes))]
+    whole = sum(2 * c.parameters for c in model.anatomy.components)
+    return ["--max-bytes", str(int(parse_share(arguments.budget) * whole))]
+
+
+def _formats(arguments: argparse.Namespace) -> list[str]:
+    """What is measured, the most bits first."""
+    names = [get_format(name.strip()).name for name in arguments.formats.split(",") if name.strip()]
+    return sorted(dict.fromkeys(names), key=lambda name: -get_format(name).bits)
+
+
+def _compared(folder: Path, formats: list[str]) -> list[str]:
+    """The plans that are exported and set side by side, the recommendation last."""
+    with Run.open(folder) as run:
+        components = run.table().components
+    plans = [planning.read_plan(path, components) for path in sorted((folder / "plans").glob("*.json"))]
+    found = {plan.name: plan for plan in plans}
+    best = planning.best_paper_point(plans, found[RECOMMENDED])
+    names = [UNIFORM_FP16, *(f"uniform_{name}" for name in formats), best.name if best else None, RECOMMENDED]
+    return [name for name in names if name in found]
+
+
+def _export(
+    arguments: argparse.Namespace, stages: Stages, run: list[str], loading: list[str], plans: list[str]
+) -> dict[str, Path]:
+    """Target → folder of the recommendation there. An architecture that a runtime does not have is no failure."""
+    exported = {}
     for target in [t.strip() for t in arguments.targets.split(",") if t.strip()]:
-        extra = ["--map"] if target == "gguf" else []
+        mapped = (
+            ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"] if target == "gguf" else []
+        )
         try:
-            _verb("export", *run, *loading, "--target", target, "--plan", "recommended", *extra)
-            exported.append(folder / "artifacts" / target / "recommended")
-        except (
-            TargetError
-        ) as error:  # an architecture that this runtime does not have is no failure of the run
+            stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *mapped,
+                      key=f"export {target}", inputs=_export_inputs(stages, target, plans))  # fmt: skip
+        except TargetError as error:
             print(f"kl-lens run: not exported to {target}: {error}", file=sys.stderr)
-    _conclude(folder, time.perf_counter() - begin)
-    for place in exported:
-        print(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
-    return 0
+            continue
+        exported[target] = stages.folder / "artifacts" / target / RECOMMENDED
+    return exported
 
 
-def _verb(verb: str, *words: str) -> None:
-    from kl_lens.cli.main import build_parser
-
-    print(f"\n== kl-lens {shlex.join([verb, *words])}", flush=True)
-    arguments = build_parser().parse_args([verb, *words])
-    code = int(arguments.execute(arguments) or 0)
-    if code:
-        raise SystemExit(code)
+def _export_inputs(stages: Stages, target: str, plans: list[str]) -> str:
+    """The plans, and whether their files are all there."""
+    there = [(stages.folder / "artifacts" / target / name / "artifact.json").is_file() for name in plans]
+    return stages.files(*(f"plans/{name}.json" for name in plans)) + ("" if all(there) else " files missing")
 
 
-def _share(text: str, whole: int) -> int:
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise KLLensError(f"--budget {text!r}: write a share such as 45%")
-    return int(share * whole)
+def _evaluate(arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str]) -> None:
+    words = ["--perplexity", arguments.evaluation_text, "--divergence", "--window", str(arguments.window_length),
+             "--limit", str(arguments.evaluation_windows)]  # fmt: skip
+    if arguments.threads:
+        words += ["--threads", str(arguments.threads)]
+    if arguments.trust_remote_code:
+        words.append("--trust-remote-code")
+    for name in ("tasks", "task_data", "task_limit"):
+        if getattr(arguments, name):
+            words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    stages.do("evaluate", *run, "--plan", ",".join(plans), *words, optional=True)
+
+
+def _generate(
+    arguments: argparse.Namespace, folder: Path, model: LoadedModel, exported: dict[str, Path]
+) -> None:
+    """What the original and the recommendation write, side by side, for the report."""
+    prompts = (arguments.prompt,) if arguments.prompt else PROMPTS
+    with Run.open(folder) as run:
+        store_samples(run, model, {f"{t}/{RECOMMENDED}": place for t, place in exported.items()}, prompts)
+
+
+def _benchmark(arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str]) -> None:
+    words = ["--repeats", str(arguments.repeats), "--prompt-lengths", "32,128", "--new-tokens", "32"]
+    if arguments.threads:
+        words += ["--threads", str(arguments.threads)]
+    stages.do("benchmark", *run, "--plan", ",".join(plans), *words, key="benchmark",
+              inputs=stages.files("artifacts/*/*/artifact.json"), optional=True)  # fmt: skip
 
 
 def _loading(arguments: argparse.Namespace) -> list[str]:
@@ -97,18 +236,3 @@ def _loading(arguments: argparse.Namespace) -> list[str]:
         if getattr(arguments, name):
             words += [f"--{name}", getattr(arguments, name)]
     return words + (["--trust-remote-code"] if arguments.trust_remote_code else [])
-
-
-def _conclude(folder: Path, seconds: float) -> None:
-    with Run.open(folder) as run:
-        table = run.table()
-        plan = planning.read_plan(planning.plan_path(run.folder / "plans", "recommended"), table.components)
-    row = planning.plan_row(plan, table.components)
-    original = plan.notes.get("original_perplexity")
-    whole = sum(2 * c.parameters for c in table.components)
-    assert row.perplexity is not None
-    assert original is not None
-    print(
-        f"\nRecommended: {row.shares_text}: {row.bytes / whole:.0%} of the FP16 size, perplexity {row.perplexity:.3f} "
-        f"against {original:.3f} ({plan.notes['measured_on']}), in {seconds:.0f} s."
-    )

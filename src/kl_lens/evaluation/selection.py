@@ -17,7 +17,7 @@ from kl_lens.evaluation.subjects import (
     TorchSubject,
     planned_formats,
 )
-from kl_lens.runs import Run
+from kl_lens.runs import ALL_PLANS, Run, named_plans
 
 TORCH = "torch"
 
@@ -74,24 +74,26 @@ def run_subjects(
     model: LoadedModel,
     settings: RuntimeSettings,
     *,
-    plan: str = "all",
+    plans: str = ALL_PLANS,
     targets: Sequence[str] = (TORCH, "openvino", "gguf"),
 ) -> Selection:
     """A run's plans in PyTorch and its exported files.
 
     Args:
-        plan: one plan's name, or `all`.
+        plans: names of plans, separated by commas, or `all`.
         targets: `torch` for plans in PyTorch, and names of targets for files. A file brings its PyTorch
             counterpart along, asked for or not: without it nobody knows whether the file is what was measured.
     """
     selection = Selection()
-    plans = _plans(run, selection)
-    if plan != "all" and plan not in plans:
-        raise PlanError(
-            selection.failures.get(f"{TORCH}/{plan}")
-            or f"{run.folder} has no plan {plan!r}; it has {', '.join(sorted(plans)) or 'none'}"
-        )
-    chosen = {name: formats for name, formats in plans.items() if plan in ("all", name)}
+    known = _plans(run, selection)
+    wanted = named_plans(plans)
+    for plan in wanted or ():
+        if plan not in known:
+            raise PlanError(
+                selection.failures.get(f"{TORCH}/{plan}")
+                or f"{run.folder} has no plan {plan!r}; it has {', '.join(sorted(known)) or 'none'}"
+            )
+    chosen = {name: known[name] for name in (known if wanted is None else wanted)}
     if TORCH in targets:
         for name, assignment in chosen.items():
             selection.subjects.append(
@@ -99,8 +101,8 @@ def run_subjects(
             )
     for name, value in run.load_all("artifact").items():
         target, _, made_from = name.partition("/")
-        if target in targets and plan in ("all", made_from):
-            selection.add_artifact(_folder(run, name, value), settings, model, name, plans)
+        if target in targets and (wanted is None or made_from in wanted):
+            selection.add_artifact(_folder(run, name, value), settings, model, name, known)
     return selection
 
 

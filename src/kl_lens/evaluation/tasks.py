@@ -75,17 +75,6 @@ def near_chance(accuracy: Estimate, chance: float | None) -> bool:
     return abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
 
 
-def parse_share(text: str) -> float:
-    """`3%` or `0.03`."""
-    try:
-        value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise KLLensError(f"--max-drop {text!r}: expected a share of accuracy such as 3% or 0.03")
-    return value
-
-
 def run_task(
     language_model: Any,
     task: LocalTask | str,

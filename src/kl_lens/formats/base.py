@@ -10,12 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kl_lens.errors import FormatError
+
+if TYPE_CHECKING:  # what a format is called and how large it is can be asked without torch
+    import torch
 
 # The FP16 baseline cannot hold more. NNCF writes an infinite scale and llama.cpp an infinite block for
 # weights large enough, without a word; no trained model comes near, so every format refuses alike.
@@ -109,7 +112,7 @@ def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
     if not weight.dtype.is_floating_point:
         raise FormatError(f"{name}: expected floating-point weights, found {weight.dtype}")
     values = weight.detach().float()
-    low, high = (float(v) for v in torch.aminmax(values))  # NaN anywhere makes both NaN
+    low, high = (float(v) for v in values.aminmax())  # NaN anywhere makes both NaN
     if not (math.isfinite(low) and math.isfinite(high)):
         raise FormatError(f"{name}: holds NaN or infinity; repair or fetch the checkpoint again")
     if (largest := max(-low, high)) > LARGEST_MAGNITUDE:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kl_lens.errors import FormatError
 
@@ -70,6 +69,8 @@ def quantize_rows(weight: npt.NDArray[np.float32], ggml_type: int, row_bytes: in
             ggml_type, weight.ctypes.data, blocks.ctypes.data, first * columns, last - first, columns, None
         )
         return written
+
+    import torch
 
     threads = min(rows, torch.get_num_threads())
     bounds = [rows * i // threads for i in range(threads + 1)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from kl_lens.formats.base import Format, Quantized
 from kl_lens.formats.ggml import gguf_module, quantize_rows
 from kl_lens.formats.registry import register
+
+if TYPE_CHECKING:
+    import torch
 
 # Blocks this small are stored with a scale of zero whatever their integers are, and below about 2^−120 the
 # C code divides by zero on the way, with a result that depends on the processor. Make them plain zeros.
@@ -41,6 +43,8 @@ class GGUFFormat(Format):
         return math.prod(shape) // self.block_size * self.block_bytes
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
+        import torch
+
         gguf = gguf_module()
         ggml_type = gguf.GGMLQuantizationType[self.gguf_type]
         rows = torch.nn.functional.hardshrink(weight.flatten(0, -2), SMALLEST_MAGNITUDE).cpu().numpy()
@@ -53,6 +57,8 @@ class GGUFFormat(Format):
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
     def _dequantize(self, quantized: Quantized) -> torch.Tensor:
+        import torch
+
         gguf = gguf_module()
         rows = quantized.data.flatten(0, -2).cpu().numpy()
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType[self.gguf_type])

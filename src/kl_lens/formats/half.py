@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from kl_lens.formats.base import Format, Quantized
 from kl_lens.formats.registry import register
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

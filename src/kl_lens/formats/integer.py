@@ -17,21 +17,26 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kl_lens.formats.base import Format, Quantized
 from kl_lens.formats.registry import register
+
+if TYPE_CHECKING:
+    import torch
 
 NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16, as a subnormal
 
 
 @dataclass(frozen=True)
 class IntegerFormat(Format):
-    scale_dtype: ClassVar[torch.dtype]
+    @property
+    @abstractmethod
+    def scale_dtype(self) -> torch.dtype:
+        """What a scale is stored in."""
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         # Four-bit integers are packed across rows: only the very last byte can be half empty.
@@ -40,6 +45,8 @@ class IntegerFormat(Format):
         return integers + groups * self.scale_dtype.itemsize
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
+        import torch
+
         levels = 2 ** (self.bits - 1)
         groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
         scales = self._scales(groups, levels)
@@ -73,9 +80,15 @@ class IntegerFormat(Format):
 class SignedScaleFormat(IntegerFormat):
     """NNCF's symmetric modes. The formula is the one at the head of this file."""
 
-    scale_dtype: ClassVar[torch.dtype] = torch.float16
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float16
 
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+        import torch
+
         low, high = torch.aminmax(groups, dim=-1, keepdim=True)
         scales = torch.where(low.abs() >= high, low.abs(), -high) / levels
         return torch.where(scales.abs() < NNCF_SMALLEST_SCALE, NNCF_SMALLEST_SCALE, scales)
@@ -85,9 +98,15 @@ class SignedScaleFormat(IntegerFormat):
 class AbsoluteMaximumFormat(IntegerFormat):
     """max|w|/(f−1), float32 scales: what the published sensitivity code measured. No runtime stores it."""
 
-    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32
 
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
+        import torch
+
         largest = groups.abs().amax(-1, keepdim=True)
         # A tensor as divisor: GPUs turn division by a number into a product with its rounded inverse.
         scales = largest / torch.full_like(largest, levels - 1)

@@ -7,10 +7,11 @@ from kl_lens.planning.budget import (
     plan_for_budget,
 )
 from kl_lens.planning.cost import Cost, FormatShare, cost_of
+from kl_lens.planning.drop import DropResult, plan_for_drop
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
 from kl_lens.planning.greedy import GreedyResult, greedy_plan
-from kl_lens.planning.paper import PIPELINES, paper_points, published_name
+from kl_lens.planning.paper import PIPELINES, best_paper_point, paper_points, published_name
 from kl_lens.planning.predict import Predictor, finished_plan, repredicted
 from kl_lens.planning.problem import LatencyTable, Problem, build_problem
 from kl_lens.planning.ranking import PUBLISHED_METRIC, RANKING_METRICS
@@ -27,6 +28,7 @@ __all__ = [
     "Comparison",
     "Cost",
     "Difference",
+    "DropResult",
     "FormatShare",
     "Frontier",
     "FrontierPoint",
@@ -40,6 +42,7 @@ __all__ = [
     "Trial",
     "Verification",
     "achievable_range",
+    "best_paper_point",
     "build_problem",
     "compare",
     "cost_of",
@@ -49,6 +52,7 @@ __all__ = [
     "paper_points",
     "pareto_frontier",
     "plan_for_budget",
+    "plan_for_drop",
     "plan_path",
     "plan_row",
     "published_name",

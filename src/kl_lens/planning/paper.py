@@ -84,6 +84,21 @@ def paper_points(
     return plans
 
 
+def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
+    """Of the paper's points that are no larger than `rival`, the one that loses least; else the smallest of all.
+
+    Judged by measured KL where all of them have it, by predicted KL otherwise.
+    """
+    points = [p for p in plans if p.made_by.startswith("the paper") and "_point" in p.name]
+    if not points:
+        return None
+    fitting = [p for p in points if (p.bytes or 0) <= (rival.bytes or 0)]
+    if not fitting:
+        return min(points, key=lambda p: p.bytes or 0)
+    measured = all("measured_kl" in p.notes for p in fitting)
+    return min(fitting, key=lambda p: p.notes["measured_kl"] if measured else p.predicted_kl or 0.0)
+
+
 def cuts(order: Sequence[Entry]) -> list[list[Entry]]:
     """The ten growing heads of a list that is sorted from least to most sensitive."""
     without_worst = order[:-1]

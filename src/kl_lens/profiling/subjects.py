@@ -9,7 +9,7 @@ from pathlib import Path
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling.contents import all_floating, check_size
 from kl_lens.records import Artifact, Profile
-from kl_lens.runs import Run
+from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.targets import TARGETS, read_artifact
 
 
@@ -79,16 +79,19 @@ def read_subject(path: Path, name: str | None = None) -> Subject:
     )
 
 
-def run_places(run: Run, *, plan: str = "all", targets: Sequence[str] = tuple(TARGETS)) -> dict[str, Path]:
+def run_places(
+    run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)
+) -> dict[str, Path]:
     """Name → folder of what was exported for a run: by its journal, and by what lies in its folder."""
     places = _all_places(run, targets)
+    wanted = named_plans(plans)
     chosen = {
         name: folder
         for name, folder in places.items()
-        if name.partition("/")[0] in targets and plan in ("all", name.partition("/")[2])
+        if name.partition("/")[0] in targets and (wanted is None or name.partition("/")[2] in wanted)
     }
     if not chosen:
-        raise TargetError(_nothing(run, plan, targets, places))
+        raise TargetError(_nothing(run, plans, targets, places))
     return chosen
 
 

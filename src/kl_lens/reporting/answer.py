@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.records import Estimate, Profile, Score, Spread
-from kl_lens.reporting.data import ORIGINAL, Command, PlanView, RunView
+from kl_lens.reporting.data import ORIGINAL, Command, RunView
+from kl_lens.reporting.plans import PlanView
 
 RECOMMENDED = "recommended"
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.

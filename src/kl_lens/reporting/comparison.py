@@ -7,7 +7,7 @@ from statistics import median
 
 from kl_lens.records import Estimate, Profile
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import PlanView, RunView
+from kl_lens.reporting.data import RunView
 from kl_lens.reporting.figures.damage import METRIC_NAMES
 from kl_lens.reporting.figures.kinds import spread_rows, values_by_kind
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
@@ -15,6 +15,7 @@ from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import number, percent, size, with_error
 from kl_lens.reporting.page import page
 from kl_lens.reporting.palette import series_class
+from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.scales import by_span, linear, logarithmic
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.provenance import shown_place

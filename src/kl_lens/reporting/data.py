@@ -15,7 +15,6 @@ Everything comes from records that other stages wrote; nothing is measured here.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -25,49 +24,18 @@ from typing import Any, TypeVar
 
 from kl_lens import planning
 from kl_lens.errors import PlanError, RunError
-from kl_lens.records import Artifact, Component, Estimate, Plan, Profile, Record, Score, SensitivityTable
+from kl_lens.records import Artifact, Component, Estimate, Profile, Record, Score, SensitivityTable
+from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
 
 KL = "kl_teacher_to_student"
 ORIGINAL = "original"
 TARGETS = ("torch", "openvino", "gguf")
-# Families of plans in the order in which legends list them.
-FAMILIES = {
-    "uniform": "uniform",
-    "paper": "paper's points",
-    "exact": "exact budget",
-    "refined": "refined",
-    "greedy": "greedy",
-    "other": "other plans",
-}
 FRONTIER_POINTS = 160
 _FRONTIER_STATES = 4_000  # enough for a line on paper, and quick on a large model
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-
-
-@dataclass(frozen=True)
-class PlanView:
-    """A plan with its cost and with what is known of its quality."""
-
-    plan: Plan
-    row: planning.PlanRow
-    stored: dict[str, str]  # component → format it really has
-    family: str
-    label: str  # short, for figures: p05, INT8
-    kl: Estimate | None  # measured as a whole on held-out text
-    perplexity: Estimate | None
-    original_perplexity: float | None
-    measured_on: str | None
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def bytes(self) -> int:
-        return self.row.bytes
 
 
 @dataclass(frozen=True)
@@ -178,7 +146,9 @@ def collect(run: Run) -> RunView:
     if table is not None and not table.measurements:
         table = None
     noise = run.load("noise", CALIBRATION) or {}
-    plans = _plans(run, tuple(Component.from_json(c) for c in identity.get("components", [])))
+    plans = read_plans(
+        run.folder / "plans", tuple(Component.from_json(c) for c in identity.get("components", []))
+    )
     return RunView(
         folder=str(run.folder),
         identity=identity,
@@ -258,62 +228,6 @@ def _point(value: Mapping[str, Any]) -> Point:
         damage=Estimate(**value["damage"]),
         delta_perplexity=Estimate(**value["delta_perplexity"]),
     )
-
-
-def _plans(run: Run, components: tuple[Component, ...]) -> tuple[PlanView, ...]:
-    found = []
-    for path in sorted((run.folder / "plans").glob("*.json")):
-        plan = planning.read_plan(path, components)
-        found.append(_plan_view(plan, components))
-    order = list(FAMILIES)
-    return tuple(sorted(found, key=lambda p: (order.index(p.family), -p.bytes, p.name)))
-
-
-def _plan_view(plan: Plan, components: tuple[Component, ...]) -> PlanView:
-    notes = plan.notes
-    family = _family(plan)
-    return PlanView(
-        plan=plan,
-        row=planning.plan_row(plan, components),
-        stored=planning.cost_of(components, plan.assignment).stored,
-        family=family,
-        label=_label(plan.name, family),
-        kl=_noted(notes, "measured_kl"),
-        perplexity=_noted(notes, "perplexity"),
-        original_perplexity=notes.get("original_perplexity"),
-        measured_on=notes.get("measured_on"),
-    )
-
-
-def _noted(notes: Mapping[str, Any], key: str) -> Estimate | None:
-    value, error = notes.get(key), notes.get(f"{key}_standard_error")
-    if not isinstance(value, int | float):
-        return None
-    return Estimate(float(value), float(error) if isinstance(error, int | float) else math.nan)
-
-
-def _family(plan: Plan) -> str:
-    if plan.name.startswith("uniform_"):
-        return "uniform"
-    if "refined_from" in plan.notes or "refined" in plan.made_by:
-        return "refined"
-    for start, family in (
-        ("the paper", "paper"),
-        ("exact", "exact"),
-        ("Pareto", "exact"),
-        ("greedy", "greedy"),
-    ):
-        if plan.made_by.startswith(start):
-            return family
-    return "other"
-
-
-def _label(name: str, family: str) -> str:
-    if family == "uniform":
-        return name.removeprefix("uniform_").upper()
-    if family == "paper" and (digits := re.search(r"(\d+)$", name)):
-        return f"p{digits[1]}"
-    return name
 
 
 def _frontier(table: SensitivityTable | None) -> tuple[tuple[int, float], ...]:

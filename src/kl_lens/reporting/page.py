@@ -13,7 +13,7 @@ from importlib import resources
 
 from kl_lens.reporting import palette
 from kl_lens.reporting.data import RunView
-from kl_lens.reporting.markup import Html, escape, join, tag
+from kl_lens.reporting.markup import Html, tag
 from kl_lens.reporting.sections import (
     Section,
     details,
@@ -91,6 +91,3 @@ def _section(number: int, section: Section) -> Html:
 
 def _asset(name: str) -> str:
     return resources.files("kl_lens.reporting").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-__all__ = ["escape", "join", "page", "report_page"]

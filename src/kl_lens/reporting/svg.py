@@ -98,7 +98,6 @@ class Mark:
     x_error: tuple[float, float] | None = None  # low and high ends
     y_error: tuple[float, float] | None = None
     label: str | None = None
-    hollow: bool = False
     emphasis: bool = False
 
 
@@ -126,7 +125,6 @@ class Plot:
     bottom: float = 44
     marks: list[Mark] = field(default_factory=list)
     below: list[Html] = field(default_factory=list)
-    notes: list[Html] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.x = self.x.placed(self.left, self.width - self.right)
@@ -138,32 +136,16 @@ class Plot:
         if len(inside) > 1:
             self.below.append(polyline(inside, f"line {class_}"))
 
-    def vertical(self, value: float, words: str) -> None:
-        if self.x.holds(value):
-            x = self.x(value)
-            self.below.append(line(x, self.top, x, self.height - self.bottom, "rule"))
-            self.notes.append(self._beside_rule(x, words))
-
-    def horizontal(self, value: float, words: str) -> None:
-        if self.y.holds(value):
-            y = self.y(value)
-            self.below.append(line(self.left, y, self.width - self.right, y, "rule"))
-            self.notes.append(text(self.width - self.right - 3, y - 4, words, "t note", "end"))
-
-    def _beside_rule(self, x: float, words: str) -> Html:
-        fits = x + CHARACTER * len(words) < self.width - self.right
-        return text(x + (4 if fits else -4), self.top + 10, words, "t note", None if fits else "end")
-
     def render(self) -> Html:
         drawn = [m for m in self.marks if self.x.holds(m.x) and self.y.holds(m.y)]
         parts = [*self._axes(), *self.below]
         parts += [error for mark in drawn for error in self._errors(mark)]
         parts.append(tag("g", *(self._mark(m) for m in drawn), class_="marks"))
-        parts += [*self.notes, *self._labels(drawn)]
+        parts += self._labels(drawn)
         return drawing(self.title, self.width, self.height, *parts)
 
     def _mark(self, mark: Mark) -> Html:
-        kind = "m" + (" hollow" if mark.hollow else "") + (" loud" if mark.emphasis else "")
+        kind = "m loud" if mark.emphasis else "m"
         radius = mark.radius + (2 if mark.emphasis else 0)
         path = outline(mark.shape, self.x(mark.x), self.y(mark.y), radius)
         return titled(f"{kind} {mark.colour}", mark.title, path)

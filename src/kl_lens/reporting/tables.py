@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kl_lens.records import Component, Measurement
-from kl_lens.reporting.data import KL, PlanView
+from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import number
-from kl_lens.reporting.palette import format_class
+from kl_lens.reporting.plans import PlanView
 
 # About 200 bytes a row; more than these would not fit into a page that opens at once.
 MOST_ROWS = 5000
@@ -68,11 +68,6 @@ def _cell(value: object, column: Column) -> Html:
         sort = None if value.value is None else f"{value.value:.9g}"
         return tag("td", value.text, class_=style, data_v=sort)
     return tag("td", value, class_=style)
-
-
-def chip(format_name: str) -> Html:
-    """A format by name and colour."""
-    return tag("span", format_name, class_=f"chip {format_class(format_name)}")
 
 
 _LAYER_COLUMNS = (

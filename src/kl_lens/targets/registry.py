@@ -7,14 +7,16 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.formats import resolve
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.session import Session
 from kl_lens.writing import write_text
+
+if TYPE_CHECKING:  # opening a session must not load what exporting needs
+    from kl_lens.checkpoints import LoadedModel
 
 RECORD_FILE = "artifact.json"
 # Target → (module, the extra that brings its libraries, a package that must be there).
@@ -23,7 +25,7 @@ TARGETS = {
     "gguf": ("kl_lens.targets.gguf", "gguf", "gguf"),
 }
 
-Deployed = Callable[[LoadedModel, Mapping[str, str]], AbstractContextManager[None]]
+Deployed = Callable[["LoadedModel", Mapping[str, str]], AbstractContextManager[None]]
 
 
 def target_module(name: str) -> Any:

@@ -9,7 +9,9 @@
   document.body.append(tip);
 
   // Only ever textContent: what a model or file is called stays text.
+  let shownAt = 0;
   const show = (words, x, y) => {
+    shownAt = scrollY;
     tip.textContent = words;
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
@@ -67,7 +69,10 @@
     if (!event.target.closest("g.marks, .strip svg")) hide();
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  addEventListener("scroll", hide, { passive: true, capture: true });
+  // Scrolled away from what it explains; the event of a scroll that was over before the tip appeared does not count.
+  addEventListener("scroll", (event) => {
+    if (event.target !== document || Math.abs(scrollY - shownAt) > 4) hide();
+  }, { passive: true, capture: true });
 
   // Strips: the component under the pointer follows from where it is.
   const data = document.getElementById("strips");

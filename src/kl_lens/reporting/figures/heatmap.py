@@ -128,7 +128,7 @@ def _cell(
     if buried:
         title += "\nwithin the noise of measuring"
     box = f"M{places(x)} {places(y)}h{places(width - _GAP)}v{places(_ROW - _GAP)}h{places(_GAP - width)}z"
-    share = scale(estimate.value) if estimate.value > 0 and math.isfinite(estimate.value) else 0.0
+    share = 1.0 if math.isinf(estimate.value) else scale(estimate.value) if estimate.value > 0 else 0.0
     cell = titled(f"cell {ramp_class(share)}", title, box)
     return join([cell, tag("path", d=box, class_="hatch")]) if buried else cell
 
@@ -157,7 +157,7 @@ def _key(scale: Scale, noise: float | None) -> Html:
             parts.append(line(placed(noise), 16, placed(noise), 36, "rule"))
             words += " (dashed line); cells at or below it are hatched"
         elif noise <= placed.low:
-            words += ", left of the scale: no cell is that small"
+            words += ", left of the scale"
         else:
             words += ", right of the scale: every cell is within it, and hatched"
     note = tag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
@@ -61,7 +62,7 @@ def spread_rows(
     groups: Groups, series: Mapping[str, tuple[str, str]], unit: str, title: str, noise: float | None = None
 ) -> Html:
     """Rows of spreads on one logarithmic axis; `series` gives each its colour and shape."""
-    values = [v for row in groups.values() for found in row.values() for v in found if v > 0]
+    values = [v for row in groups.values() for found in row.values() for v in found if 0 < v < math.inf]
     near = noise is not None and noise > 0 and bool(values) and noise > min(values) / 100
     scale = logarithmic([*values, noise] if near and noise else values)
     left = 12 + CHARACTER * max((len(kind) for kind in groups), default=4)
@@ -85,7 +86,7 @@ def spread_rows(
         parts.append(text(left - 8, y + _LANE * len(series) / 2 + 4, kind, "t tick", "end"))
         for name, (colour, shape) in series.items():
             y += _LANE
-            found = sorted(v for v in row.get(name, ()) if v > 0)
+            found = sorted(v for v in row.get(name, ()) if 0 < v < math.inf)
             if found:
                 places_ = [scale(v) for v in _five(found)]
                 parts += _spread(places_, y - _LANE / 2, colour)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.records import Estimate
-from kl_lens.reporting.data import FAMILIES, ORIGINAL, PlanView
+from kl_lens.reporting.data import ORIGINAL
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.palette import series_class
+from kl_lens.reporting.plans import FAMILIES, PlanView
 from kl_lens.reporting.scales import Scale, by_span, linear, logarithmic
 from kl_lens.reporting.svg import Mark, Plot, ends, figure, legend
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kl_lens.formats import get_format
 from kl_lens.records import Component
-from kl_lens.reporting.data import PlanView
 from kl_lens.reporting.markup import Html, join, json_block, tag
 from kl_lens.reporting.numbers import size
 from kl_lens.reporting.palette import format_class
+from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.svg import legend
 
 _CODES = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kl_lens.records import Measurement, SensitivityTable
 from kl_lens.reporting.data import KL, RunView
 from kl_lens.reporting.figures.heatmap import heatmaps
@@ -58,7 +60,7 @@ def _ends(table_: SensitivityTable, found: list[Measurement]) -> list[Html]:
     ]
     lists = []
     for format_name in table_.formats:
-        ordered = sorted((m for m in found if m.format == format_name), key=lambda m: -m.metrics[KL].value)
+        ordered = sorted((m for m in found if m.format == format_name), key=_order)
         if not ordered:
             continue
         total = sum(m.metrics[KL].value for m in ordered)
@@ -68,11 +70,18 @@ def _ends(table_: SensitivityTable, found: list[Measurement]) -> list[Html]:
             rows = [*rows[:LISTED], ["", between, "", ""], *rows[-LISTED:]]
         body = table(columns, rows, sortable=False, caption=f"{format_name}: most and least sensitive")
         words = f"All {len(ordered)} together {number(total)} nats per token, if damage adds up."
-        lists.append(tag("div", body, note(words), class_="figure"))
+        lists.append(tag("div", body, note(words) if math.isfinite(total) else "", class_="figure"))
     return lists
 
 
 def _row(rank: int, m: Measurement, total: float) -> list[object]:
     estimate = m.metrics[KL]
-    share = 100 * estimate.value / total if total > 0 else 0.0
-    return [rank, m.component, with_error(estimate), f"{share:.2f} %" if share >= 0.005 else "< 0.01 %"]
+    share = 100 * estimate.value / total if total > 0 and math.isfinite(total) else math.nan
+    words = "–" if math.isnan(share) else f"{share:.2f} %" if share >= 0.005 else "< 0.01 %"
+    return [rank, m.component, with_error(estimate), words]
+
+
+def _order(m: Measurement) -> float:
+    """Most sensitive first; what is no number goes last."""
+    value = m.metrics[KL].value
+    return math.inf if math.isnan(value) else -value

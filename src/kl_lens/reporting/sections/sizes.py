@@ -6,10 +6,11 @@ import json
 
 from kl_lens.records import Estimate, Score
 from kl_lens.reporting.answer import recommend
-from kl_lens.reporting.data import FAMILIES, ORIGINAL, PlanView, RunView
+from kl_lens.reporting.data import ORIGINAL, RunView
 from kl_lens.reporting.figures.sizes import SizePoint, predicted_plot, size_plot
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
+from kl_lens.reporting.plans import FAMILIES, PlanView
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import fills, grid, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column

@@ -120,6 +120,7 @@ class GGUFSession:
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """llama.cpp's own tokenization with what the file holds, without beginning or end tokens."""
+        self._require_vocabulary()
         data = text.encode()
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()
@@ -132,6 +133,7 @@ class GGUFSession:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD."""
+        self._require_vocabulary()
         array = (ctypes.c_int32 * len(tokens))(*tokens)
         room = 16 * len(tokens) + 64
         for _ in range(2):
@@ -171,6 +173,11 @@ class GGUFSession:
         if not self._context:
             raise TargetError(f"{self.path}: this session is closed")
         return self._context
+
+    def _require_vocabulary(self) -> None:
+        """llama.cpp aborts the process when it is asked for the tokens of a file without a vocabulary."""
+        if self.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+            raise TargetError(f"{self.path} holds no tokenizer; pass one with --tokenizer")
 
     def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
         """Logits behind every token, or behind the last alone; continues after what was fed before."""

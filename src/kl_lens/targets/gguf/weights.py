@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 
-from kl_lens.checkpoints.files import check_weight_files, weight_files
+from kl_lens.checkpoints import mamba_ssm
+from kl_lens.checkpoints.files import check_weight_files, read_config, weight_files
 from kl_lens.errors import CheckpointError, TargetError
+from kl_lens.targets.gguf.architectures import get_architecture
 
 
 class WeightSource(Protocol):
@@ -44,6 +47,23 @@ def component_name(parameter: str, dimensions: int) -> str:
     """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
     owner, _, leaf = parameter.rpartition(".")
     return owner if leaf == "weight" and dimensions >= 2 else parameter
+
+
+def read_configuration(folder: Path) -> Any:
+    """The transformers configuration of a checkpoint folder, whichever library wrote it."""
+    raw = read_config(folder)
+    if mamba_ssm.is_layout(raw):
+        version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
+        return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
+    get_architecture(str(raw.get("model_type")))  # a clear refusal before transformers looks at it
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def read_tokenizer(folder: Path) -> Any | None:
+    """The tokenizer of a checkpoint folder, if it has one."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 class ModelWeights:

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.formats.ggml import gguf_module
-from kl_lens.targets.gguf.architectures import TensorRule
-from kl_lens.targets.gguf.tokenizer import TokenizerData
-from kl_lens.targets.gguf.weights import WeightSource
+
+if TYPE_CHECKING:
+    from kl_lens.targets.gguf.architectures import TensorRule
+    from kl_lens.targets.gguf.tokenizer import TokenizerData
+    from kl_lens.targets.gguf.weights import WeightSource
 
 FLOAT32 = "fp32"  # what llama.cpp needs for everything that is no matrix product; no format of a plan
 _CHUNK = 1 << 24  # weights that are turned to float32 at a time
@@ -95,7 +96,7 @@ def stored_bytes(job: TensorJob, weights: WeightSource) -> npt.NDArray[np.uint8]
         )
     if job.format == FLOAT32:
         values = tensor.float().contiguous()
-        if not bool(torch.isfinite(values).all()):
+        if not bool(values.isfinite().all()):
             raise TargetError(f"{name}: holds NaN or infinity; repair or fetch the checkpoint again")
         return values.numpy().reshape(-1).view(np.uint8)
     fmt = get_format(job.format)

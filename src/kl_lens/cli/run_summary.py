@@ -1,0 +1,154 @@
+"""What `kl-lens run` says in the end: one table, one sentence, the next command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from kl_lens.cli import options
+from kl_lens.cli.stages import Stages
+from kl_lens.records import Estimate, Profile, Score
+from kl_lens.reporting.answer import speed_ratio
+from kl_lens.reporting.data import ORIGINAL, RunView, collect
+from kl_lens.reporting.plans import PlanView
+from kl_lens.runs import Run
+from kl_lens.units import human_bytes
+
+
+def print_summary(
+    folder: Path, plans: Sequence[str], exported: Mapping[str, Path], stages: Stages, seconds: float
+) -> None:
+    with Run.open(folder) as run:
+        view = collect(run)
+    console = options.console()
+    console.print()
+    console.print(_table(view, plans, list(exported) or ["torch"]))
+    for line in _remarks(view):
+        console.print(line, soft_wrap=True)
+    console.print(_sentence(view, plans[-1], list(exported)), soft_wrap=True)
+    spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in stages.seconds.items() if used >= 1)
+    console.print(f"Done in {seconds:.0f} s ({spent}).", soft_wrap=True)
+    for failure in stages.failures:
+        console.print(f"Failed, see above: kl-lens {failure}", soft_wrap=True)
+    report = folder / "report.html"
+    if report.is_file():
+        console.print(f"Report: {report}", soft_wrap=True)
+    for place in exported.values():
+        console.print(
+            f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"',
+            soft_wrap=True,
+        )
+        break
+
+
+def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table:
+    table = Table(title=f"{view.model}: plans as files", title_justify="left")
+    for column in ("plan", "runtime"):
+        table.add_column(column)
+    for column in (
+        "size",
+        "of FP16",
+        "token perplexity",
+        "KL from the original",
+        "× FP16 speed",
+        "peak memory",
+    ):
+        table.add_column(column, justify="right")
+    for target in targets:
+        base = view.subject_bytes(f"{target}/{plans[0]}")
+        for name in plans:
+            subject = f"{target}/{name}"
+            size = view.subject_bytes(subject)
+            profile = _profile(view, subject)
+            ratio = None if profile is None else speed_ratio(profile)
+            table.add_row(
+                name.removeprefix("uniform_").upper() if name.startswith("uniform_") else name,
+                target,
+                "" if size is None else human_bytes(size),
+                "" if not size or not base else f"{size / base:.0%}",
+                _shown(_value(view, subject, "perplexity", "token_perplexity"), ".3f"),
+                _shown(_value(view, subject, "divergence", "kl_mean"), ".2e"),
+                "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})",
+                ""
+                if profile is None or profile.peak_memory_bytes is None
+                else human_bytes(profile.peak_memory_bytes),
+            )
+        table.add_section()
+    return table
+
+
+def _remarks(view: RunView) -> list[str]:
+    original = _score(view, ORIGINAL, "perplexity")
+    if original is None:
+        return []
+    value = original.values["token_perplexity"]
+    return [
+        f"The original's token perplexity is {_shown(value, '.3f')} on {original.what}, {original.tokens:,} predictions. "
+        "The errors of perplexity are those of the text, and common to all rows."
+    ]
+
+
+def _sentence(view: RunView, name: str, targets: Sequence[str]) -> str:
+    plan = view.plan(name)
+    assert plan is not None
+    text = f"Recommended: {_size(view, plan)}, {plan.row.shares_text}"
+    quality = _quality(view, name, targets) or _held_out(plan)
+    speed = _speed(view, name, targets)
+    return f"{text}{quality}{speed}."
+
+
+def _size(view: RunView, plan: PlanView) -> str:
+    return f"{human_bytes(plan.bytes)}, {plan.bytes / view.fp16_bytes:.0%} of FP16's"
+
+
+def _quality(view: RunView, name: str, targets: Sequence[str]) -> str:
+    original = _value(view, ORIGINAL, "perplexity", "token_perplexity")
+    for target in targets:
+        found = _value(view, f"{target}/{name}", "perplexity", "token_perplexity")
+        if found is not None and original is not None:
+            return f"; token perplexity {found.value:.3f} in {target} against {original.value:.3f}"
+    return ""
+
+
+def _held_out(plan: PlanView) -> str:
+    if plan.perplexity is None or plan.original_perplexity is None:
+        return ""
+    return f"; token perplexity {plan.perplexity.value:.3f} against {plan.original_perplexity:.3f} ({plan.measured_on})"
+
+
+def _speed(view: RunView, name: str, targets: Sequence[str]) -> str:
+    found = []
+    for target in targets:
+        profile = _profile(view, f"{target}/{name}")
+        ratio = None if profile is None else speed_ratio(profile)
+        if profile is not None and ratio is not None:
+            speed = profile.timings["tokens_per_second"].median
+            found.append(f"{speed:.0f} tokens/s in {target} ({ratio.median:.2f} × FP16)")
+    return "; " + ", ".join(found) if found else ""
+
+
+def _score(view: RunView, subject: str, kind: str) -> Score | None:
+    found = [s for s in view.scores if s.subject == subject and s.kind == kind]
+    return found[-1] if found else None
+
+
+def _value(view: RunView, subject: str, kind: str, name: str) -> Estimate | None:
+    score = _score(view, subject, kind)
+    return None if score is None else score.values.get(name)
+
+
+def _profile(view: RunView, subject: str) -> Profile | None:
+    found = [p for p in view.profiles if p.subject == subject and p.protocol == "use"]
+    return found[-1] if found else None
+
+
+def _shown(estimate: Estimate | None, pattern: str) -> str:
+    if estimate is None:
+        return ""
+    if estimate.standard_error != estimate.standard_error:  # not known
+        return format(estimate.value, pattern)
+    error = format(estimate.standard_error, ".0e" if "e" in pattern else pattern)
+    return f"{format(estimate.value, pattern)} ± {error}"

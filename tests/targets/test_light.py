@@ -1,0 +1,218 @@
+"""Running an exported model needs the runtime and numpy: what only measuring and exporting need stays unloaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models
+
+from kl_lens.cli.main import main
+from kl_lens.errors import TargetError
+from kl_lens.records import Plan
+from kl_lens.resources import reference_path
+from kl_lens.targets import export, open_session
+from kl_lens.targets.tokenizer import find_tokenizer
+from tests.families import _COMMON
+from tests.targets.gguf.support import tiny
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+HEAVY = ("torch", "transformers", "numba", "datasets", "pyarrow")
+PROMPT = "The history of the city"
+# The command as the console script runs it, then what it loaded, on a line of its own.
+COMMAND = f"""
+import sys
+from kl_lens.cli.main import main
+status = main(sys.argv[1:])
+print("loaded", *(name for name in {HEAVY} if name in sys.modules))
+sys.exit(status)
+"""
+PEAK = COMMAND.replace(
+    "from kl_lens.cli.main import main\n", "from kl_lens.profiling.peak import main\n"
+).replace("main(sys.argv[1:])", "main()")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Path]:
+    """One tiny Mamba in both targets, with integers, for which a session asks what the formats are."""
+    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
+    model = tiny(transformers.MambaConfig(**settings), tokenizer)
+    folder = tmp_path_factory.mktemp("light")
+    for target, name in (("gguf", "q8_0"), ("openvino", "int8")):
+        plan = Plan("p", {"backbone.layers.0.mixer.in_proj": name}, made_by="test")
+        export(model, plan, target, folder / target)
+    without = folder / "without_tokenizer"
+    export(model, Plan("p", {}, made_by="test"), "gguf", without, include_tokenizer=False)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def _run(program: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
+    """The JSON that a fresh process prints, and the heavy libraries that it has loaded."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed, _, loaded = done.stdout.rpartition("loaded")
+    return json.loads(printed), loaded.split()
+
+
+def _by_transformers(folder: Path, tokenizer: Any, count: int) -> str:
+    session = open_session(folder, threads=1)
+    logits = session.prefill(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    new: list[int] = []
+    for _ in range(count):
+        new.append(int(logits.argmax()))
+        logits = session.step(new[-1])
+    session.close()
+    return tokenizer.decode(new)
+
+
+@pytest.mark.parametrize("target", ["gguf", "openvino"])
+def test_generate(target: str, exported: dict[str, Path], tokenizer: Any) -> None:
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "3", "--threads", "1", "--json"]
+    result, loaded = _run(COMMAND, "generate", str(exported[target]), *arguments)
+    assert loaded == []
+    assert result["new_tokens"] == 3
+    assert result["text"] == _by_transformers(exported[target], tokenizer, 3)
+
+
+@pytest.mark.parametrize("target", ["gguf", "openvino"])
+def test_the_process_that_weighs_a_model(target: str, exported: dict[str, Path]) -> None:
+    use, loaded = _run(PEAK, str(exported[target]), "--threads", "1", "--prompt", "4", "--new-tokens", "2")
+    assert loaded == []
+    assert 0 < use["base_bytes"] < use["peak_bytes"]
+
+
+def test_lazy_packages_have_every_name_they_promise() -> None:
+    import kl_lens
+    from kl_lens import profiling
+    from kl_lens.targets import gguf, openvino
+
+    for package in (kl_lens, profiling, gguf, openvino):
+        for name in package.__all__:
+            assert getattr(package, name) is not None
+        with pytest.raises(AttributeError, match="no_such_name"):
+            _ = package.no_such_name
+
+
+def test_export_stays_a_function_when_its_module_is_loaded() -> None:
+    program = (
+        "import kl_lens.targets.gguf.export; from kl_lens.targets.gguf import export; assert callable(export)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+TEXTS = [
+    "",
+    " ",
+    "Plain words.",
+    "  two  spaces\n\nand lines\t",
+    "naïve café 北京 🙂",
+    "a<|endoftext|>b",
+    "don't , stop .",
+]
+
+
+@pytest.mark.parametrize("by", ["folder", "file"])
+def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
+    by: str, exported: dict[str, Path], tokenizer: Any
+) -> None:
+    folder = exported["openvino"]
+    place = None if by == "folder" else str(folder / "tokenizer.json")
+    found = find_tokenizer(object(), folder, place)  # type: ignore[arg-type]
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert found.encode(text) == ids
+        assert found.decode(ids) == tokenizer.decode(ids)
+    assert found.ends == {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "b"}, "generation_config.json": {"eos_token_id": 0}}, {1}),
+        ({"tokenizer_config.json": {"eos_token": {"content": "b", "lstrip": False}}}, {1}),
+        ({"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": "c"}}, {2}),
+        ({"generation_config.json": {"eos_token_id": [0, 2]}}, {0, 2}),
+        ({"generation_config.json": {"eos_token_id": 1}}, {1}),
+        ({"tokenizer_config.json": {"eos_token": "not in the vocabulary"}}, set()),
+        ({}, set()),
+    ],
+)
+def test_where_the_end_token_is_found(files: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    words.enable_truncation(1)
+    words.save(str(tmp_path / "tokenizer.json"))
+    for name, data in files.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    found = find_tokenizer(object(), tmp_path)  # type: ignore[arg-type]
+    assert found.ends == ends
+
+
+def test_limits_inside_a_tokenizer_do_not_cut_a_prompt(tmp_path: Path, exported: dict[str, Path]) -> None:
+    cut = Tokenizer.from_file(str(exported["openvino"] / "tokenizer.json"))
+    whole = cut.encode(PROMPT, add_special_tokens=False).ids
+    cut.enable_truncation(2)
+    cut.save(str(tmp_path / "tokenizer.json"))
+    assert find_tokenizer(object(), tmp_path).encode(PROMPT) == whole  # type: ignore[arg-type]
+
+
+def test_spaces_are_cleaned_up_as_transformers_does(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"stop": 0, ".": 1}, unk_token="stop"))
+    settings = {"clean_up_tokenization_spaces": True}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **settings).save_pretrained(tmp_path)
+    assert find_tokenizer(object(), tmp_path).decode([0, 1]) == "stop."  # type: ignore[arg-type]
+
+
+def test_a_folder_without_tokenizer_json_is_read_by_transformers(
+    exported: dict[str, Path], tokenizer: Any, tmp_path: Path
+) -> None:
+    specification = json.loads((exported["openvino"] / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(specification["vocab"]))
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in specification["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    found = find_tokenizer(object(), exported["openvino"], str(tmp_path))  # type: ignore[arg-type]
+    assert found.encode(PROMPT) == tokenizer(PROMPT)["input_ids"]
+
+
+def test_a_file_without_a_vocabulary_is_refused_and_the_process_lives(
+    exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp itself would abort."""
+    folder = exported["without_tokenizer"]
+    arguments = ["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "2", "--threads", "1"]
+    assert main(arguments) == 1
+    assert "holds no tokenizer; pass one with --tokenizer" in capsys.readouterr().err
+    assert main([*arguments, "--tokenizer", str(exported["openvino"]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] == 2
+    session: Any = open_session(folder, threads=1)
+    with pytest.raises(TargetError, match="holds no tokenizer"):
+        session.detokenize([1, 2])
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 1}'])
+def test_damaged_tokenizers_are_named(content: str, exported: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(
+        exported["openvino"], folder, ignore=shutil.ignore_patterns("*.bin", "*.xml", ".compiled")
+    )
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(TargetError, match=r"copy/tokenizer\.json cannot be read") as caught:
+        find_tokenizer(object(), folder)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TargetError, match="holds no tokenizer"):
+        find_tokenizer(object(), folder)  # type: ignore[arg-type]
