@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kl_lens.cli import options
 from kl_lens.evaluation import Outcome
-from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, Agreement
+from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.records import Estimate, Score
 
@@ -51,14 +51,20 @@ def print_outcome(outcome: Outcome, limit: float | None, notes: Iterable[str]) -
             changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in found.differences.items()]
             console.print(
                 f"[bold red]{found.subject} DISAGREES with {found.compared_with}[/] on the same windows: "
-                f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again, and "
-                "compare once more with --exact.",
+                f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again."
+                " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
                 soft_wrap=True,
             )
     if any(a.verdict == AS_DEPLOYED for a in outcome.agreements):
         console.print(
             "As deployed: the file holds the weights that were measured; the runtime also rounds activations, and "
             "PyTorch agrees once it rounds them too.",
+            soft_wrap=True,
+        )
+    if any(a.verdict == IN_FLOAT32 for a in outcome.agreements):
+        console.print(
+            "In float32: the file holds the weights that were measured; the runtime computes it in half precision, and "
+            "agrees with PyTorch when told not to.",
             soft_wrap=True,
         )
     for note in notes:
@@ -93,7 +99,12 @@ def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
 
 def _verdict(agreement: Agreement) -> str:
     change = agreement.differences["cross_entropy"]
-    words = {AGREES: "yes", AS_DEPLOYED: "yes, as deployed", DISAGREES: "[bold red]NO[/]"}
+    words = {
+        AGREES: "yes",
+        AS_DEPLOYED: "yes, as deployed",
+        IN_FLOAT32: "yes, in float32",
+        DISAGREES: "[bold red]NO[/]",
+    }
     return f"{words[agreement.verdict]} ({change.value:+.1e} nats)"
 
 

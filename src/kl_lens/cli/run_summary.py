@@ -86,7 +86,7 @@ def _remarks(view: RunView) -> list[str]:
         return []
     value = original.values["token_perplexity"]
     return [
-        f"The original's token perplexity is {_shown(value, '.3f')} on {original.what}, {original.tokens:,} predictions. "
+        f"The original's token perplexity is {_shown(value, '.3f')} on {original.what} ({original.tokens:,} tokens). "
         "The errors of perplexity are those of the text, and common to all rows."
     ]
 

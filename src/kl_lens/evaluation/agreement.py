@@ -15,9 +15,10 @@ If both hold, the file *agrees*. Runtimes however also round activations to 8 bi
 kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
 with the activations that the runtime's kernels see (`kl_lens.targets.deployed`); if the rule holds now, the file
 *agrees as deployed*: it holds the weights that were measured, and the difference to plain PyTorch is what this runtime
-costs. If it does not hold, or if that runtime's arithmetic is not modelled, the file *DISAGREES*, and
-what ships is not what was measured. The models' own standard errors are shown beside the values but decide nothing:
-they are errors of the text, ten and more times larger than what a wrong scale does.
+costs. Where that does not settle it (half-precision arithmetic, kernels that are not modelled), a runtime that can is
+asked to compute the same file in float32; if the rule holds then, the file *agrees in float32*. Otherwise the file
+*DISAGREES*, and what ships is not what was measured. The models' own standard errors are shown beside the values but
+decide nothing: they are errors of the text, ten and more times larger than what a wrong scale does.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SCATTER = 20.0  # how many times the above scatter may reach
 _THREE_SIGMA = 0.99865  # one-sided
 
 AGREES, AS_DEPLOYED, DISAGREES = "agrees", "agrees as deployed", "DISAGREES"
+IN_FLOAT32 = "agrees in float32"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Agreement(Record):
 
     subject: str
     counterpart: str  # the same weights in PyTorch
-    compared_with: str  # what decided: the counterpart, or that with the runtime's activations
+    compared_with: (
+        str  # what decided: the counterpart, that with the runtime's activations, or the file in float32
+    )
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean

@@ -212,15 +212,25 @@ class Evaluator:
             verdict = rule.DISAGREES
             emulated = subject.emulated(self.model)
             if emulated is not None:
-                self.progress.message(f"{subject.name} differs from {name}: comparing with {emulated.name}")
-                done = sum(window.targets for window in self._known(emulated, text, divergence).values())
-                self.progress.started(float(text.targets), float(done))
-                again = rule.differences(windows[subject.identity], self._windows(emulated, text, divergence))
-                found, beside_name = again, emulated.name
-                if rule.within(again):
-                    verdict = rule.AS_DEPLOYED
+                again = self._compared_anew(subject, emulated, name, text, divergence)
+                found, beside_name = rule.differences(windows[subject.identity], again), emulated.name
+                verdict = rule.AS_DEPLOYED if rule.within(found) else verdict
+            exact = None if verdict == rule.AS_DEPLOYED else subject.in_float32()
+            if exact is not None:
+                again = self._compared_anew(subject, exact, name, text, divergence)
+                found, beside_name = rule.differences(again, windows[counterpart.identity]), exact.name
+                verdict = rule.IN_FLOAT32 if rule.within(found) else verdict
         changes = {name: change for name, (change, _) in found.items()}
         return Agreement(subject.name, name, beside_name, text.label, verdict, changes)
+
+    def _compared_anew(
+        self, subject: Subject, other: Subject, name: str, text: EvaluationText, divergence: bool
+    ) -> list[WindowScore]:
+        """The windows of what stands in for one side of a comparison that did not come out even."""
+        self.progress.message(f"{subject.name} differs from {name}: looking at {other.name}")
+        done = sum(window.targets for window in self._known(other, text, divergence).values())
+        self.progress.started(float(text.targets), float(done))
+        return self._windows(other, text, divergence)
 
 
 def evaluate_text(subject: Subject, text: EvaluationText, original: LoadedModel | None = None) -> Score:

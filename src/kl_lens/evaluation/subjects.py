@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ class ArtifactSubject(Subject):
     def __init__(self, path: Path, settings: RuntimeSettings | None = None, name: str | None = None) -> None:
         self.settings = settings or RuntimeSettings()
         self.path, self.artifact = _located(path)
-        self.name = (name or str(path)) + self.settings.label
+        self._plain_name = name or str(path)
+        self.name = self._plain_name + self.settings.label
         self.files = _files(self.path, self.artifact)
         self._seen = _stamps(self.name, self.files)
         self.identity = _hash(
@@ -152,8 +153,16 @@ class ArtifactSubject(Subject):
         ):
             return None
         formats = realised_formats(model, self.artifact)
+        if self.target == "openvino" and set(formats.values()) <= {"fp16"}:
+            return None  # no integer kernels, but half-precision arithmetic, which is not modelled
         name = f"torch/{self.artifact.plan} as {self.target} deployed"
         return TorchSubject(model, name, formats, as_deployed=self.target)
+
+    def in_float32(self) -> ArtifactSubject | None:
+        """The same file, computed in float32; None where the runtime always rounds (llama.cpp), or this one is it."""
+        if self.target != "openvino" or self.settings.exact:
+            return None
+        return ArtifactSubject(self.path, replace(self.settings, exact=True), self._plain_name)
 
 
 def planned_formats(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, str]:
