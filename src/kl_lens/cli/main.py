@@ -65,10 +65,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _quiet_libraries() -> None:
     """transformers' progress bars and advice are about its own speed; ours comes from elsewhere."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from transformers.utils import logging as library
+    # For when it loads later, if at all: `generate` runs on small devices and does without it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as library
 
-    library.set_verbosity_error()
-    library.disable_progress_bar()
+        library.set_verbosity_error()
+        library.disable_progress_bar()
     logging.getLogger("nncf").setLevel(logging.ERROR)
 
 

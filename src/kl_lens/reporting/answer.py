@@ -95,14 +95,17 @@ def same_protocol(one: Score, other: Score) -> bool:
 
 def commands_for(view: RunView, plan: PlanView) -> list[str]:
     """What to type to get this plan again, in order, each line once."""
+    whole = [c for c in view.commands if c.verb == "run"]
+    if whole and plan.name == RECOMMENDED:
+        return [whole[-1].line]
     lines: dict[str, None] = {}
-    for command in [*_last(view.commands, ("measure", "import-legacy", "run")), *_planning(view, plan)]:
+    for command in [*_last(view.commands, ("measure", "import-legacy")), *_planning(view, plan)]:
         lines[command.line] = None
     return list(lines)
 
 
 def _last(commands: Sequence[Command], verbs: Sequence[str]) -> list[Command]:
-    """The last command with one of these verbs; `run` does all of it, so nothing else is needed then."""
+    """The last command with one of these verbs."""
     found = [c for c in commands if c.verb in verbs]
     return found[-1:]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
+from kl_lens.records import Profile
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import count
@@ -136,15 +138,23 @@ def _machine(view: RunView) -> Html:
         for name in ("machine", "system"):
             if name in command.provenance:
                 add(name, command.provenance[name])
+    found = {name: " / ".join(values) for name, values in facts.items()}
+    by_target: dict[str, list[Profile]] = {}
     for profile in view.profiles:
-        add("timed on", _runtime(profile.device, profile.threads, profile.runtime))
-    return _pairs({name: " / ".join(values) for name, values in facts.items()})
+        subject = view.split(profile.subject)
+        by_target.setdefault(f"timed, {subject.target or subject.name}", []).append(profile)
+    return _pairs(found | {name: _runtime(profiles) for name, profiles in by_target.items()})
 
 
-def _runtime(device: str, threads: int, runtime: dict[str, Any]) -> str:
-    """Paths of libraries stay out; names and versions are what counts."""
-    words = [f"{key} {value}" for key, value in runtime.items() if _is_plain(value)]
-    return f"{device}, {count(threads, 'thread')}" + (f" ({', '.join(words)})" if words else "")
+def _runtime(profiles: Sequence[Profile]) -> str:
+    """What the profiles have in common; what sets the files apart, and paths of libraries, stay out."""
+    shared = [
+        f"{key.replace('_', ' ')} {value}"
+        for key, value in profiles[0].runtime.items()
+        if _is_plain(value) and all(p.runtime.get(key) == value for p in profiles)
+    ]
+    devices = dict.fromkeys(f"{p.device}, {count(p.threads, 'thread')}" for p in profiles)
+    return "; ".join([" / ".join(devices), *shared])
 
 
 def _is_plain(value: object) -> bool:

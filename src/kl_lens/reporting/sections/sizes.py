@@ -18,6 +18,7 @@ from kl_lens.reporting.tables import Cell, Column, table, text_column
 TITLE = "Size against quality"
 _NAMES = {"perplexity": "token perplexity", "divergence": "KL from the original, nats per token"}
 _PAIRED = "Error bars: of the difference from the original, on the same text."
+_NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 _VALUES = {"perplexity": "token_perplexity", "divergence": "kl_mean"}
 
 
@@ -61,7 +62,7 @@ def _verified(view: RunView, recommended: str | None) -> list[Html]:
                     "Size against perplexity", points, _NAMES["perplexity"], f"In PyTorch, {where}. {_PAIRED}"
                 )
             )
-        points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value > 0]
+        points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value >= _NOTHING]
         if points:
             caption = (
                 f"In PyTorch, {where}. The frontier is what the best plan of each size is predicted to do."
@@ -102,7 +103,12 @@ def _scored(view: RunView, recommended: str | None) -> list[Html]:
         if score.subject == ORIGINAL:
             originals[score.kind, score.what, protocol] = score
         else:
-            runtime = view.split(score.subject).runtime
+            subject = view.split(score.subject)
+            if (
+                subject.variant
+            ):  # a file's stand-in in PyTorch, or the file in float32: in the table, not drawn
+                continue
+            runtime = subject.runtime
             groups.setdefault((score.kind, score.what, protocol, runtime), []).append(score)
     figures = []
     for (kind, what, protocol, runtime), scores in sorted(groups.items(), key=_order):
@@ -135,7 +141,7 @@ def _order(item: tuple[tuple[str, str, str, str], list[Score]]) -> tuple[str, st
 def _scored_point(view: RunView, score: Score, recommended: str | None) -> SizePoint | None:
     count = view.subject_bytes(score.subject)
     value = score.values[_VALUES[score.kind]]
-    if count is None or (score.kind == "divergence" and value.value <= 0):
+    if count is None or (score.kind == "divergence" and value.value < _NOTHING):
         return None
     change = score.values.get("token_perplexity_change")
     if score.kind == "perplexity":

@@ -182,7 +182,8 @@ def _protocol(plans: list[PlanView]) -> str:
 
 
 def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
-    uniform = [p for p in view.plans if p.family == "uniform"]
+    # FP16 has its own row.
+    uniform = [p for p in view.plans if p.family == "uniform" and set(p.stored.values()) - {"fp16"}]
     points = sorted((p for p in view.plans if p.family == "paper"), key=lambda p: p.bytes)
     smaller, larger = (
         [p for p in points if p.bytes <= plan.bytes],
