@@ -15,9 +15,9 @@ INTRODUCTION = """\
 
 Printed by `python scripts/command_line.py > docs/command-line.md`; a test fails when this page is behind the program.
 
-Exit codes: 0 done; 1 something failed and is named (the rest was done all the same); 2 the command could not be carried out, or a
-`--max-drop` of `kl-lens evaluate` was exceeded; 130 stopped by Ctrl-C, and the same command goes on from there. Errors are one line
-on standard error; progress goes there too, results to standard output.
+Exit codes: 0 done; 1 an error, which one line on standard error names (where several files were asked for, the others are done all the
+same); 2 words that cannot be understood, a budget that nothing can meet, or a `--max-drop` of `kl-lens evaluate` exceeded; 130 stopped by Ctrl-C: the
+same command goes on from there. Progress goes to standard error too, results to standard output.
 
 Sizes are written as `90MB`, `0.5GiB` or a number of bytes, times as `12ms`, shares as `45%` or `0.45`. A text is `NAME:SPLIT` (`wikitext2:test`) or
 the path of a file or folder. A `MODEL` is a folder, a hub id or one of the embedded models.

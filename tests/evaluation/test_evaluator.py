@@ -27,7 +27,7 @@ from kl_lens.evaluation import (
     read_scores,
     run_subjects,
 )
-from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, differences, within
+from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, differences, within
 from kl_lens.evaluation.scoring import WindowScore
 from kl_lens.records import Plan
 from kl_lens.runs import Run
@@ -127,6 +127,18 @@ def test_a_file_with_other_weights_is_flagged(
         reference, folder, reference_text, tmp_path / "run", divergence=divergence
     ).agreements
     assert agreement.verdict == DISAGREES
+
+
+def test_a_file_computed_in_half_precision_agrees_in_float32(tmp_path: Path) -> None:
+    """The plugin's own arithmetic moves the distribution more than the rule allows; the weights are right."""
+    model = load("reference:mamba")
+    export(model, Plan("fp16", {}, made_by="a test"), "openvino", tmp_path / "file")
+    text = prepare_text("wikitext2:test", model.require_tokenizer(), window=128, stride=None, limit=8)
+    (agreement,) = judged(model, tmp_path / "file", text, tmp_path / "run").agreements
+    if agreement.verdict == AGREES:
+        pytest.skip("this processor computes FP16 models in float32")
+    assert agreement.verdict == IN_FLOAT32
+    assert abs(agreement.differences["kl_mean"].value) < 1e-6
 
 
 def test_the_rule_looks_at_differences_by_window() -> None:

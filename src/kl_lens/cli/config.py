@@ -13,6 +13,7 @@ import yaml
 from kl_lens.errors import KLLensError
 from kl_lens.writing import write_text
 
+FROM_FILE = "from_file"
 _OWN = ("config", "write_config", "help", "verb", "debug", "execute", "json")
 
 
@@ -45,9 +46,21 @@ class _Config(argparse.Action):
             if name not in known:
                 choices = ", ".join(sorted(k.replace("_", "-") for k in known))
                 raise KLLensError(f"{values}: no setting is called {key!r}; there are {choices}")
-            if getattr(namespace, name, None) == parser.get_default(name):
-                setattr(namespace, name, _converted(parser, known[name], value, values))
+            converted = _converted(known[name], value, values)
+            if not known[name].option_strings:
+                # argparse fills a missing positional in whenever it likes: kept apart until all is read.
+                setattr(namespace, FROM_FILE, {**getattr(namespace, FROM_FILE, {}), name: converted})
+            elif getattr(namespace, name, None) == parser.get_default(name):
+                setattr(namespace, name, converted)
         setattr(namespace, self.dest, values)
+
+
+def settle(arguments: argparse.Namespace, **defaults: Any) -> None:
+    """Gives positional arguments their value: as typed, else from the file, else the default."""
+    found = vars(arguments).pop(FROM_FILE, {})
+    for name, default in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, found.get(name, default))
 
 
 def write(arguments: argparse.Namespace, place: str) -> None:
@@ -82,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _converted(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, place: str) -> Any:
+def _converted(action: argparse.Action, value: Any, place: str) -> Any:
     """The value as the flag would have given it: YAML's own types are taken, words go through the flag's type."""
     if isinstance(action.const, bool):
         if not isinstance(value, bool):

@@ -29,6 +29,7 @@ PROMPTS = ("The history of the city", "In the early years of the war ,")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, optional=True)
+    parser.set_defaults(model=None)
     options.add_run(parser)
     options.add_text(parser, windows=8)
     parser.add_argument("--formats", default="int4,int8", help="comma-separated (default: int4,int8)")
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    config.settle(arguments, model="reference:mamba")
     if arguments.write_config:
         config.write(arguments, arguments.write_config)
         return 0
@@ -181,23 +183,20 @@ def _export(
     """Target → folder of the recommendation there. An architecture that a runtime does not have is no failure."""
     exported = {}
     for target in [t.strip() for t in arguments.targets.split(",") if t.strip()]:
-        mapped = (
-            ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"] if target == "gguf" else []
-        )
+        # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
+        extra = ["--fallback"]
+        if target == "gguf":
+            extra = ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"]
+        folder = stages.folder / "artifacts" / target
         try:
-            stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *mapped,
-                      key=f"export {target}", inputs=_export_inputs(stages, target, plans))  # fmt: skip
+            stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *extra,
+                      key=f"export {target}", inputs=stages.files(*(f"plans/{name}.json" for name in plans)),
+                      lost=not all((folder / name / "artifact.json").is_file() for name in plans))  # fmt: skip
         except TargetError as error:
             print(f"kl-lens run: not exported to {target}: {error}", file=sys.stderr)
             continue
-        exported[target] = stages.folder / "artifacts" / target / RECOMMENDED
+        exported[target] = folder / RECOMMENDED
     return exported
-
-
-def _export_inputs(stages: Stages, target: str, plans: list[str]) -> str:
-    """The plans, and whether their files are all there."""
-    there = [(stages.folder / "artifacts" / target / name / "artifact.json").is_file() for name in plans]
-    return stages.files(*(f"plans/{name}.json" for name in plans)) + ("" if all(there) else " files missing")
 
 
 def _evaluate(arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str]) -> None:

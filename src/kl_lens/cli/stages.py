@@ -26,7 +26,13 @@ class Stages:
         self.failures: list[str] = []
 
     def do(
-        self, verb: str, *words: str, key: str | None = None, inputs: str = "", optional: bool = False
+        self,
+        verb: str,
+        *words: str,
+        key: str | None = None,
+        inputs: str = "",
+        optional: bool = False,
+        lost: bool = False,
     ) -> bool:
         """Runs a verb, unless it was done with the same words and inputs. False when an optional one failed.
 
@@ -34,10 +40,15 @@ class Stages:
             key: the name under which it is remembered; without one it always runs.
             inputs: a digest of what the stage reads; another digest means that it has to be done anew.
             optional: the others go on when it fails.
+            lost: what it made is no longer there.
         """
         print(f"\n== kl-lens {shlex.join([verb, *words])}", flush=True)
-        done = {"words": [verb, *words], "inputs": inputs}
-        if key and not self.again and self._remembered(key) == done:
+        # A run folder may be moved; what was done in it stays done.
+        done = {
+            "words": [verb, *("RUN" if word == str(self.folder) else word for word in words)],
+            "inputs": inputs,
+        }
+        if key and not self.again and not lost and self._remembered(key) == done:
             print("done already")
             return True
         begin = time.perf_counter()

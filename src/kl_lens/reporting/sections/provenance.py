@@ -138,7 +138,7 @@ def _machine(view: RunView) -> Html:
         for name in ("machine", "system"):
             if name in command.provenance:
                 add(name, command.provenance[name])
-    found = {name: " / ".join(values) for name, values in facts.items()}
+    found: dict[str, object] = {name: " / ".join(values) for name, values in facts.items()}
     by_target: dict[str, list[Profile]] = {}
     for profile in view.profiles:
         subject = view.split(profile.subject)

@@ -1,0 +1,152 @@
+"""`kl-lens run`: all stages in one command, going on where it stopped, and the same from a YAML file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kl_lens.cli.main import main
+from kl_lens.runs import Run
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+SMALL = [
+    "--windows", "3", "--window-length", "32", "--evaluation-windows", "3", "--held-out-windows", "4",
+    "--refinements", "2", "--repeats", "1", "--threads", "1",
+]  # fmt: skip
+
+
+def words(folder: Path, tiny: Path, *more: str) -> list[str]:
+    return ["run", str(tiny), "--run", str(folder), "--text", str(tiny / "text.txt"), *SMALL, *more,
+            "--held-out", "wikitext2:test", "--evaluation-text", "wikitext2:train"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(words(folder, tiny_folder)) == 0
+    return folder
+
+
+def test_every_stage_leaves_its_records(finished: Path) -> None:
+    plans = {path.stem for path in (finished / "plans").glob("*.json")}
+    assert {"uniform_fp16", "uniform_int8", "uniform_int4", "exact", "recommended"} <= plans
+    with Run.open(finished) as run:
+        assert run.load("ranking", "latest")
+        artifacts = run.load_all("artifact")
+        assert {"openvino/uniform_fp16", "openvino/recommended"} <= set(artifacts)
+        scored = {value["subject"] for value in run.load_all("score").values()}
+        assert {"original", "torch/recommended", "openvino/recommended"} <= scored
+        timed = {value["subject"] for value in run.load_all("profile").values()}
+        assert "openvino/recommended" in timed
+        samples = {value["subject"] for value in run.load_all("generation").values()}
+        assert samples == {"original", "openvino/recommended"}
+        verbs = [entry["command"][1] for entry in run.commands()][1:]  # the first is how pytest was called
+    order = ["measure", "rank", "plan", "export", "evaluate", "benchmark"]
+    assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
+    assert "recommended" in (finished / "report.html").read_text()
+
+
+def test_the_recommendation_keeps_the_budget(finished: Path) -> None:
+    from kl_lens import planning
+
+    with Run.open(finished) as run:
+        components = run.table().components
+    plan = planning.read_plan(planning.plan_path(finished / "plans", "recommended"), components)
+    assert plan.bytes is not None
+    assert plan.bytes <= 0.45 * sum(2 * c.parameters for c in components)
+
+
+def test_what_is_done_is_not_done_again(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "artifacts/openvino/recommended")
+    before = (folder / "plans/recommended.json").read_bytes()
+    assert main(words(folder, tiny_folder)) == 0
+    out = capsys.readouterr().out
+    # rank and three plans are remembered; what was deleted is exported anew, and timed again only if it changed.
+    assert out.count("done already") >= 4
+    assert (folder / "plans/recommended.json").read_bytes() == before
+    assert (folder / "artifacts/openvino/recommended/openvino_model.bin").is_file()
+    assert "Recommended:" in out
+    assert "Next: kl-lens generate" in out
+
+
+def test_the_closing_table_and_sentence(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
+    out = capsys.readouterr().out
+    for row in ("FP16", "INT8", "INT4", "recommended"):
+        assert f"│ {row}" in out
+    for column in ("size", "token perplexity", "KL from the original", "× FP16 speed", "peak memory"):
+        assert column in out
+
+
+def test_a_runtime_that_cannot_hold_the_model_is_no_failure(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    code = main(words(folder, tiny_folder, "--targets", "gguf", "--without", "evaluate,benchmark,report"))
+    assert code == 0
+    assert "kl-lens run: not exported to gguf" in capsys.readouterr().err
+
+
+def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--windows", "5", "--budget", "60%", "--formats", "int8", "--trust-remote-code", "--seed", "7"]
+    assert main(["run", "some-model", *flags, "--write-config"]) == 0
+    text = capsys.readouterr().out
+    settings = yaml.safe_load(text)
+    assert settings["model"] == "some-model"
+    assert (settings["windows"], settings["budget"], settings["trust-remote-code"]) == (5, "60%", True)
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert main(["run", "--config", str(file), "--write-config", str(tmp_path / "again.yaml")]) == 0
+    assert yaml.safe_load((tmp_path / "again.yaml").read_text()) == settings
+
+
+def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("windows: 5\nformats: [int8, int4]\n")
+    for flags in (["--windows", "9", "--config", str(file)], ["--config", str(file), "--windows", "9"]):
+        assert main(["run", *flags, "--write-config"]) == 0
+        settings = yaml.safe_load(capsys.readouterr().out)
+        assert settings["windows"] == 9
+        assert settings["formats"] == "int8,int4"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("windos: 5", "windos"),
+        ("windows: many", "many"),
+        ("windows: [", "no YAML"),
+        ("- windows", "windows: 16"),
+        ("again: 3", "true or false"),
+    ],
+)
+def test_a_wrong_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, complaint: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    assert main(["run", "--config", str(file), "--write-config"]) != 0
+    assert complaint in capsys.readouterr().err
+
+
+def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["run", "--run", str(tmp_path / "new")]
+    assert main([*run, "--without", "measure"]) != 0
+    assert "measure" in capsys.readouterr().err
+    assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
+    assert "none.yaml" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

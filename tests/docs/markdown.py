@@ -1,0 +1,49 @@
+"""The fenced blocks of the documentation, and what each kind of block promises.
+
+```bash      commands of ours, run by the tests in the order of the page
+```python    examples, run by the tests in the order of the page
+```console   commands that cannot run everywhere; above it stands `<!-- not run: why -->`
+```text      what a program prints
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# The quick start first: the other pages go on from its run.
+PAGES = sorted(ROOT.glob("docs/*.md"), key=lambda path: path.stem != "quickstart")
+PAGES.insert(1, ROOT / "README.md")
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_REASON = re.compile(r"<!-- not run: .+ -->\n\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    tag: str
+    body: str
+    line: int
+    reason: bool  # a comment above says why it is not run
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            tag=found["tag"],
+            body=found["body"],
+            line=text.count("\n", 0, found.start()) + 1,
+            reason=bool(_REASON.search(text[: found.start()])),
+        )
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command; continued lines are one, remarks behind # are none."""
+    lines = block.body.replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
