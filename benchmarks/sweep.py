@@ -85,9 +85,10 @@ def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, 
     return operations / rate
 
 
-def run(name: str, tokens: int, published: bool) -> None:
+def run(name: str, arguments: argparse.Namespace) -> None:
     model = open_model(name)
-    candidates = spread_candidates(model, 4)
+    tokens = arguments.tokens
+    candidates = spread_candidates(model, arguments.candidates)
     vocabulary = model.anatomy.component(model.anatomy.embedding).shape[0]
     ids = torch.randint(
         0, vocabulary, (max(1, tokens // 512), 512), generator=torch.Generator().manual_seed(0)
@@ -95,19 +96,21 @@ def run(name: str, tokens: int, published: bool) -> None:
     perturbations = [c.perturbation for c in candidates]
     rate = matmul_rate(columns=model.config.hidden_size * 4, inner=model.config.hidden_size)
     seconds: dict[str, list[float]] = {}
-    for engine_class in (PlainEngine, FastEngine):
+    engines = (FastEngine,) if arguments.without_plain else (PlainEngine, FastEngine)
+    for engine_class in engines:
         engine = engine_class(model)
         engine.prepare(ids)
-        for repeat in range(3):
+        for repeat in range(1 + arguments.repeats):
             begin = time.perf_counter()
             engine.measure(perturbations)
             if repeat:  # the first warms up
                 seconds.setdefault(engine.name, []).append((time.perf_counter() - begin) / len(candidates))
     best = {engine: min(values) for engine, values in seconds.items()}
     floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
-    line = f"{name:18s} {ids.numel():6d} tokens  plain {best['plain']:7.2f} s  fast {best['fast']:7.2f} s per candidate"
-    line += f"  plain/fast {best['plain'] / best['fast']:.2f}"
-    if published:
+    line = f"{name:18s} {ids.numel():6d} tokens  fast {best['fast']:7.2f} s per candidate"
+    if "plain" in best:
+        line += f"  plain {best['plain']:7.2f} s  plain/fast {best['plain'] / best['fast']:.2f}"
+    if not arguments.without_published:
         begin = time.perf_counter()
         as_published(model, candidates[len(candidates) // 2], ids)
         theirs = time.perf_counter() - begin
@@ -138,7 +141,12 @@ def main() -> None:
     )
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--candidates", type=int, default=4, help="spread over the blocks (default: 4)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="the best counts, after one to warm up (default: 2)"
+    )
     parser.add_argument("--without-published", action="store_true")
+    parser.add_argument("--without-plain", action="store_true")
     parser.add_argument(
         "--memory", type=int, metavar="WINDOWS", help="only the peak memory at so many windows"
     )
@@ -149,12 +157,11 @@ def main() -> None:
     print(machine(), flush=True)
     for name in arguments.models.split(","):
         # Each model in a process of its own: what one leaves in memory must not slow the next.
-        command = [sys.executable, __file__, "--models", name, "--tokens", str(arguments.tokens)]
         if "," in arguments.models:
-            extra = ["--without-published"] if arguments.without_published else []
-            subprocess.run([*command, *extra], check=True)
+            own = [word for word in sys.argv[1:] if word not in ("--models", arguments.models)]
+            subprocess.run([sys.executable, __file__, *own, "--models", name], check=True)
         else:
-            run(name, arguments.tokens, not arguments.without_published)
+            run(name, arguments)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ INTRODUCTION = """\
 
 Printed by `python scripts/command_line.py > docs/command-line.md`; a test fails when this page is behind the program.
 
-Exit codes: 0 done; 1 an error, which one line on standard error names (where several files were asked for, the others are done all the
-same); 2 words that cannot be understood, a budget that nothing can meet, or a `--max-drop` of `kl-lens evaluate` exceeded; 130 stopped by Ctrl-C: the
-same command goes on from there. Progress goes to standard error too, results to standard output.
+Exit codes: 0 done; 1 an error, which one line on standard error names (where several files were asked for, the
+others are done all the same); 2 words that cannot be understood, a budget that nothing can meet, or a `--max-drop` of
+`kl-lens evaluate` exceeded; 130 stopped by Ctrl-C: the same command goes on from there. Progress goes to standard error
+too, results to standard output.
 
-Sizes are written as `90MB`, `0.5GiB` or a number of bytes, times as `12ms`, shares as `45%` or `0.45`. A text is `NAME:SPLIT` (`wikitext2:test`) or
-the path of a file or folder. A `MODEL` is a folder, a hub id or one of the embedded models.
+Sizes are written as `90MB`, `0.5GiB` or a number of bytes, times as `12ms`, shares as `45%` or `0.45`. A text is
+`NAME:SPLIT` (`wikitext2:test`) or the path of a file or folder. A `MODEL` is a folder, a hub id or an embedded model.
 """
 
 

@@ -33,6 +33,13 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_openvino(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--run", str(planned), "--target", "openvino", "--plan", "small"]) == 0
     folder = planned / "artifacts/openvino/small"
+    assert {
+        "openvino_model.xml",
+        "openvino_model.bin",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+    } <= {path.name for path in folder.iterdir()}
     with Run.open(planned) as run:
         assert run.load("artifact", "openvino/small")["plan"] == "small"
     capsys.readouterr()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The quick start first: the other pages go on from its run.
-PAGES = sorted(ROOT.glob("docs/*.md"), key=lambda path: path.stem != "quickstart")
+PAGES = sorted(ROOT.glob("docs/*.md"), key=lambda path: (path.stem != "quickstart", path.name))
 PAGES.insert(1, ROOT / "README.md")
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
