@@ -39,3 +39,7 @@ class BudgetError(PlanError):
 
 class TargetError(KLLensError):
     """A model, plan, file or device that a target (OpenVINO, GGUF) cannot serve."""
+
+
+class UnsupportedError(TargetError):
+    """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""

@@ -288,6 +288,10 @@ class Run:
                 (kind, name, json.dumps(value), time.time()),
             )
 
+    def forget(self, kind: str, name: str) -> None:
+        with self._db:
+            self._db.execute("DELETE FROM records WHERE kind = ? AND name = ?", (kind, name))
+
     def load(self, kind: str, name: str) -> Any | None:
         row = self._db.execute(
             "SELECT value FROM records WHERE kind = ? AND name = ?", (kind, name)

@@ -28,14 +28,16 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_share(text: str) -> float:
-    """`45%` or `0.45` → a share between 0 and 1."""
+def parse_share(text: str, flag: str = "") -> float:
+    """`45%` or `0.45` → a share between 0 and 1; `flag` names the option in the error."""
     try:
         value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise KLLensError(f"{text!r} is no share; write something like 3% or 0.03")
+        raise KLLensError(
+            f"{f'{flag} ' if flag else ''}{text!r} is no share; write something like 3% or 0.03"
+        )
     return value
 
 

@@ -12,6 +12,7 @@ import pytest
 import kl_lens
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.main import main
+from kl_lens.profiling.benchmark import profile_from
 from kl_lens.records import Plan, Profile
 from kl_lens.runs import Run
 from kl_lens.targets import export
@@ -43,7 +44,7 @@ def profiles(folder: Path) -> dict[str, Profile]:
     with Run.open(folder) as run:
         records = run.load_all("profile")
     assert all(record.pop("provenance")["versions"] for record in records.values())
-    return {name: Profile.from_json(record) for name, record in records.items()}
+    return {name: profile_from(record) for name, record in records.items()}
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,46 @@ def test_what_is_done_is_not_done_again(
     assert "Next: kl-lens generate" in out
 
 
+def test_a_plan_that_changed_takes_no_credit_from_the_old_one(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores, speeds and samples are filed by name; those of the plan that had the name before are not shown."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    assert main(words(folder, tiny_folder, "--budget", "80%", "--without", "evaluate,benchmark,report")) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ recommended")]
+    assert rows[-1].split("│")[5].strip() == ""
+    fp16 = next(line for line in rows[-1:])
+    assert "±" not in fp16
+
+
+def test_a_stage_that_others_do_not_need_may_fail(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    tasks = ["--tasks", "arc_easy", "--task-data", str(tmp_path / "nowhere")]
+    assert main(words(folder, tiny_folder, *tasks)) == 1
+    captured = capsys.readouterr()
+    assert "nowhere" in captured.err
+    assert "Failed, see above: kl-lens evaluate" in captured.out
+    assert "Recommended:" in captured.out
+    assert (folder / "report.html").is_file()
+
+
+def test_a_plan_that_another_stage_overwrote_is_made_again(
+    finished: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    quick = ["--without", "rank,evaluate,benchmark,report", "--targets", ""]
+    plan = folder / "plans/recommended.json"
+    refined = plan.read_text()
+    plan.unlink()
+    assert main(words(folder, tiny_folder, *quick)) == 0
+    assert yaml.safe_load(plan.read_text())["assignment"] == yaml.safe_load(refined)["assignment"]
+
+
 def test_the_closing_table_and_sentence(
     finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,11 +157,24 @@ def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("windows: 5\nformats: [int8, int4]\n")
-    for flags in (["--windows", "9", "--config", str(file)], ["--config", str(file), "--windows", "9"]):
-        assert main(["run", *flags, "--write-config"]) == 0
-        settings = yaml.safe_load(capsys.readouterr().out)
-        assert settings["windows"] == 9
-        assert settings["formats"] == "int8,int4"
+    for number in (9, 8):  # 8 is the flag's own default, and typed all the same
+        for flags in (
+            ["--windows", f"{number}", "--config", str(file)],
+            ["--config", str(file), "--windows", f"{number}"],
+        ):
+            assert main(["run", *flags, "--write-config"]) == 0
+            settings = yaml.safe_load(capsys.readouterr().out)
+            assert settings["windows"] == number
+            assert settings["formats"] == "int8,int4"
+
+
+def test_a_setting_left_empty_is_as_if_it_were_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("max-drop:\nwindows: 5\n")
+    assert main(["run", "--config", str(file), "--write-config"]) == 0
+    assert "max-drop" not in yaml.safe_load(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The quick start first: the other pages go on from its run.
-PAGES = sorted(ROOT.glob("docs/*.md"), key=lambda path: (path.stem != "quickstart", path.name))
-PAGES.insert(1, ROOT / "README.md")
+README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
+PAGES = [README, QUICKSTART, *sorted(set(ROOT.glob("docs/*.md")) - {QUICKSTART})]
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _REASON = re.compile(r"<!-- not run: .+ -->\n\s*\Z")
@@ -47,3 +46,7 @@ def commands(block: Block) -> list[list[str]]:
     """The words of each command; continued lines are one, remarks behind # are none."""
     lines = block.body.replace("\\\n", " ").splitlines()
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))

@@ -1,12 +1,13 @@
 """Every command in the documentation parses, and those that can run anywhere are run, in the order of their page.
 
-To be quick, commands run with less text and fewer repeats than the page says; `SHORTER` says how much less. All pages
-share one folder: the quick start makes the run that the others go on from.
+To be quick, commands run with less text and fewer repeats than the page says; `SHORTER` says how much less. The pages
+share one folder: the quick start makes the run that the others go on from. The README's commands stand alone.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.cli.main import main, parse
+from kl_lens.cli.main import VERBS, main, parse
 from kl_lens.text import wikitext2
-from tests.docs.markdown import PAGES, ROOT, Block, blocks, commands
+from tests.docs.markdown import PAGES, QUICKSTART, README, ROOT, Block, blocks, commands, page_name
 
 RUN, NOT_RUN, PYTHON, OUTPUT = "bash", "console", "python", "text"
 SHORTER = {
@@ -36,15 +37,10 @@ ADDED = {"--protocol": ["--quick"]}
 PARSED_ONLY = ("run",)
 
 
-def kl_lens_commands(page: Path, tag: str) -> list[tuple[int, list[str]]]:
-    """(line of the block, words behind `kl-lens`) of all blocks with this tag."""
-    return [
-        (block.line, words[1:])
-        for block in blocks(page)
-        if block.tag == tag
-        for words in commands(block)
-        if words[0] in ("kl-lens", "./run")
-    ]
+def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:
+    """The words behind `kl-lens` of all commands in blocks with these tags; `./run` is `kl-lens run`."""
+    found = [words for block in blocks(page) if block.tag in tags for words in commands(block)]
+    return [["run", *w[1:]] if w[0] == "./run" else w[1:] for w in found if w[0] in ("./run", "kl-lens")]
 
 
 def shortened(words: Sequence[str]) -> list[str]:
@@ -83,40 +79,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_page(page: Path, folder: Path) -> None:
+    for package in ("openvino", "gguf", "lm_eval"):
+        pytest.importorskip(package, reason="needs kl-lens[openvino,gguf,eval]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in kl_lens_commands(page, RUN):
+            run(words, patch)
+
+
 @pytest.fixture(scope="module")
 def quickstart(folder: Path) -> Path:
     """The folder after every command of the quick start."""
-    pytest.importorskip("openvino", reason="needs kl-lens[openvino]")
-    pytest.importorskip("gguf", reason="needs kl-lens[gguf]")
-    pytest.importorskip("lm_eval", reason="needs kl-lens[eval]")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for _, words in kl_lens_commands(PAGES[0], RUN):
-            run(words, patch)
+    run_page(QUICKSTART, folder)
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
-def test_commands_run(page: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(quickstart)
-    for _, words in kl_lens_commands(page, RUN):
-        run(words, monkeypatch)
+def test_commands_of_the_readme_run(tmp_path: Path) -> None:
+    run_page(README, tmp_path)
+    assert list(tmp_path.glob("runs/mamba/artifacts/gguf/small/*.gguf"))
 
 
-def test_quickstart_leaves_what_it_promises(quickstart: Path) -> None:
+@pytest.mark.slow
+def test_commands_of_the_quick_start_run(quickstart: Path) -> None:
     run_folder = quickstart / "runs/mamba"
     assert (run_folder / "report.html").stat().st_size > 10_000
     assert list(run_folder.glob("artifacts/openvino/*/openvino_model.xml"))
     assert list(run_folder.glob("artifacts/gguf/*/*.gguf"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_that_are_not_run_parse(page: Path) -> None:
-    for _, words in kl_lens_commands(page, NOT_RUN):
-        parse(words if words and not words[0].startswith("-") else ["run", *words])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (README, QUICKSTART)], ids=page_name)
+def test_commands_of_the_other_pages_run(page: Path, quickstart: Path) -> None:
+    run_page(page, quickstart)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("windows: 8\n", encoding="utf-8")  # --config reads it at once
+    for words in kl_lens_commands(page, RUN, NOT_RUN):
+        parse(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_blocks_say_what_they_are(page: Path) -> None:
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
@@ -130,20 +136,26 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 def _typed(block: Block) -> bool:
-    return any(line.startswith(("kl-lens ", "$ ")) for line in block.body.splitlines())
+    lines = [line.split() for line in block.body.splitlines()]
+    return any(words[:1] == ["kl-lens"] and words[1] in VERBS for words in lines if len(words) > 1)
 
 
 def test_the_documentation_shows_every_verb() -> None:
-    from kl_lens.cli.main import VERBS
-
-    shown = {words[0] for page in PAGES for _, words in kl_lens_commands(page, RUN) if words}
+    shown = {words[0] for page in PAGES for words in kl_lens_commands(page, RUN)}
     assert shown == set(VERBS)
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    import re
-
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            place = page.parent / target if target else page
+            assert place.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in _anchors(place), f"{page.name}: {target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as links know them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.text import wikitext2
-from tests.docs.markdown import ROOT, blocks
+from tests.docs.markdown import ROOT, blocks, page_name
 
 SHORTER = {
     "windows=8": "windows=2, window_length=32",
@@ -25,7 +25,11 @@ PAGE = ROOT / "docs/python-api.md"
 PACKAGES = re.findall(r"^## (kl_lens\S*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/quickstart.md", PAGE], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", pytest.param(ROOT / "docs/quickstart.md", marks=pytest.mark.slow), PAGE],
+    ids=page_name,
+)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino", reason="needs kl-lens[openvino]")
     pytest.importorskip("gguf", reason="needs kl-lens[gguf]")

@@ -72,6 +72,11 @@ def test_a_drop_that_nothing_meets_is_said() -> None:
         plan_for_drop(table, hopeless, max_drop=0.01)
 
 
+def test_nothing_may_be_lost_means_fp16() -> None:
+    with pytest.raises(BudgetError, match="FP16"):
+        plan_for_drop(world(), lambda assignment: ORIGINAL, max_drop=0.0)
+
+
 def point(name: str, size: int, kl: float | None, made_by: str = "the paper's points") -> Plan:
     notes = {} if kl is None else {"measured_kl": kl}
     return Plan(name, {}, made_by, predicted_kl=kl or 0.0, bytes=size, notes=notes)
@@ -87,3 +92,13 @@ def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
     assert smallest is not None
     assert smallest.name == "kl_point05"
     assert best_paper_point([rival], rival) is None
+    ours = Plan(
+        "kl_point03_refined",
+        {},
+        "the paper's points, refined",
+        bytes=80,
+        notes={"refined_from": "kl_point03"},
+    )
+    found = best_paper_point([*points, ours], rival)
+    assert found is not None
+    assert found.name == "kl_point03"

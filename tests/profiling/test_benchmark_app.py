@@ -86,10 +86,10 @@ def _printed(iterations: int, seconds: float) -> str:
 def test_a_run_that_fell_short_is_extended(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
 
-    def run(command: Sequence[str]) -> str:
+    def run(command: Sequence[str]) -> tuple[int, str]:
         seconds, iterations = (int(command[command.index(flag) + 1]) for flag in ("-t", "-niter"))
         asked.append((seconds, iterations))
-        return _printed(49, 70.0) if len(asked) == 1 else _printed(90, 121.0)
+        return 0, _printed(49, 70.0) if len(asked) == 1 else _printed(90, 121.0)
 
     report, command = run_app(Path("model.xml"), tmp_path / "log/model.log", run=run)
     assert asked == [(60, 50), (120, 100)]
@@ -100,7 +100,15 @@ def test_a_run_that_fell_short_is_extended(tmp_path: Path) -> None:
 
 def test_a_run_that_never_gets_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="did not reach 60 s and 50 iterations"):
-        run_app(Path("model.xml"), tmp_path / "model.log", run=lambda command: _printed(49, 10.0))
+        run_app(Path("model.xml"), tmp_path / "model.log", run=lambda command: (0, _printed(49, 10.0)))
+
+
+def test_a_failure_leaves_its_log(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="model.log"):
+        run_app(
+            Path("model.xml"), tmp_path / "model.log", run=lambda command: (1, "[ ERROR ] no such device")
+        )
+    assert "no such device" in (tmp_path / "model.log").read_text()
 
 
 @pytest.mark.parametrize(("shape", "expected"), [([1, -1], "input_ids[1,1]"), ([1, 4], None)])

@@ -129,7 +129,9 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
     subjects, log, breaks = three
     breaks["b"] = 2  # warm-up and first round, then no more
     stored: list[Profile] = []
-    results = use.benchmark_use(subjects, SETTINGS, MACHINE, store=stored.append)
+    results = use.benchmark_use(
+        subjects, SETTINGS, MACHINE, store=lambda profile, partial: stored.append(profile)
+    )
     assert log == ["a", "b", "c", "a", "b", "c", "a", "c"]
     (failure,) = results.failures
     assert failure.subject == "b"

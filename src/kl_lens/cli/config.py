@@ -13,14 +13,11 @@ import yaml
 from kl_lens.errors import KLLensError
 from kl_lens.writing import write_text
 
-FROM_FILE = "from_file"
 _OWN = ("config", "write_config", "help", "verb", "debug", "execute", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="FILE", action=_Config, help="YAML with the same names as the flags; flags win"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML with the same names as the flags; flags win")
     parser.add_argument(
         "--write-config",
         nargs="?",
@@ -30,37 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Config(argparse.Action):
-    """Settings from a file take the place of defaults; a flag beside them, before or after, wins."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        known = _settings(parser)
-        for key, value in _read(Path(values)).items():
-            name = key.replace("-", "_")
-            if name not in known:
-                choices = ", ".join(sorted(k.replace("_", "-") for k in known))
-                raise KLLensError(f"{values}: no setting is called {key!r}; there are {choices}")
-            converted = _converted(known[name], value, values)
-            if not known[name].option_strings:
-                # argparse fills a missing positional in whenever it likes: kept apart until all is read.
-                setattr(namespace, FROM_FILE, {**getattr(namespace, FROM_FILE, {}), name: converted})
-            elif getattr(namespace, name, None) == parser.get_default(name):
-                setattr(namespace, name, converted)
-        setattr(namespace, self.dest, values)
-
-
-def settle(arguments: argparse.Namespace, **defaults: Any) -> None:
-    """Gives positional arguments their value: as typed, else from the file, else the default."""
-    found = vars(arguments).pop(FROM_FILE, {})
-    for name, default in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, found.get(name, default))
+def read_defaults(parser: argparse.ArgumentParser, file: str) -> dict[str, Any]:
+    """The file's settings as the verb's flags would have given them: they become its defaults, and flags win."""
+    known = {action.dest: action for action in parser._actions if action.dest not in _OWN}
+    found = {}
+    for key, value in _read(Path(file)).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            choices = ", ".join(sorted(k.replace("_", "-") for k in known))
+            raise KLLensError(f"{file}: no setting is called {key!r}; there are {choices}")
+        if value is not None:  # left empty: as if it were not there
+            found[name] = _converted(known[name], value, file)
+    return found
 
 
 def write(arguments: argparse.Namespace, place: str) -> None:
@@ -73,12 +51,11 @@ def write(arguments: argparse.Namespace, place: str) -> None:
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     if place == "-":
         sys.stdout.write(text)
-    else:
+        return
+    try:
         write_text(Path(place), text)
-
-
-def _settings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {action.dest: action for action in parser._actions if action.dest not in _OWN}
+    except OSError as error:
+        raise KLLensError(f"{place} cannot be written: {error.strerror}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    limit = None if arguments.max_drop is None else parse_share(arguments.max_drop)
+    limit = None if arguments.max_drop is None else parse_share(arguments.max_drop, "--max-drop")
     if arguments.tasks:
         require_lm_eval()
     outcome = evaluation.Outcome()

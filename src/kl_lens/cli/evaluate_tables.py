@@ -63,8 +63,8 @@ def print_outcome(outcome: Outcome, limit: float | None, notes: Iterable[str]) -
         )
     if any(a.verdict == IN_FLOAT32 for a in outcome.agreements):
         console.print(
-            "In float32: the file holds the weights that were measured; the runtime computes it in half precision, and "
-            "agrees with PyTorch when told not to.",
+            "In float32: the file holds the weights that were measured; the runtime's own arithmetic is coarser, and "
+            "agrees with PyTorch when told to compute in float32.",
             soft_wrap=True,
         )
     for note in notes:

@@ -7,7 +7,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 # Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each other:
 # on a busy machine two spinning threads are slower than one. Must be said before torch loads its OpenMP.
@@ -33,8 +34,14 @@ VERBS = {
 }
 
 
-def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
-    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
+def build_parser(
+    verbs: Collection[str] = tuple(VERBS),
+    defaults: Callable[[argparse.ArgumentParser], dict[str, Any]] = lambda parser: {},
+) -> argparse.ArgumentParser:
+    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries.
+
+    `defaults` gives settings of a verb that take the place of its own defaults.
+    """
     parser = argparse.ArgumentParser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
@@ -53,13 +60,21 @@ def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentPars
         if verb in verbs:
             module = importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
             module.add_arguments(subparser)
-            subparser.set_defaults(execute=module.execute)
+            subparser.set_defaults(execute=module.execute, **defaults(subparser))
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
-    return build_parser([word for word in words if word in VERBS][:1]).parse_args(words)
+    verb = [word for word in words if word in VERBS][:1]
+    parser = build_parser(verb)
+    arguments = parser.parse_args(words)
+    if getattr(arguments, "config", None):
+        from kl_lens.cli.config import read_defaults
+
+        parser = build_parser(verb, lambda of_verb: read_defaults(of_verb, arguments.config))
+        arguments = parser.parse_args(words)
+    return arguments
 
 
 def _quiet_libraries() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -181,8 +182,19 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=1)
+    """Strict JSON: what is not a number (an error that is not defined) becomes null."""
+    json.dump(_finite(data), sys.stdout, indent=1, allow_nan=False)
     print()
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
 
 
 def run_folder(arguments: argparse.Namespace, model_name: str) -> Path:

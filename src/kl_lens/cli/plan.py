@@ -210,7 +210,7 @@ def _within_drop(arguments: argparse.Namespace, run: Run, table: SensitivityTabl
     result = planning.plan_for_drop(
         table,
         perplexity,
-        max_drop=parse_share(arguments.max_drop),
+        max_drop=parse_share(arguments.max_drop, "--max-drop"),
         formats=_formats(arguments),
         no_head=arguments.no_head,
         name=arguments.name,

@@ -14,22 +14,21 @@ from pathlib import Path
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli import config, options
-from kl_lens.cli.run_summary import print_summary
+from kl_lens.cli.run_summary import UNIFORM_FP16, print_summary
 from kl_lens.cli.stages import Stages
-from kl_lens.errors import KLLensError, TargetError
+from kl_lens.errors import KLLensError, TargetError, UnsupportedError
 from kl_lens.evaluation.samples import store_samples
 from kl_lens.formats import get_format
 from kl_lens.runs import Run
+from kl_lens.targets import TARGETS, read_artifact
 from kl_lens.units import parse_bytes, parse_share
 
 RECOMMENDED, EXACT = "recommended", "exact"
-UNIFORM_FP16 = "uniform_fp16"
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, optional=True)
-    parser.set_defaults(model=None)
     options.add_run(parser)
     options.add_text(parser, windows=8)
     parser.add_argument("--formats", default="int4,int8", help="comma-separated (default: int4,int8)")
@@ -76,12 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    config.settle(arguments, model="reference:mamba")
     if arguments.write_config:
         config.write(arguments, arguments.write_config)
         return 0
     begin = time.perf_counter()
     skipped = _skipped(arguments)
+    _check(arguments)
     model = options.load_model(arguments)
     folder = options.run_folder(arguments, model.name)
     with Run.create(folder) as run:
@@ -95,16 +94,18 @@ def execute(arguments: argparse.Namespace) -> int:
         compared = _compared(folder, _formats(arguments))
         exported = _export(arguments, stages, run_words, loading, compared)
         if "evaluate" not in skipped:
-            _evaluate(arguments, stages, run_words, compared)
-            _generate(arguments, folder, model, exported)
+            _evaluate(arguments, stages, run_words, compared, list(exported))
+            _generate(arguments, stages, model, exported)
         if "benchmark" not in skipped and exported:
-            _benchmark(arguments, stages, run_words, compared)
+            _benchmark(arguments, stages, run_words, compared, list(exported))
         if "report" not in skipped:
             stages.do("report", *run_words)
     except KeyboardInterrupt:
         print(f"\nkl-lens run: stopped; the same command goes on from there ({folder})", file=sys.stderr)
         return 130
-    print_summary(folder, compared, exported, stages, time.perf_counter() - begin)
+    limit = parse_share(arguments.max_drop) if arguments.max_drop else None
+    print_summary(folder, compared, exported, stages, time.perf_counter() - begin, limit)
+    print(_shortened(arguments))
     return 1 if stages.failures else 0
 
 
@@ -114,6 +115,27 @@ def _skipped(arguments: argparse.Namespace) -> set[str]:
     if unknown := sorted(names - set(known)):
         raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(known)} can be left out")
     return names
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What would fail after minutes is refused at once."""
+    if unknown := [t for t in _targets(arguments) if t not in TARGETS]:
+        raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    if arguments.max_drop and arguments.max_bytes:
+        raise KLLensError("--max-drop and --max-bytes: give one of them; each sets the size of the plan")
+    if arguments.max_drop:
+        parse_share(arguments.max_drop, "--max-drop")
+    if arguments.max_bytes:
+        parse_bytes(arguments.max_bytes)
+    parse_share(arguments.budget, "--budget")
+    if arguments.tasks:
+        from kl_lens.evaluation.tasks import require_lm_eval
+
+        require_lm_eval()
+
+
+def _targets(arguments: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in arguments.targets.split(",") if name.strip()]
 
 
 def _measure(
@@ -141,14 +163,16 @@ def _plan(
     paper = ["--paper"] if {"int4", "int8"} <= set(formats) else []
     uniform = ["fp16", *(f for f in formats if not paper or f not in ("int4", "int8"))]
     stages.do("plan", *run, *loading, "--uniform", ",".join(uniform), *paper, "--verify", *held_out,
-              key="plan uniform", inputs=inputs)  # fmt: skip
+              key="plan uniform", inputs=inputs,
+              outputs=["plans/uniform_*.json", "plans/*_point[0-9][0-9].json"])  # fmt: skip
     exact = EXACT if arguments.refinements else RECOMMENDED
     stages.do("plan", *run, *loading, *_limit(arguments, model), "--name", exact, "--verify", *held_out,
-              key="plan exact", inputs=inputs)  # fmt: skip
+              key="plan exact", inputs=inputs, outputs=[f"plans/{exact}.json"])  # fmt: skip
     if arguments.refinements:
         stages.do("plan", *run, *loading, "--plan", EXACT, "--refine", "--max-evaluations", str(arguments.refinements),
                   "--name", RECOMMENDED, *held_out, key="plan refined",
-                  inputs=inputs + stages.files(f"plans/{EXACT}.json"))  # fmt: skip
+                  inputs=inputs + stages.files(f"plans/{EXACT}.json"),
+                  outputs=[f"plans/{RECOMMENDED}.json"])  # fmt: skip
 
 
 def _limit(arguments: argparse.Namespace, model: LoadedModel) -> list[str]:
@@ -182,7 +206,7 @@ def _export(
 ) -> dict[str, Path]:
     """Target → folder of the recommendation there. An architecture that a runtime does not have is no failure."""
     exported = {}
-    for target in [t.strip() for t in arguments.targets.split(",") if t.strip()]:
+    for target in _targets(arguments):
         # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
         extra = ["--fallback"]
         if target == "gguf":
@@ -191,21 +215,38 @@ def _export(
         try:
             stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *extra,
                       key=f"export {target}", inputs=stages.files(*(f"plans/{name}.json" for name in plans)),
-                      lost=not all((folder / name / "artifact.json").is_file() for name in plans))  # fmt: skip
-        except TargetError as error:
+                      lost=not all(_is_whole(folder / name) for name in plans),
+                      outputs=[f"artifacts/{target}/{name}/artifact.json" for name in plans])  # fmt: skip
+        except UnsupportedError as error:
             print(f"kl-lens run: not exported to {target}: {error}", file=sys.stderr)
+            continue
+        except TargetError as error:
+            print(f"kl-lens run: {error}", file=sys.stderr)
+            stages.failures.append(f"export --target {target}")
             continue
         exported[target] = folder / RECOMMENDED
     return exported
 
 
-def _evaluate(arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str]) -> None:
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_artifact(folder)
+    except TargetError:
+        return False
+    return True
+
+
+def _evaluate(
+    arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str], targets: list[str]
+) -> None:
     words = ["--perplexity", arguments.evaluation_text, "--divergence", "--window", str(arguments.window_length),
-             "--limit", str(arguments.evaluation_windows)]  # fmt: skip
+             "--limit", str(arguments.evaluation_windows), "--targets", ",".join(["torch", *targets])]  # fmt: skip
     if arguments.threads:
         words += ["--threads", str(arguments.threads)]
     if arguments.trust_remote_code:
         words.append("--trust-remote-code")
+    if arguments.again:
+        words.append("--again")
     for name in ("tasks", "task_data", "task_limit"):
         if getattr(arguments, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
@@ -213,20 +254,40 @@ def _evaluate(arguments: argparse.Namespace, stages: Stages, run: list[str], pla
 
 
 def _generate(
-    arguments: argparse.Namespace, folder: Path, model: LoadedModel, exported: dict[str, Path]
+    arguments: argparse.Namespace, stages: Stages, model: LoadedModel, exported: dict[str, Path]
 ) -> None:
     """What the original and the recommendation write, side by side, for the report."""
     prompts = (arguments.prompt,) if arguments.prompt else PROMPTS
-    with Run.open(folder) as run:
-        store_samples(run, model, {f"{t}/{RECOMMENDED}": place for t, place in exported.items()}, prompts)
+    print("\n== samples of text", flush=True)
+    begin = time.perf_counter()
+    try:
+        with Run.open(stages.folder) as run:
+            store_samples(run, model, {f"{t}/{RECOMMENDED}": place for t, place in exported.items()}, prompts)
+    except (KLLensError, RuntimeError, OSError) as error:
+        print(f"kl-lens run: no samples of text: {error}", file=sys.stderr)
+        stages.failures.append("generate")
+    stages.seconds["samples"] = time.perf_counter() - begin
 
 
-def _benchmark(arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str]) -> None:
-    words = ["--repeats", str(arguments.repeats), "--prompt-lengths", "32,128", "--new-tokens", "32"]
+def _benchmark(
+    arguments: argparse.Namespace, stages: Stages, run: list[str], plans: list[str], targets: list[str]
+) -> None:
+    words = ["--repeats", str(arguments.repeats), "--prompt-lengths", "32,128", "--new-tokens", "32",
+             "--targets", ",".join(targets)]  # fmt: skip
     if arguments.threads:
         words += ["--threads", str(arguments.threads)]
+    artifacts = [f"artifacts/{target}/{plan}/artifact.json" for target in targets for plan in plans]
     stages.do("benchmark", *run, "--plan", ",".join(plans), *words, key="benchmark",
-              inputs=stages.files("artifacts/*/*/artifact.json"), optional=True)  # fmt: skip
+              inputs=stages.files(*artifacts), optional=True)  # fmt: skip
+
+
+def _shortened(arguments: argparse.Namespace) -> str:
+    return (
+        f"Short for a first look: {arguments.windows} calibration windows (kl-lens measure takes 64), "
+        f"{arguments.evaluation_windows} of {arguments.window_length} tokens for evaluation (evaluate takes the whole "
+        f"text in windows of 2048), {arguments.held_out_windows} held-out ones (plan takes 32), {arguments.repeats} "
+        "rounds of timing with 32 new tokens (benchmark takes 5 with 64). The flags of kl-lens run raise them."
+    )
 
 
 def _loading(arguments: argparse.Namespace) -> list[str]:

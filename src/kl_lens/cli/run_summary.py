@@ -17,9 +17,16 @@ from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run
 from kl_lens.units import human_bytes
 
+UNIFORM_FP16 = "uniform_fp16"
+
 
 def print_summary(
-    folder: Path, plans: Sequence[str], exported: Mapping[str, Path], stages: Stages, seconds: float
+    folder: Path,
+    plans: Sequence[str],
+    exported: Mapping[str, Path],
+    stages: Stages,
+    seconds: float,
+    max_drop: float | None = None,
 ) -> None:
     with Run.open(folder) as run:
         view = collect(run)
@@ -29,6 +36,9 @@ def print_summary(
     for line in _remarks(view):
         console.print(line, soft_wrap=True)
     console.print(_sentence(view, plans[-1], list(exported)), soft_wrap=True)
+    if max_drop is not None:
+        for line in _kept(view, plans[-1], list(exported), max_drop):
+            console.print(line, soft_wrap=True)
     spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in stages.seconds.items() if used >= 1)
     console.print(f"Done in {seconds:.0f} s ({spent}).", soft_wrap=True)
     for failure in stages.failures:
@@ -58,7 +68,7 @@ def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table
     ):
         table.add_column(column, justify="right")
     for target in targets:
-        base = view.subject_bytes(f"{target}/{plans[0]}")
+        base = view.subject_bytes(f"{target}/{UNIFORM_FP16}")
         for name in plans:
             subject = f"{target}/{name}"
             size = view.subject_bytes(subject)
@@ -98,6 +108,22 @@ def _sentence(view: RunView, name: str, targets: Sequence[str]) -> str:
     quality = _quality(view, name, targets) or _held_out(plan)
     speed = _speed(view, name, targets)
     return f"{text}{quality}{speed}."
+
+
+def _kept(view: RunView, name: str, targets: Sequence[str], max_drop: float) -> list[str]:
+    """Whether the limit that the plan was made for holds on the evaluation text."""
+    original = _value(view, ORIGINAL, "perplexity", "token_perplexity")
+    lines = []
+    for target in targets:
+        change = _value(view, f"{target}/{name}", "perplexity", "token_perplexity_change")
+        if change is not None and original is not None:
+            rise, error = change.value / original.value, change.standard_error / original.value
+            verdict = "kept" if rise <= max_drop else "NOT kept"
+            lines.append(
+                f"--max-drop {max_drop:.1%} {verdict} by {target}/{name} on the evaluation text: perplexity "
+                f"rises by {rise:.2%} ± {error:.2%}."
+            )
+    return lines
 
 
 def _size(view: RunView, plan: PlanView) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kl_lens.errors import KLLensError
 from kl_lens.runs import CALIBRATION, Run
 
 
@@ -33,6 +34,7 @@ class Stages:
         inputs: str = "",
         optional: bool = False,
         lost: bool = False,
+        outputs: Sequence[str] = (),
     ) -> bool:
         """Runs a verb, unless it was done with the same words and inputs. False when an optional one failed.
 
@@ -41,6 +43,7 @@ class Stages:
             inputs: a digest of what the stage reads; another digest means that it has to be done anew.
             optional: the others go on when it fails.
             lost: what it made is no longer there.
+            outputs: patterns of the files that it writes, in the run folder.
         """
         print(f"\n== kl-lens {shlex.join([verb, *words])}", flush=True)
         # A run folder may be moved; what was done in it stays done.
@@ -48,11 +51,17 @@ class Stages:
             "words": [verb, *("RUN" if word == str(self.folder) else word for word in words)],
             "inputs": inputs,
         }
-        if key and not self.again and not lost and self._remembered(key) == done:
+        if key and not self.again and not lost and self._remembered(key) == done | self._made(outputs):
             print("done already")
             return True
         begin = time.perf_counter()
-        code = self._execute(verb, words)
+        try:
+            code = self._execute(verb, words)
+        except KLLensError as error:
+            if not optional:
+                raise
+            print(f"kl-lens {verb}: {error}", file=sys.stderr)
+            code = error.exit_code
         self.seconds[verb] = self.seconds.get(verb, 0.0) + time.perf_counter() - begin
         if code == 130:
             raise KeyboardInterrupt
@@ -63,8 +72,12 @@ class Stages:
             return False
         if key:
             with Run.open(self.folder) as run:
-                run.store("stage", key, done)
+                run.store("stage", key, done | self._made(outputs))
         return True
+
+    def _made(self, outputs: Sequence[str]) -> dict[str, str]:
+        """What a stage wrote: deleted or overwritten by another, it has to be made again."""
+        return {"outputs": self.files(*outputs)}
 
     def _remembered(self, key: str) -> object:
         with Run.open(self.folder) as run:

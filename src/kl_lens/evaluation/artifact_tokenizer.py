@@ -12,11 +12,11 @@ from kl_lens.evaluation.subjects import ArtifactSubject
 class VocabularyTokenizer:
     """The vocabulary inside a GGUF file, read by llama.cpp, with as much of transformers' interface as we use."""
 
-    eos_token_id = None
     bos_token_id = None
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self.eos_token_id = session.file.metadata.get("tokenizer.ggml.eos_token_id")
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(token) for token in self._session.tokenize(text)]
@@ -32,6 +32,11 @@ def artifact_tokenizer(subject: ArtifactSubject, place: str | None = None) -> An
     """The tokenizer beside an artifact, the one at `place` when given, or the vocabulary inside a GGUF file."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if place and not Path(place).exists():
+        try:
+            return AutoTokenizer.from_pretrained(place)  # a hub id
+        except (OSError, ValueError) as error:
+            raise TargetError(f"--tokenizer {place}: no such file, and no tokenizer on the hub") from error
     folder = Path(place) if place else subject.path
     if folder.suffix == ".json" and folder.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(folder))

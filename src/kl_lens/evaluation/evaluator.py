@@ -103,7 +103,11 @@ class Evaluator:
         names = {subject.identity: subject.name for subject in order}
         for subject in order:
             if isinstance(subject, ArtifactSubject) and subject.identity in windows:
-                found = self._agreement(subject, text, windows, names, divergence)
+                try:
+                    found = self._agreement(subject, text, windows, names, divergence)
+                except RUNTIME_ERRORS as error:
+                    outcome.failures[subject.name] = f"not compared with PyTorch: {first_line(error)}"
+                    continue
                 if found is not None:
                     outcome.agreements.append(found)
                     self.journal.store(AGREEMENT, subject, f"{text.label}|{text.digest}", found.to_json())

@@ -9,6 +9,7 @@ from kl_lens.evaluation.subjects import Subject
 from kl_lens.evaluation.texts import TextWindow, protocol_digest
 from kl_lens.records import Score
 from kl_lens.runs import Run, provenance
+from kl_lens.states import STATE, is_current, state_of
 
 SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
     "score", "score_window", "score_runtime", "task_answers", "task_examples", "agreement",
@@ -46,15 +47,19 @@ class Journal:
 
     def store_score(self, subject: Subject, score: Score) -> None:
         name = f"{score.subject}|{score.kind}|{score.what}|{protocol_digest(score.protocol)}"
-        self.run.store(
-            SCORE, name, score.to_json() | {"identity": subject.identity, "provenance": provenance()}
-        )
+        about = {"identity": subject.identity, STATE: state_of(self.run, score.subject)}
+        self.run.store(SCORE, name, score.to_json() | about | {"provenance": provenance()})
 
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
-    """The scores of a run, in the order in which they were stored; of one kind only when given."""
+    """The scores of a run, in the order in which they were stored; of one kind only when given.
+
+    Those of a plan or a file that has changed since are left out.
+    """
     found = []
     for value in run.load_all(SCORE).values():
+        if not is_current(run, value):
+            continue
         fields = {name: value[name] for name in Score.__dataclass_fields__}
         if kind is None or fields["kind"] == kind:
             found.append(Score.from_json(fields))

@@ -9,6 +9,7 @@ from typing import Any
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.runs import Run
+from kl_lens.states import STATE, state_of
 from kl_lens.targets import Session, open_session
 
 GENERATION = "generation"
@@ -34,6 +35,10 @@ def store_samples(
 ) -> None:
     """Continuations of each prompt by the original and by each artifact (subject → folder), into the run."""
     tokenizer = model.require_tokenizer()
+    for name in run.load_all(GENERATION):
+        run.forget(
+            GENERATION, name
+        )  # samples are shown side by side: of one set of prompts, and of these subjects
     original = TorchSession(model)
     _store(run, "original", original, tokenizer, prompts)
     for subject, folder in artifacts.items():
@@ -50,5 +55,11 @@ def _store(run: Run, subject: str, session: Session, tokenizer: Any, prompts: Se
         run.store(
             GENERATION,
             f"{subject}|{prompt}",
-            {"subject": subject, "prompt": prompt, "text": text, "runtime": session.description},
+            {
+                "subject": subject,
+                "prompt": prompt,
+                "text": text,
+                "runtime": session.description,
+                STATE: state_of(run, subject),
+            },
         )

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
@@ -21,6 +25,7 @@ from kl_lens.formats import known_formats
 from kl_lens.records import Artifact
 from kl_lens.sensitivity.engines import Deployed
 from kl_lens.targets import Session, deployed, open_session, read_artifact
+from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
 
 ORIGINAL = "original"
 # Final states of the original that are kept between students.
@@ -79,6 +84,7 @@ class TorchSubject(Subject):
                 "dtype": str(parameter.dtype),
                 "formats": sorted(self.formats.items()),
                 "deployed": as_deployed,
+                "runtime": [torch.__version__, parameter.device.type, platform.machine()],
             }
         )
 
@@ -104,6 +110,7 @@ class ArtifactSubject(Subject):
                 "device": self.settings.device,
                 "gpu_layers": self.settings.gpu_layers,
                 "exact": self.settings.exact,
+                "runtime": [_library_version(self.target), platform.machine()],
             }
         )
 
@@ -163,6 +170,16 @@ class ArtifactSubject(Subject):
         if self.target != "openvino" or self.settings.exact:
             return None
         return ArtifactSubject(self.path, replace(self.settings, exact=True), self._plain_name)
+
+
+def _library_version(target: str) -> str:
+    """Another version of the runtime may give other numbers: they must not be mixed."""
+    package = {"openvino": "openvino", "gguf": "xllamacpp"}[target]
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = "none"
+    return version if target != "gguf" else f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
 
 
 def planned_formats(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, str]:

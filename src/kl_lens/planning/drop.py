@@ -44,6 +44,8 @@ def plan_for_drop(
         evaluations: plans to measure at most; more of them come closer to the limit.
         limits: other limits and choices of `plan_for_budget`.
     """
+    if not max_drop > 0:
+        raise BudgetError("a drop of nothing leaves nothing to choose: FP16 is the plan that loses nothing")
     original = evaluate({})
     allowed = math.log1p(max_drop)
     fitting: DropResult | None = None

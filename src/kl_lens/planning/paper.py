@@ -89,7 +89,11 @@ def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
 
     Judged by measured KL where all of them have it, by predicted KL otherwise.
     """
-    points = [p for p in plans if p.made_by.startswith("the paper") and "_point" in p.name]
+    points = [
+        p
+        for p in plans
+        if p.made_by.startswith("the paper") and "_point" in p.name and "refined_from" not in p.notes
+    ]
     if not points:
         return None
     fitting = [p for p in points if (p.bytes or 0) <= (rival.bytes or 0)]

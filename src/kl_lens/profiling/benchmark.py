@@ -23,6 +23,7 @@ from kl_lens.profiling.subjects import Failure, Subject, read_subjects
 from kl_lens.profiling.use import UseSettings
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
+from kl_lens.states import STATE, state_of
 
 PROTOCOLS = {
     "use": (use.PROTOCOL,),
@@ -198,15 +199,27 @@ class Benchmark:
             )
         return self.run.table()
 
-    def store(self, profile: Profile) -> None:
+    def store(self, profile: Profile, partial: bool = False) -> None:
         if self.run is not None:
             name = f"{profile.subject}|{profile.protocol}|{profile.device}"
-            self.run.store("profile", name, profile.to_json() | {"provenance": provenance()})
+            if "tag" in profile.settings:
+                name += f"|{profile.settings['tag']}"
+            if profile.settings.get("quick"):
+                name += "|quick"
+            about = {STATE: state_of(self.run, profile.subject), "provenance": provenance()}
+            # Until the last round it stands beside a finished one of the same name, not in its place.
+            if partial:
+                name += "|partial"
+            else:
+                self.run.forget("profile", f"{name}|partial")
+            self.run.store("profile", name, profile.to_json() | about)
 
 
 def profile_from(record: dict[str, object]) -> Profile:
     """A stored profile, without its provenance."""
-    return Profile.from_json({key: value for key, value in record.items() if key != "provenance"})
+    return Profile.from_json(
+        {key: value for key, value in record.items() if key not in ("provenance", STATE)}
+    )
 
 
 def require_device(device: str) -> None:

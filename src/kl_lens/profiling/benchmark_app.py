@@ -128,7 +128,7 @@ def run_app(
     seconds: int = SECONDS,
     iterations: int = ITERATIONS,
     threads: int | None = None,
-    run: Callable[[Sequence[str]], str] | None = None,
+    run: Callable[[Sequence[str]], tuple[int, str]] | None = None,
     **options: Any,
 ) -> tuple[AppReport, list[str]]:
     """Runs until both limits are reached; the log keeps every attempt. Returns the report and the command it is of.
@@ -142,8 +142,11 @@ def run_app(
     ask_seconds, ask_iterations, texts = seconds, iterations, []
     for _ in range(ATTEMPTS):
         command = app_command(model, seconds=ask_seconds, iterations=ask_iterations, **options)
-        texts.append(f"$ {shlex.join(command)}\n{run(command)}")
+        code, text = run(command)
+        texts.append(f"$ {shlex.join(command)}\n{text}")
         write_text(log, "\n".join(texts))
+        if code:
+            raise TargetError(f"benchmark_app failed: {_complaint(text)}; see {log}")
         report = parse_log(texts[-1])
         if reached(report, seconds, iterations):
             return report, command
@@ -153,11 +156,9 @@ def run_app(
     )
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str]) -> tuple[int, str]:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise TargetError(f"benchmark_app failed: {_complaint(done.stdout)}")
-    return done.stdout
+    return done.returncode, done.stdout
 
 
 def benchmark_with_app(
@@ -169,7 +170,7 @@ def benchmark_with_app(
     device: str = "CPU",
     threads: int | None = None,
     quick: bool = False,
-    store: Callable[[Profile], None] = lambda profile: None,
+    store: Callable[[Profile], object] = lambda profile: None,
     advanced: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
     """Each IR in turn, in a process of its own; logs go to `folder`/log/benchmark_log."""
@@ -202,7 +203,7 @@ def _profile(
     assert subject.artifact is not None
     model = subject.path / next(name for name in subject.artifact.files if name.endswith(".xml"))
     shape = data_shape_of(model)
-    log = folder / LOG_FOLDER / f"{subject.plan}_{device}_{tag}.log"
+    log = folder / LOG_FOLDER / f"{_file_name(subject.name)}_{device}_{tag}.log"
     seconds = QUICK_SECONDS if quick else SECONDS
     report, command = run_app(model, log, seconds=seconds, device=device, data_shape=shape, threads=threads)
     timings = {
@@ -249,6 +250,12 @@ def _profile(
     )
 
 
+def _file_name(subject: str) -> str:
+    """`openvino/p05` → `p05`, as published; what lies elsewhere keeps its whole path, or two could share a log."""
+    plan = subject.removeprefix("openvino/")
+    return re.sub(r"[^\w.-]+", "-", plan).strip("-")
+
+
 def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile]) -> Path:
     """`latency_throughput_{device}_{tag}_report.csv`, one row per model."""
     columns = ("model", "device", "latency_median_ms", "latency_average_ms", "latency_min_ms", "latency_max_ms",
@@ -260,7 +267,7 @@ def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile
         settings = profile.settings
         writer.writerow(
             (
-                profile.subject.partition("/")[2] or profile.subject,
+                profile.subject.removeprefix("openvino/"),
                 profile.device,
                 f"{profile.timings['latency_ms'].median:.6g}",
                 f"{settings['average_ms']:.6g}",

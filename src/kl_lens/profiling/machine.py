@@ -72,6 +72,15 @@ def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
     return sums.sum()
 
 
+@numba.njit(parallel=True, cache=True)
+def _fill(values: npt.NDArray[np.int64], parts: int) -> None:
+    size = values.size // parts
+    for part in numba.prange(parts):
+        end = values.size if part == parts - 1 else (part + 1) * size
+        for index in range(part * size, end):
+            values[index] = index
+
+
 def read_bandwidth(
     threads: int | None = None, *, buffer_bytes: int | None = None, repeats: int = 7
 ) -> Bandwidth:
@@ -83,8 +92,11 @@ def read_bandwidth(
     before = numba.get_num_threads()
     numba.set_num_threads(threads)
     try:
-        values = np.ones(max(buffer_bytes // 8, threads), np.int64)
-        _sum(values, threads)  # compiles, and touches every page
+        values = np.empty(max(buffer_bytes // 8, threads), np.int64)
+        _fill(
+            values, threads
+        )  # each thread its own part: on several sockets the memory lies where it is read
+        _sum(values, threads)  # compiles
         rates = []
         for _ in range(repeats):
             started = time.perf_counter()

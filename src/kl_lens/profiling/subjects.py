@@ -103,7 +103,10 @@ def named_places(paths: Sequence[Path], run: Run | None) -> dict[str, Path]:
 
 
 def _all_places(run: Run, targets: Sequence[str]) -> dict[str, Path]:
-    places = {name: Path(record["folder"]) for name, record in run.load_all("artifact").items()}
+    places = {}
+    for name, record in run.load_all("artifact").items():
+        inside = run.folder / "artifacts" / name  # a run may have been moved with all that is in it
+        places[name] = inside if inside.is_dir() else Path(record["folder"])
     for target in targets:
         for record_file in sorted((run.folder / "artifacts" / target).glob("*/artifact.json")):
             places.setdefault(f"{target}/{record_file.parent.name}", record_file.parent)

@@ -144,7 +144,7 @@ def benchmark_use(
     settings: UseSettings,
     machine: Machine,
     *,
-    store: Callable[[Profile], None] = lambda profile: None,
+    store: Callable[[Profile, bool], None] = lambda profile, partial: None,
     advanced: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
     """Profiles of all subjects.
@@ -179,7 +179,7 @@ def benchmark_use(
                     base = base_of(subject, alive)
                     profile = _profile(subject, base, records, settings, machine, sessions.description)
                     results.profiles[subject.name] = profile
-                    store(profile)
+                    store(profile, number < settings.repeats)
     finally:
         sessions.close()
     return results

@@ -28,6 +28,7 @@ from kl_lens.records import Artifact, Component, Estimate, Profile, Record, Scor
 from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
+from kl_lens.states import is_current
 
 KL = "kl_teacher_to_student"
 ORIGINAL = "original"
@@ -159,8 +160,12 @@ def collect(run: Run) -> RunView:
         frontier=_frontier(table),
         artifacts=dict(_records(run, "artifact", Artifact)),
         scores=tuple(score for _, score in _records(run, "score", Score)),
-        profiles=tuple(profile for _, profile in _records(run, "profile", Profile)),
-        generations=tuple(_generation(run, n, v) for n, v in run.load_all("generation").items()),
+        profiles=_profiles(run),
+        generations=tuple(
+            _generation(run, n, v)
+            for n, v in run.load_all("generation").items()
+            if not isinstance(v, Mapping) or is_current(run, v)
+        ),
         verdicts=_verdicts(run),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
@@ -171,6 +176,8 @@ def _records(run: Run, kind: str, record: type[AnyRecord]) -> list[tuple[str, An
     known = {f.name for f in fields(record)}  # type: ignore[arg-type]
     found = []
     for name, value in run.load_all(kind).items():
+        if not is_current(run, value):  # of a plan or file that has changed since
+            continue
         try:
             found.append((name, record.from_json({k: v for k, v in value.items() if k in known})))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -178,6 +185,17 @@ def _records(run: Run, kind: str, record: type[AnyRecord]) -> list[tuple[str, An
                 f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
             ) from error
     return found
+
+
+def _profiles(run: Run) -> tuple[Profile, ...]:
+    """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
+    found: dict[tuple[str, str, str], tuple[int, Profile]] = {}
+    for name, profile in _records(run, "profile", Profile):
+        key = (profile.subject, profile.protocol, profile.device)
+        rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
+        if key not in found or rank <= found[key][0]:
+            found[key] = (rank, profile)
+    return tuple(profile for _, profile in found.values())
 
 
 def _generation(run: Run, name: str, value: Any) -> Generation:

@@ -101,6 +101,7 @@ class PlainEngine(Engine):
         self.per_batch = min(self.per_batch, limit)
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
+        self._kept: dict[int, TeacherRows] = {}  # the last slab goes before the next one comes
         self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
 
     def _batches(self) -> Iterator[slice]:
@@ -155,13 +156,21 @@ class FastEngine(Engine):
     """Suffixes only, from cached states, with streamed logits. The same numbers for far less work."""
 
     name = "fast"
+    _teacher: Teacher | None = None
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
-        self.teacher = Teacher(
+        self._teacher = None  # the last slab goes before the next one comes: two would not fit
+        self._teacher = Teacher(
             self.chain, self.ids, memory_budget=self.memory_budget, vocabulary=self.vocabulary
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+
+    @property
+    def teacher(self) -> Teacher:
+        if self._teacher is None:
+            raise RuntimeError("prepare() comes first")
+        return self._teacher
 
     def teacher_cross_entropy(self) -> Floats:
         return self.teacher.cross_entropy()

@@ -69,11 +69,18 @@ class Teacher:
         targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
         batch = Batch(windows, calls, inputs, states, targets)
         if self.keep_logits:
-            chunks = [self._rows_of(batch, rows) for rows in self._chunks(batch)]
-            batch.logits = torch.cat([c.logits for c in chunks])
-            batch.lse = torch.cat([c.lse for c in chunks])
-            batch.top = torch.cat([c.top for c in chunks])
+            self._keep(batch)
         return batch
+
+    def _keep(self, batch: Batch) -> None:
+        """Into one tensor from the start: joined from parts, the logits would be there twice for a moment."""
+        first = self._rows_of(batch, next(self._chunks(batch)))
+        logits = first.logits.new_empty(batch.rows, first.logits.shape[1])
+        lse, top = first.lse.new_empty(batch.rows), first.top.new_empty(batch.rows)
+        for rows in self._chunks(batch):
+            part = first if rows.start == 0 else self._rows_of(batch, rows)
+            logits[rows], lse[rows], top[rows] = part.logits, part.lse, part.top
+        batch.logits, batch.lse, batch.top = logits, lse, top
 
     def _chunks(self, batch: Batch) -> Iterator[slice]:
         for first in range(0, batch.rows, self.row_chunk):

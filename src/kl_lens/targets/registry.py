@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import resolve
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.session import Session
@@ -36,7 +36,9 @@ def target_module(name: str) -> Any:
     try:
         importlib.import_module(package)
     except ImportError as error:
-        raise TargetError(f"target {name} needs more packages: pip install 'kl-lens[{extra}]'") from error
+        raise UnsupportedError(
+            f"target {name} needs more packages: pip install 'kl-lens[{extra}]'"
+        ) from error
     return importlib.import_module(module)
 
 

@@ -43,7 +43,9 @@ def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -
     if not hasattr(session, "tokenize"):
         raise TargetError(f"{folder} holds no tokenizer; pass one with --tokenizer")
     inside: Any = session
-    return ArtifactTokenizer(inside.tokenize, inside.detokenize, frozenset())
+    end = inside.file.metadata.get("tokenizer.ggml.eos_token_id")
+    ends = frozenset() if end is None else frozenset([int(end)])
+    return ArtifactTokenizer(inside.tokenize, inside.detokenize, ends)
 
 
 def _from_file(path: Path) -> ArtifactTokenizer:

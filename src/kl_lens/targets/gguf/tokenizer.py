@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, UnsupportedError
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
@@ -71,7 +71,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int) -> TokenizerData:
 def _specification(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise TargetError(
+        raise UnsupportedError(
             f"{type(tokenizer).__name__} has no tokenizer.json behind it, which GGUF needs; "
             "export without a tokenizer (the file then works with token ids)"
         )
@@ -128,7 +128,7 @@ def _names(steps: list[dict[str, Any]]) -> str:
 
 
 def _unknown(reason: str) -> TargetError:
-    return TargetError(
+    return UnsupportedError(
         f"no proven llama.cpp tokenizer equals this model's: {reason}; known are byte-level BPE of the GPT-2, "
         "GPT-NeoX, Llama-3 and Qwen-2 kind; export without a tokenizer (the file then works with token ids)"
     )

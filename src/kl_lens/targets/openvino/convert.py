@@ -119,6 +119,7 @@ def export(
         )
         (place / RECORD_FILE).write_text(json.dumps(artifact.to_json(), indent=1))
         shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
+        (folder / RECORD_FILE).unlink(missing_ok=True)
         for name in (*files, RECORD_FILE):  # the record last: a folder that has one is complete
             os.replace(place / name, folder / name)
     return artifact

@@ -18,7 +18,7 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.targets.openvino import scans
 from kl_lens.targets.openvino.capture import (
     FAMILIES,
@@ -45,7 +45,7 @@ def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_hea
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES:
-        raise TargetError(
+        raise UnsupportedError(
             f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
             f"families that can: {', '.join(FAMILIES)}"
         )

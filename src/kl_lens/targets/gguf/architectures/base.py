@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, UnsupportedError
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 Metadata = dict[str, Any]  # key without the architecture's prefix → int, float, bool, str or list of int
@@ -55,7 +55,7 @@ class Architecture:
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
             if reason:
-                raise TargetError(f"GGUF cannot hold this {self.model_type} model: {reason}")
+                raise UnsupportedError(f"GGUF cannot hold this {self.model_type} model: {reason}")
 
 
 _architectures: dict[str, Architecture] = {}
@@ -74,7 +74,7 @@ def get_architecture(model_type: str) -> Architecture:
     try:
         return _architectures[model_type]
     except KeyError:
-        raise TargetError(
+        raise UnsupportedError(
             f"GGUF export knows no {model_type!r} models; it knows {', '.join(supported_architectures())}"
         ) from None
 
