@@ -44,7 +44,8 @@ def profiles(folder: Path) -> dict[str, Profile]:
     with Run.open(folder) as run:
         records = run.load_all("profile")
     assert all(record.pop("provenance")["versions"] for record in records.values())
-    return {name: profile_from(record) for name, record in records.items()}
+    found = [profile_from(record) for record in records.values()]
+    return {f"{profile.subject}|{profile.protocol}|{profile.device}": profile for profile in found}
 
 
 @pytest.fixture(scope="module")
