@@ -2,7 +2,7 @@
 
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import BlockCalls, Chain
-from kl_lens.checkpoints.opening import LoadedModel, load, resolve
+from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, resolve
 from kl_lens.checkpoints.stress import Planted, stress
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Planted",
     "anatomy_of",
     "load",
+    "load_tokenizer",
     "resolve",
     "stress",
 ]

@@ -122,7 +122,7 @@ def load(
         name=name,
         folder=folder,
         model=model,
-        tokenizer=_load_tokenizer(folder, tokenizer, trust_remote_code),
+        tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
         source=str(folder.resolve()) if Path(source).expanduser().is_dir() else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
@@ -229,7 +229,8 @@ def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
         )
 
 
-def _load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
+def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
+    """The tokenizer of a checkpoint's folder, or the one at `override`: a folder, a tokenizer.json, a hub id."""
     place = Path(override) if override is not None else folder
     if place.is_file():
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))

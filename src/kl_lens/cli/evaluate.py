@@ -76,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("running")
     running.add_argument("--exact", action="store_true", help="float32 arithmetic instead of the fastest")
     running.add_argument("--device", default="CPU", help="OpenVINO device (default: CPU)")
-    running.add_argument("--threads", type=options.positive, metavar="N")
+    running.add_argument(
+        "--threads", type=options.positive, metavar="N", help="default: the runtime's own choice"
+    )
     running.add_argument("--gpu-layers", type=int, default=0, metavar="N", help="llama.cpp: layers on a GPU")
     running.add_argument("--again", action="store_true", help="measure afresh what the run holds already")
     running.add_argument("--tag", help="for perplexity_results_TAG.json (default: the text's name)")

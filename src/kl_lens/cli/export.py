@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel, resolve
+from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
 from kl_lens.cli import options
 from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
@@ -128,7 +128,10 @@ def _stream_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
     folder = (
         arguments.out or options.run_folder(arguments, arguments.model) / "artifacts" / "gguf" / plan.name
     )
-    return folder, export(source, plan, "gguf", folder, **_target_options(arguments))
+    extra = _target_options(arguments)
+    if arguments.tokenizer:
+        extra["tokenizer"] = load_tokenizer(source, arguments.tokenizer, arguments.trust_remote_code)
+    return folder, export(source, plan, "gguf", folder, **extra)
 
 
 def _export_plans(

@@ -27,14 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest token"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="for a temperature above 0 (default: 0)"
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="PLACE",
         help="folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
     )
     parser.add_argument("--device", default="CPU", help="OpenVINO device (default: CPU)")
-    parser.add_argument("--threads", type=options.positive, metavar="N")
+    parser.add_argument(
+        "--threads", type=options.positive, metavar="N", help="default: the runtime's own choice"
+    )
     parser.add_argument("--gpu-layers", type=int, default=0, metavar="N", help="llama.cpp: layers on a GPU")
     options.add_json(parser)
 

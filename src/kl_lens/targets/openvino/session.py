@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import platform
 import threading
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from kl_lens.targets.session import Logits
 
 RECORD_FILE = "artifact.json"
 CACHE_FOLDER = ".compiled"
-COMPILE_TIMEOUT = 600.0  # seconds; the iGPU compiler is known to hang on Mamba-2
+# Seconds; the iGPU compiler is known to hang on Mamba-2.
+TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
+COMPILE_TIMEOUT = 600.0
 LOGITS_CHUNK = 512  # tokens in one call when the logits of all of them are wanted
 
 # float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
@@ -60,7 +63,7 @@ def open_session(
     device: str = "CPU",
     exact: bool = False,
     threads: int | None = None,
-    compile_timeout: float = COMPILE_TIMEOUT,
+    compile_timeout: float | None = None,
     cache: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> OpenVINOSession:
@@ -71,7 +74,7 @@ def open_session(
         device: CPU, GPU, NPU, …; a device that is not there is answered with the list of those that are.
         exact: compute in float32 (for checks), instead of the fastest settings that a deployment uses.
         threads: CPU threads; None leaves the choice to OpenVINO.
-        compile_timeout: seconds to wait for the compiler.
+        compile_timeout: seconds to wait for the compiler; from KL_LENS_COMPILE_TIMEOUT when not given, else 600.
         cache: keep the compiled graph beside the IR and use it next time.
         settings: plugin settings on top of the others, for experiments.
     """
@@ -103,7 +106,7 @@ def open_session(
         device,
         exact=exact,
         threads=threads,
-        timeout=compile_timeout,
+        timeout=_time_limit() if compile_timeout is None else compile_timeout,
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )
@@ -255,6 +258,17 @@ def read_graph(path: Path) -> ov.Model:
         ) from error
 
 
+def _time_limit() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        seconds = float(text) if text else COMPILE_TIMEOUT
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise TargetError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds, such as 1800")
+    return seconds
+
+
 def compile_graph(
     graph: ov.Model,
     device: str,
@@ -296,7 +310,7 @@ def compile_graph(
     if not outcome:
         raise TargetError(
             f"compiling for {device} took more than {timeout:g} s and was given up (Mamba-2 is known to hang the "
-            "iGPU compiler); raise --compile-timeout, or export with another device profile"
+            f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds, or export with another device profile"
         )
     result = outcome[0]
     if isinstance(result, BaseException):
