@@ -51,7 +51,7 @@ class Ticking:
         return np.eye(10, dtype=np.float32)[7]
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
+        raise AssertionError("timing never asks for all logits")
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -50,16 +51,17 @@ class RuntimeSettings:
         return f" ({', '.join(parts)})" if parts else ""
 
 
-class Subject:
+class Subject(ABC):
     """Something that can be opened as a session."""
 
     name: str
     identity: str
 
+    @abstractmethod
     def open(self) -> Session:
-        raise NotImplementedError
+        """A session of its own; whoever opens it closes it."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - a model in memory does not vanish
         """Raises TargetError when what was opened is no longer there, or has changed."""
 
 

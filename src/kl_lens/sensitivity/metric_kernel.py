@@ -92,7 +92,7 @@ def _terms(teacher, student, teacher_lse, student_lse, count, forward, backward,
         error[i] = difference * difference
 
 
-@njit(parallel=True, nogil=True, fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
 def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
     for r in prange(rows.shape[0]):
         out[r] = _log_sum_exp(rows[r], np.empty(_TILE, np.float32))

@@ -15,7 +15,7 @@ from kl_lens.checkpoints.kernels.selective_scan import silu
 _MATH = {"contract", "nnan", "ninf", "nsz"}
 
 
-@njit(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=_MATH, error_model="numpy", cache=True)
 def _convolve(x, taps, bias, with_silu, y):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); taps: (width, channels); y[t] = bias + Σ taps[k]·x[t - width + 1 + k]."""
     batch, time, channels = x.shape

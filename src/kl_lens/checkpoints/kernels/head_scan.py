@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.selective_scan import _LOG2_E, _MATH, exp2_clamped
+from kl_lens.checkpoints.kernels.selective_scan import FAST_MATH, LOG2_E, exp2_clamped
 
 # Channels per task. A constant: the compiler then sees that the rows of the state do not overlap, and takes four at
 # once. 64 channels of 128 states are 32 KB, half of an L1 cache.
 WIDTH = 64
 
 
-@njit(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, a, b, c, skip, state, y, head_width):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); dt: (batch, time, heads); a: (heads,), times log2(e); skip: (heads,);
     b, c: (batch, time, groups, states); state: (batch, states, channels), the first state in, the last one out.
@@ -123,7 +123,7 @@ def head_scan(
         state = plain(initial_state.reshape(batch, heads * width, states).transpose(1, 2)).copy()
     y = np.empty((batch, time, heads * width), np.float32)
     _scan(
-        plain(x).reshape(batch, time, heads * width), plain(dt), plain(a) * _LOG2_E, plain(b), plain(c),
+        plain(x).reshape(batch, time, heads * width), plain(dt), plain(a) * LOG2_E, plain(b), plain(c),
         np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
     )  # fmt: skip
     last = torch.from_numpy(state).transpose(1, 2).reshape(batch, heads, width, states)

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.
 CHANNEL_BLOCK = 256
 
-_LOG2_E = np.float32(1.4426950408889634)
+LOG2_E = np.float32(1.4426950408889634)
 # Adding and subtracting 1.5·2²³ rounds a float32 to the nearest integer and leaves that integer in the low bits.
 _ROUNDER = np.float32(12582912.0)
 _LARGEST_EXPONENT = np.float32(126.0)
@@ -58,10 +58,10 @@ def _from_bits(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 # No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome.
-_MATH = {"contract", "nnan", "ninf", "nsz"}
+FAST_MATH = {"contract", "nnan", "ninf", "nsz"}
 
 
-@njit(inline="always", fastmath=_MATH, error_model="numpy")
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def exp2_bounded(z: np.float32) -> np.float32:
     """2^z without a branch, to about 1e-7 relative, for |z| ≤ 126."""
     shifted = z + _ROUNDER
@@ -75,22 +75,22 @@ def exp2_bounded(z: np.float32) -> np.float32:
     )
 
 
-@njit(inline="always", fastmath=_MATH, error_model="numpy")
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def exp2_clamped(z: np.float32) -> np.float32:
     """2^z for any z; clamped to ±126."""
     return exp2_bounded(min(max(z, -_LARGEST_EXPONENT), _LARGEST_EXPONENT))
 
 
-@njit(inline="always", fastmath=_MATH, error_model="numpy")
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def _decay(z: np.float32) -> np.float32:
     """2^z for z ≤ 0: one comparison less in the innermost loop."""
     return exp2_bounded(max(z, -_LARGEST_EXPONENT))
 
 
-@njit(inline="always", fastmath=_MATH, error_model="numpy")
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def softplus(x: np.float32) -> np.float32:
     """log(1 + e^x) without a branch: max(x, 0) + log1p(e^-|x|), the logarithm by its atanh series."""
-    u = exp2_clamped(-abs(x) * _LOG2_E)
+    u = exp2_clamped(-abs(x) * LOG2_E)
     s = u / (np.float32(2) + u)  # ≤ 1/3
     q = s * s
     series = np.float32(1 / 11) + q * np.float32(1 / 13)
@@ -101,12 +101,12 @@ def softplus(x: np.float32) -> np.float32:
     return max(x, np.float32(0)) + np.float32(2) * s * (np.float32(1) + q * series)
 
 
-@njit(inline="always", fastmath=_MATH, error_model="numpy")
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def silu(x: np.float32) -> np.float32:
-    return x / (np.float32(1) + exp2_clamped(-x * _LOG2_E))
+    return x / (np.float32(1) + exp2_clamped(-x * LOG2_E))
 
 
-@njit(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y, block):  # type: ignore[no-untyped-def]
     """x, dt, gate, y: (batch, time, channels); a: (states, channels), times log2(e); b, c: (batch, time, states);
     dt_bias, skip: (channels,); state: (batch, states, channels), the first state in, the last one out."""
@@ -216,7 +216,7 @@ def selective_scan(
         plain(dt),
         vector(dt_bias),
         dt_softplus,
-        plain(a.T) * _LOG2_E,
+        plain(a.T) * LOG2_E,
         plain(b),
         plain(c),
         vector(skip),
