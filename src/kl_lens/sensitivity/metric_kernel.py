@@ -16,16 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.selective_scan import exp2_clamped
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, float_bits, from_bits
 
-_LOG2_E = np.float32(1.4426950408889634)
-# Columns handled at once: five buffers of this length stay in the L1 cache.
+# Columns handled at once: the buffers of this length stay in the L1 cache.
 _TILE = 1024
-# Where e^d - 1 - d is summed as a series; at the border its first left-out term is 4e-9 of the value.
-_SERIES = np.float32(0.25)
+# Where e^d - 1 - d is summed as a series; at the border its first left-out term is 8e-7 of the value.
+_SERIES = np.float32(0.5)
+# Its square as an integer: floats that are not negative have the order of their bits.
+_SERIES_BITS = np.int32((_SERIES * _SERIES).view(np.int32))
+# Maxima are taken in so many lanes.
+_LANES = 64
 
-_ELEMENTWISE = {"contract", "nnan", "ninf", "nsz"}
-_REDUCTION = {"contract", "nnan", "ninf", "nsz", "reassoc"}
+_REDUCTION = FAST_MATH | {"reassoc"}
 
 
 @njit(fastmath=_REDUCTION, error_model="numpy", cache=True)
@@ -36,76 +38,89 @@ def _sum(values, count):  # type: ignore[no-untyped-def]
     return np.float64(total)
 
 
-@njit(fastmath=_REDUCTION, error_model="numpy", cache=True)
-def _max(values):  # type: ignore[no-untyped-def]
-    largest = values[0]
-    for i in range(values.shape[0]):
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _max(values, lanes):  # type: ignore[no-untyped-def]
+    """The largest value. In lanes, because the compiler does not turn a single running maximum into SIMD code."""
+    rounds = values.shape[0] // _LANES
+    lanes[:] = values[0]
+    for j in range(rounds):
+        for k in range(_LANES):
+            value = values[_LANES * j + k]
+            lanes[k] = lanes[k] if lanes[k] > value else value
+    largest = lanes[0]
+    for k in range(_LANES):
+        largest = max(largest, lanes[k])
+    for i in range(rounds * _LANES, values.shape[0]):
         largest = max(largest, values[i])
     return largest
 
 
-@njit(fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
-def _exponentials(values, shift, count, out):  # type: ignore[no-untyped-def]
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _exponentials(values, offset, count, out):  # type: ignore[no-untyped-def]
     for i in range(count):
-        out[i] = exp2_clamped((values[i] - shift) * _LOG2_E)
+        out[i] = exp2_decay(values[i] * LOG2_E + offset)
 
 
-@njit(fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
-def _log_sum_exp(row, buffer):  # type: ignore[no-untyped-def]
-    largest = _max(row)
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _log_sum_exp(row, largest, exponentials):  # type: ignore[no-untyped-def]
+    """log Σ exp, and the sum of the exponentials that it leaves behind, which are exp(row) up to a common factor."""
+    offset = np.float32(-largest * LOG2_E)
     total = 0.0
     for first in range(0, row.shape[0], _TILE):
         count = min(_TILE, row.shape[0] - first)
-        _exponentials(row[first : first + count], largest, count, buffer)
-        total += _sum(buffer, count)
-    return np.float64(largest) + np.log(total)
+        tile = exponentials[first : first + count]
+        _exponentials(row[first : first + count], offset, count, tile)
+        total += _sum(tile, count)
+    return np.log(total) - np.float64(offset) / np.float64(LOG2_E), total
 
 
-@njit(fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
-def _terms(teacher, student, teacher_lse, student_lse, count, forward, backward, error):  # type: ignore[no-untyped-def]
+@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
+def _choose(mask, yes, no):  # type: ignore[no-untyped-def]
+    """`yes` where all bits of the mask are set, `no` where none is."""
+    return from_bits(np.int32((float_bits(yes) & mask) | (float_bits(no) & ~mask)))
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _terms(teacher, student, exponentials, scale, teacher_lse, shift, count, forward, backward, error):  # type: ignore[no-untyped-def]
     """Per column: its share of both divergences, and its squared error."""
-    shift = np.float32(student_lse - teacher_lse)
-    teacher_lse, student_lse = np.float32(teacher_lse), np.float32(student_lse)
+    offset = np.float32(-teacher_lse * LOG2_E)
     for i in range(count):
         difference = student[i] - teacher[i]
         d = difference - shift
-        p = exp2_clamped((teacher[i] - teacher_lse) * _LOG2_E)
-        q = exp2_clamped((student[i] - student_lse) * _LOG2_E)
-        exact_forward = q - p - p * d
-        exact_backward = q * d - q + p
-        series = np.float32(1 / 5040) + d * np.float32(1 / 40320)
-        series = np.float32(1 / 720) + d * series
-        series = np.float32(1 / 120) + d * series
-        series = np.float32(1 / 24) + d * series
-        series = np.float32(1 / 6) + d * series
-        series = np.float32(1 / 2) + d * series
-        reverse = np.float32(1 / 840) + d * np.float32(1 / 5760)
-        reverse = np.float32(1 / 144) + d * reverse
-        reverse = np.float32(1 / 30) + d * reverse
-        reverse = np.float32(1 / 8) + d * reverse
-        reverse = np.float32(1 / 3) + d * reverse
-        reverse = np.float32(1 / 2) + d * reverse
-        small = abs(d) < _SERIES
-        square = p * d * d
-        forward[i] = square * series if small else exact_forward
-        backward[i] = square * reverse if small else exact_backward
+        p = exp2_decay(teacher[i] * LOG2_E + offset)
+        q = exponentials[i] * scale
+        square = d * d
+        low = np.float32(1 / 2) + d * np.float32(1 / 6)
+        middle = np.float32(1 / 24) + d * np.float32(1 / 120)
+        high = np.float32(1 / 720) + d * np.float32(1 / 5040)
+        small_forward = p * square * (low + square * (middle + square * high))
+        # d e^d - e^d + 1 = d (d + f) - f, where f = e^d - 1 - d
+        small_backward = d * (p * d + small_forward) - small_forward
+        gain = q - p
+        # A comparison and a choice by hand: as an `if` the compiler takes the lanes apart and compares one by one.
+        is_small = np.int32(np.int32(float_bits(square) - _SERIES_BITS) >> np.int32(31))
+        forward[i] = _choose(is_small, small_forward, gain - p * d)
+        backward[i] = _choose(is_small, small_backward, q * d - gain)
         error[i] = difference * difference
 
 
-@njit(parallel=True, fastmath=_ELEMENTWISE, error_model="numpy", cache=True)
+@njit(parallel=True, error_model="numpy", cache=True)
 def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
     for r in prange(rows.shape[0]):
-        out[r] = _log_sum_exp(rows[r], np.empty(_TILE, np.float32))
+        largest = _max(rows[r], np.empty(_LANES, np.float32))
+        out[r], _ = _log_sum_exp(rows[r], largest, np.empty(rows.shape[1], np.float32))
 
 
 @njit(parallel=True, error_model="numpy", cache=True)
 def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type: ignore[no-untyped-def]
     columns = teacher.shape[1]
     for r in prange(teacher.shape[0]):
+        exponentials = np.empty(columns, np.float32)  # of the whole row: they are needed twice
         forward = np.empty(_TILE, np.float32)
         backward = np.empty(_TILE, np.float32)
         error = np.empty(_TILE, np.float32)
-        lse = _log_sum_exp(student[r], forward)
+        largest = _max(student[r], np.empty(_LANES, np.float32))
+        lse, total = _log_sum_exp(student[r], largest, exponentials)
         forward_sum, backward_sum, error_sum = 0.0, 0.0, 0.0
         for first in range(0, columns, _TILE):
             count = min(_TILE, columns - first)
@@ -113,8 +128,10 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
             _terms(
                 teacher[r, first:last],
                 student[r, first:last],
-                teacher_lse[r],
-                lse,
+                exponentials[first:last],
+                np.float32(1 / total),
+                np.float32(teacher_lse[r]),
+                np.float32(lse - teacher_lse[r]),
                 count,
                 forward,
                 backward,
@@ -133,7 +150,7 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
             )
         else:
             out[r, 3] = 0.0
-        out[r, 4] = 1.0 if student[r, teacher_top[r]] >= _max(student[r]) else 0.0
+        out[r, 4] = 1.0 if student[r, teacher_top[r]] >= largest else 0.0
 
 
 def log_sum_exp(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

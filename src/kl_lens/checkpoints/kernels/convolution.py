@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.selective_scan import silu
+from kl_lens.checkpoints.kernels.vector_math import silu
 
 _MATH = {"contract", "nnan", "ninf", "nsz"}
 

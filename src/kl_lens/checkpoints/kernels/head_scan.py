@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.selective_scan import FAST_MATH, LOG2_E, exp2_clamped
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_clamped
 
 # Channels per task. A constant: the compiler then sees that the rows of the state do not overlap, and takes four at
 # once. 64 channels of 128 states are 32 KB, half of an L1 cache.

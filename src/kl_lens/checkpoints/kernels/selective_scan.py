@@ -12,99 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
+
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, silu, softplus
 
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.
 CHANNEL_BLOCK = 256
-
-LOG2_E = np.float32(1.4426950408889634)
-# Adding and subtracting 1.5·2²³ rounds a float32 to the nearest integer and leaves that integer in the low bits.
-_ROUNDER = np.float32(12582912.0)
-_LARGEST_EXPONENT = np.float32(126.0)
-# 2^f on [-1/2, 1/2] with a largest relative error of 1.9e-9 (weighted least squares, iterated to equal ripple).
-_P0, _P1, _P2, _P3, _P4, _P5, _P6 = (
-    np.float32(c)
-    for c in (
-        1.0000000005542005,
-        0.6931472057374122,
-        0.2402264689031655,
-        0.055503287765051305,
-        0.009618488996532993,
-        0.0013399931449460045,
-        0.00015345800256696837,
-    )
-)
-
-
-@intrinsic
-def _bits(typing_context, value):  # type: ignore[no-untyped-def]
-    """A float32's bits as int32: numba has no cast that LLVM vectorises."""
-
-    def build(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
-
-    return types.int32(types.float32), build
-
-
-@intrinsic
-def _from_bits(typing_context, value):  # type: ignore[no-untyped-def]
-    """An int32's bits as float32."""
-
-    def build(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), build
-
-
-# No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome.
-FAST_MATH = {"contract", "nnan", "ninf", "nsz"}
-
-
-@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
-def exp2_bounded(z: np.float32) -> np.float32:
-    """2^z without a branch, to about 1e-7 relative, for |z| ≤ 126."""
-    shifted = z + _ROUNDER
-    f = z - (shifted - _ROUNDER)
-    # Estrin's order: half the depth of Horner's, and the loop around it is bound by latency.
-    g = f * f
-    high = (_P5 * f + _P4) + _P6 * g
-    p = (_P1 * f + _P0) + g * ((_P3 * f + _P2) + g * high)
-    return _from_bits(  # type: ignore[call-arg]
-        np.int32(_bits(p) + np.int32(_bits(shifted) << np.int32(23)))  # type: ignore[call-arg]
-    )
-
-
-@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
-def exp2_clamped(z: np.float32) -> np.float32:
-    """2^z for any z; clamped to ±126."""
-    return exp2_bounded(min(max(z, -_LARGEST_EXPONENT), _LARGEST_EXPONENT))
-
-
-@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
-def _decay(z: np.float32) -> np.float32:
-    """2^z for z ≤ 0: one comparison less in the innermost loop."""
-    return exp2_bounded(max(z, -_LARGEST_EXPONENT))
-
-
-@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
-def softplus(x: np.float32) -> np.float32:
-    """log(1 + e^x) without a branch: max(x, 0) + log1p(e^-|x|), the logarithm by its atanh series."""
-    u = exp2_clamped(-abs(x) * LOG2_E)
-    s = u / (np.float32(2) + u)  # ≤ 1/3
-    q = s * s
-    series = np.float32(1 / 11) + q * np.float32(1 / 13)
-    series = np.float32(1 / 9) + q * series
-    series = np.float32(1 / 7) + q * series
-    series = np.float32(1 / 5) + q * series
-    series = np.float32(1 / 3) + q * series
-    return max(x, np.float32(0)) + np.float32(2) * s * (np.float32(1) + q * series)
-
-
-@njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
-def silu(x: np.float32) -> np.float32:
-    return x / (np.float32(1) + exp2_clamped(-x * LOG2_E))
-
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y, block):  # type: ignore[no-untyped-def]
@@ -143,8 +56,8 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y,
                 b_0, b_1 = b[sequence, t, n], b[sequence, t, n + 1]
                 c_0, c_1 = c[sequence, t, n], c[sequence, t, n + 1]
                 for d in range(width):
-                    value_0 = _decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
-                    value_1 = _decay(step[d] * rate[n + 1, d]) * h[n + 1, d] + inflow[d] * b_1
+                    value_0 = exp2_decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
+                    value_1 = exp2_decay(step[d] * rate[n + 1, d]) * h[n + 1, d] + inflow[d] * b_1
                     h[n, d] = value_0
                     h[n + 1, d] = value_1
                     total[d] += value_0 * c_0 + value_1 * c_1
@@ -152,7 +65,7 @@ def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y,
                 n = states - 1
                 b_0, c_0 = b[sequence, t, n], c[sequence, t, n]
                 for d in range(width):
-                    value_0 = _decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
+                    value_0 = exp2_decay(step[d] * rate[n, d]) * h[n, d] + inflow[d] * b_0
                     h[n, d] = value_0
                     total[d] += value_0 * c_0
             if use_gate:
