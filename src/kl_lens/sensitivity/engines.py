@@ -2,8 +2,8 @@
 
 Both yield, for every perturbation, the metrics of every window. The plain engine runs the whole model for each
 perturbation and compares in plain torch. The fast engine starts at the first perturbed block from the teacher's cached
-states, lets candidates of one block share a stacked suffix when batches are small, and forms logits and all metrics a
-chunk of rows at a time.
+states, runs only those parts of that block that see a difference, lets candidates of one block share a stacked suffix
+when batches are small, and forms logits and all metrics a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -162,7 +162,11 @@ class FastEngine(Engine):
         self.ids = ids.to(self.chain.device)
         self._teacher = None  # the last slab goes before the next one comes: two would not fit
         self._teacher = Teacher(
-            self.chain, self.ids, memory_budget=self.memory_budget, vocabulary=self.vocabulary
+            self.chain,
+            self.ids,
+            memory_budget=self.memory_budget,
+            vocabulary=self.vocabulary,
+            remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 
@@ -216,7 +220,7 @@ class FastEngine(Engine):
         outputs = []
         for student in students:
             with self.perturbed(student.perturbation, student.weights):
-                outputs.append(self.chain.run(batch.inputs[block], batch.calls, block, block + 1))
+                outputs.append(self._first_block(batch, student))
         hidden = self.chain.run(torch.cat(outputs), batch.calls, block + 1)
         states = self.chain.finish(hidden, batch.calls)
         return self._compare(batch, list(states.chunk(len(students))))
@@ -229,8 +233,18 @@ class FastEngine(Engine):
             if student.start < 0:
                 calls = self.chain.calls(batch.calls.ids)
                 return self.chain.finish(self.chain.run(calls.hidden, calls, 0), calls)
-            hidden = self.chain.run(batch.inputs[student.start], batch.calls, student.start)
+            hidden = self.chain.run(self._first_block(batch, student), batch.calls, student.start + 1)
             return self.chain.finish(hidden, batch.calls)
+
+    def _first_block(self, batch: Batch, student: _Student) -> torch.Tensor:
+        """What leaves the first perturbed block; its parts that see no difference are not run again."""
+        block = student.start
+        memo = batch.memos[block]
+        if memo is None:
+            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
+        perturbed = {id(parameter) for parameter, _ in student.weights}
+        with self.chain.kernels(), memo.replaying(perturbed):
+            return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None

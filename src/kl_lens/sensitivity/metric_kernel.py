@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay, float_bits, from_bits
+from kl_lens.checkpoints.kernels.vector_math import (
+    FAST_MATH,
+    LANES,
+    LOG2_E,
+    exp2_decay,
+    float_bits,
+    from_bits,
+    largest,
+)
 
 # Columns handled at once: the buffers of this length stay in the L1 cache.
 _TILE = 1024
@@ -24,8 +32,6 @@ _TILE = 1024
 _SERIES = np.float32(0.5)
 # Its square as an integer: floats that are not negative have the order of their bits.
 _SERIES_BITS = np.int32((_SERIES * _SERIES).view(np.int32))
-# Maxima are taken in so many lanes.
-_LANES = 64
 
 _REDUCTION = FAST_MATH | {"reassoc"}
 
@@ -39,32 +45,15 @@ def _sum(values, count):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _max(values, lanes):  # type: ignore[no-untyped-def]
-    """The largest value. In lanes, because the compiler does not turn a single running maximum into SIMD code."""
-    rounds = values.shape[0] // _LANES
-    lanes[:] = values[0]
-    for j in range(rounds):
-        for k in range(_LANES):
-            value = values[_LANES * j + k]
-            lanes[k] = lanes[k] if lanes[k] > value else value
-    largest = lanes[0]
-    for k in range(_LANES):
-        largest = max(largest, lanes[k])
-    for i in range(rounds * _LANES, values.shape[0]):
-        largest = max(largest, values[i])
-    return largest
-
-
-@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _exponentials(values, offset, count, out):  # type: ignore[no-untyped-def]
     for i in range(count):
         out[i] = exp2_decay(values[i] * LOG2_E + offset)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _log_sum_exp(row, largest, exponentials):  # type: ignore[no-untyped-def]
+def _log_sum_exp(row, top, exponentials):  # type: ignore[no-untyped-def]
     """log Σ exp, and the sum of the exponentials that it leaves behind, which are exp(row) up to a common factor."""
-    offset = np.float32(-largest * LOG2_E)
+    offset = np.float32(-top * LOG2_E)
     total = 0.0
     for first in range(0, row.shape[0], _TILE):
         count = min(_TILE, row.shape[0] - first)
@@ -107,8 +96,8 @@ def _terms(teacher, student, exponentials, scale, teacher_lse, shift, count, for
 @njit(parallel=True, error_model="numpy", cache=True)
 def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
     for r in prange(rows.shape[0]):
-        largest = _max(rows[r], np.empty(_LANES, np.float32))
-        out[r], _ = _log_sum_exp(rows[r], largest, np.empty(rows.shape[1], np.float32))
+        top = largest(rows[r], np.empty(LANES, np.float32))
+        out[r], _ = _log_sum_exp(rows[r], top, np.empty(rows.shape[1], np.float32))
 
 
 @njit(parallel=True, error_model="numpy", cache=True)
@@ -119,8 +108,8 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
         forward = np.empty(_TILE, np.float32)
         backward = np.empty(_TILE, np.float32)
         error = np.empty(_TILE, np.float32)
-        largest = _max(student[r], np.empty(_LANES, np.float32))
-        lse, total = _log_sum_exp(student[r], largest, exponentials)
+        top = largest(student[r], np.empty(LANES, np.float32))
+        lse, total = _log_sum_exp(student[r], top, exponentials)
         forward_sum, backward_sum, error_sum = 0.0, 0.0, 0.0
         for first in range(0, columns, _TILE):
             count = min(_TILE, columns - first)
@@ -150,7 +139,7 @@ def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type:
             )
         else:
             out[r, 3] = 0.0
-        out[r, 4] = 1.0 if student[r, teacher_top[r]] >= largest else 0.0
+        out[r, 4] = 1.0 if student[r, teacher_top[r]] >= top else 0.0
 
 
 def log_sum_exp(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import BlockCalls, Chain
+from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
 # Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
@@ -24,6 +25,7 @@ class Batch:
     windows: range  # indices into the ids that were given
     calls: BlockCalls
     inputs: list[torch.Tensor]  # what enters each block
+    memos: list[BlockMemo | None]  # what each block's parts gave, where memory sufficed
     states: torch.Tensor  # (windows, time, width): what enters the head
     targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
     logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
@@ -36,7 +38,8 @@ class Batch:
 
 
 class Teacher:
-    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits."""
+    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits and what
+    the parts of the blocks gave."""
 
     def __init__(
         self,
@@ -45,12 +48,17 @@ class Teacher:
         *,
         memory_budget: int,
         vocabulary: int,
+        remember_parts: bool = True,
     ) -> None:
         self.chain = chain
         self.row_chunk = max(64, LOGIT_BYTES // (4 * vocabulary))
         per_batch = max(1, BATCH_TOKENS // ids.shape[1])
         # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
         self.keep_logits = ids.numel() * vocabulary * 4 <= memory_budget // 2
+        width = int(chain.head.weight.shape[1])  # type: ignore[index]
+        kept = len(ids) * window_bytes(chain, ids.shape[1], width, vocabulary)
+        self._memory_left = memory_budget // 2 - kept if remember_parts else 0
+        self._memo_row_bytes = 0.0  # of the last block that was recorded
         self.batches: list[Batch] = []
         for first in range(0, len(ids), per_batch):
             self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids)))))
@@ -59,18 +67,35 @@ class Teacher:
         part = ids[windows.start : windows.stop]
         calls = self.chain.calls(part)
         inputs: list[torch.Tensor] = []
-        final = self.chain.run(
-            calls.hidden,
-            calls,
-            0,
-            keep=lambda _index, hidden: inputs.append(hidden),
-        )
-        states = self.chain.finish(final, calls)
+        memos: list[BlockMemo | None] = []
+        hidden = calls.hidden
+        for index in range(len(self.chain)):
+            inputs.append(hidden)
+            hidden, memo = self._run_block(index, hidden, calls)
+            memos.append(memo)
+        states = self.chain.finish(hidden, calls)
         targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
-        batch = Batch(windows, calls, inputs, states, targets)
+        batch = Batch(windows, calls, inputs, memos, states, targets)
         if self.keep_logits:
             self._keep(batch)
         return batch
+
+    def _run_block(
+        self, index: int, hidden: torch.Tensor, calls: BlockCalls
+    ) -> tuple[torch.Tensor, BlockMemo | None]:
+        """The block's output and, while memory lasts, its memo."""
+        rows = calls.ids.numel()
+        if self._memory_left <= self._memo_row_bytes * rows:
+            return self.chain.run(hidden, calls, index, index + 1), None
+        memo = BlockMemo(self.chain.blocks[index])
+        with self.chain.kernels(), memo.recording():
+            output = self.chain.run(hidden, calls, index, index + 1)
+        size = memo.bytes
+        self._memo_row_bytes = size / rows
+        if size > self._memory_left:
+            return output, None
+        self._memory_left -= size
+        return output, memo
 
     def _keep(self, batch: Batch) -> None:
         """Into one tensor from the start: joined from parts, the logits would be there twice for a moment."""

@@ -19,6 +19,7 @@ from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_deca
 # Channels per task. The states and rates of a block (2 × 16 × 256 × 4 bytes = 32 KB) stay in the L1 cache.
 CHANNEL_BLOCK = 256
 
+
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, dt_bias, use_softplus, a, b, c, skip, gate, use_gate, state, y, block):  # type: ignore[no-untyped-def]
     """x, dt, gate, y: (batch, time, channels); a: (states, channels), times log2(e); b, c: (batch, time, states);

@@ -1,9 +1,9 @@
-"""Gives the state-space layers of one model our kernels, and takes them away again.
+"""Gives the state-space and attention layers of one model our kernels, and takes them away again.
 
-transformers calls its scans as module-level functions from each mixer's `forward`. Replacing those functions
-would change the user's library for everybody; instead, for the time of a `with` block, each mixer *instance*
-gets a copy of its own `forward` whose globals name our functions. Layers that look different (remote code, other
-libraries) keep what they have: slower, never wrong.
+transformers calls its scans, and its table of attention functions, by module-level names from each mixer's `forward`.
+Replacing what those names stand for would change the user's library for everybody; instead, for the time of a `with`
+block, each mixer *instance* gets a copy of its own `forward` whose globals name our functions. Layers that look
+different (remote code, other libraries) keep what they have: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.checkpoints.kernels import triton_scan
+from kl_lens.checkpoints.kernels.attention import causal_attention, is_faster
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
@@ -139,11 +140,65 @@ def _causal_conv1d_fn(original: Function) -> Function:
     return convolve
 
 
-# The library's function name → what we put in its place. A new kernel is one line here.
-REPLACEMENTS: dict[str, Callable[[Function], Function]] = {
+def _causal_or(original: Function) -> Function:
+    """Our causal attention where no mask or bias is given and it is known to be faster; the library's elsewhere."""
+
+    @functools.wraps(original)
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        unusual = dropout or any(
+            kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")
+        )
+        if (
+            causal
+            and attention_mask is None
+            and not unusual
+            and _is_inference(query)
+            and is_faster(query, key)
+        ):
+            return causal_attention(query, key, value, scaling), None
+        return original(
+            module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+
+    return attend
+
+
+class _AttentionFunctions:
+    """The library's table of attention functions with ours in the place of torch's scaled dot product."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def get_interface(self, implementation: str, default: Function) -> Function:
+        chosen: Function = self._original.get_interface(implementation, default)
+        return _causal_or(chosen) if implementation == "sdpa" else chosen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __getitem__(self, implementation: str) -> Function:
+        chosen: Function = self._original[implementation]
+        return _causal_or(chosen) if implementation == "sdpa" else chosen
+
+
+# The library's name → what we put in its place. A new kernel is one line here.
+REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "causal_conv1d_fn": _causal_conv1d_fn,
+    "ALL_ATTENTION_FUNCTIONS": _AttentionFunctions,
 }
 
 
@@ -166,7 +221,7 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
 
 @contextmanager
 def fast_kernels(model: torch.nn.Module) -> Iterator[int]:
-    """Within the block, the state-space layers of `model` run our kernels. Yields how many layers do."""
+    """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do."""
     swapped: list[torch.nn.Module] = []
     try:
         for module in model.modules():

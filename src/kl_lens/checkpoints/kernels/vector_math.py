@@ -1,4 +1,4 @@
-"""Exponentials and what is made of them, for one float32, in a form that LLVM turns into SIMD code inside numba loops."""
+"""Exponentials and what is made of them, for one float32, in a form that numba's loops turn into SIMD code."""
 
 from __future__ import annotations
 
@@ -92,3 +92,25 @@ def softplus(x: np.float32) -> np.float32:
 @njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def silu(x: np.float32) -> np.float32:
     return x / (np.float32(1) + exp2_clamped(-x * LOG2_E))
+
+
+# Maxima are taken in so many lanes.
+LANES = 64
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def largest(values, lanes):  # type: ignore[no-untyped-def]
+    """The largest value. In lanes, because the compiler does not turn a single running maximum into SIMD code."""
+    rounds = values.shape[0] // LANES
+    for k in range(LANES):
+        lanes[k] = values[0]
+    for j in range(rounds):
+        part = values[LANES * j : LANES * (j + 1)]
+        for k in range(LANES):
+            lanes[k] = lanes[k] if lanes[k] > part[k] else part[k]
+    found = lanes[0]
+    for k in range(LANES):
+        found = max(found, lanes[k])
+    for i in range(rounds * LANES, values.shape[0]):
+        found = max(found, values[i])
+    return found

@@ -1,0 +1,168 @@
+"""Causal attention over short windows on CPU, forward only, in numba.
+
+torch's own kernel computes whole square tiles of scores and spends much of its time around small products. Here one
+task takes a few query rows of one head: their scores against all earlier keys, four rows at a time against panels of
+64 keys; the softmax; and the weighted values in the same way. Queries may share keys and values (grouped heads).
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest
+
+# Query rows per task. Their scores against a thousand keys are 64 KB.
+ROWS = 16
+# Keys, or columns of the values, per panel: constant, so that the compiler sees rows that do not overlap.
+WIDTH = LANES
+# Windows outside these bounds are left to torch: its larger tiles win in the end, and tiny windows are not worth it.
+SHORTEST, LONGEST = 64, 1024
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _product(left, row, panel, tile):  # type: ignore[no-untyped-def]
+    """tile (4 · WIDTH) = four rows of `left` times a panel (depth / 4, 4 · WIDTH). Four by four: each load is used four
+    times, and sixteen factors and the sums fit into the registers of a small core."""
+    for c in range(4 * WIDTH):
+        tile[c] = np.float32(0)
+    for e in range(panel.shape[0]):
+        d = 4 * e
+        a00, a01, a02, a03 = left[row, d], left[row, d + 1], left[row, d + 2], left[row, d + 3]
+        a10, a11, a12, a13 = (
+            left[row + 1, d],
+            left[row + 1, d + 1],
+            left[row + 1, d + 2],
+            left[row + 1, d + 3],
+        )
+        a20, a21, a22, a23 = (
+            left[row + 2, d],
+            left[row + 2, d + 1],
+            left[row + 2, d + 2],
+            left[row + 2, d + 3],
+        )
+        a30, a31, a32, a33 = (
+            left[row + 3, d],
+            left[row + 3, d + 1],
+            left[row + 3, d + 2],
+            left[row + 3, d + 3],
+        )
+        b = panel[e]
+        for c in range(WIDTH):
+            b0, b1, b2, b3 = b[c], b[c + WIDTH], b[c + 2 * WIDTH], b[c + 3 * WIDTH]
+            tile[c] = tile[c] + a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
+            tile[c + WIDTH] = tile[c + WIDTH] + a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
+            tile[c + 2 * WIDTH] = tile[c + 2 * WIDTH] + a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
+            tile[c + 3 * WIDTH] = tile[c + 3 * WIDTH] + a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _exponentials(scores, count, lanes):  # type: ignore[no-untyped-def]
+    """2^(score - the largest) of the first `count` scores, in place, zeros behind them; returns their sum."""
+    top = largest(scores[:count], lanes)
+    for c in range(WIDTH):
+        lanes[c] = np.float32(0)
+    for c in range(count, scores.shape[0]):
+        scores[c] = np.float32(-1e30)
+    for j in range(scores.shape[0] // WIDTH):
+        part = scores[WIDTH * j : WIDTH * (j + 1)]
+        for c in range(WIDTH):
+            part[c] = exp2_decay(part[c] - top)
+            lanes[c] += part[c]
+    for c in range(count, scores.shape[0]):
+        scores[c] = np.float32(0)
+    total = np.float32(0)
+    for c in range(WIDTH):
+        total += lanes[c]
+    return total
+
+
+@njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
+    """queries: (batch, heads, time, width); out: (batch, time, heads, value width);
+    keys: (batch, shared heads, panels of keys, depth / 4, 4 · WIDTH);
+    values: (batch, shared heads, panels of columns, padded time / 4, 4 · WIDTH)."""
+    batch, heads, time, width = queries.shape
+    sharing = heads // keys.shape[1]
+    depth = keys.shape[3] * 4
+    blocks = (time + ROWS - 1) // ROWS
+    for task in prange(batch * heads * blocks):
+        sequence = task // (heads * blocks)
+        head = (task // blocks) % heads
+        first = (task % blocks) * ROWS
+        last = min(time, first + ROWS)
+        query = np.zeros((ROWS, depth), np.float32)
+        for r in range(last - first):
+            for d in range(width):
+                query[r, d] = queries[sequence, head, first + r, d] * scale
+        panels = (last + WIDTH - 1) // WIDTH
+        scores = np.empty((ROWS, panels * WIDTH), np.float32)
+        tile = np.empty(4 * WIDTH, np.float32)
+        lanes = np.empty(WIDTH, np.float32)
+        for panel in range(panels):
+            for r in range(0, ROWS, 4):
+                _product(query, r, keys[sequence, head // sharing, panel], tile)
+                for k in range(4):
+                    for c in range(WIDTH):
+                        scores[r + k, panel * WIDTH + c] = tile[k * WIDTH + c]
+        share = np.empty(ROWS, np.float32)
+        for r in range(ROWS):
+            share[r] = np.float32(1) / _exponentials(scores[r], min(first + r + 1, last), lanes)
+        for panel in range(values.shape[2]):
+            start = panel * WIDTH
+            columns = min(WIDTH, out.shape[3] - start)
+            weighted = values[sequence, head // sharing, panel, : panels * WIDTH // 4]
+            for r in range(0, ROWS, 4):
+                _product(scores, r, weighted, tile)
+                for k in range(min(4, last - first - r)):
+                    for c in range(columns):
+                        out[sequence, first + r + k, head, start + c] = tile[k * WIDTH + c] * share[r + k]
+
+
+def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether `causal_attention` computes this and is known to be faster than torch; that was measured on ARM only."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.float32
+        and query.shape[2] == key.shape[2]
+        and SHORTEST <= query.shape[2] <= LONGEST
+        and platform.machine() in ("aarch64", "arm64")
+    )
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of each position to itself and all before it, in float32 on CPU.
+
+    Args:
+        query: (batch, heads, time, width).
+        key: (batch, shared heads, time, width); heads are a multiple of the shared ones.
+        value: (batch, shared heads, time, value width).
+        scale: of the scores; 1/√width when not given.
+
+    Returns:
+        (batch, time, heads, value width).
+    """
+    batch, heads, time, width = query.shape
+    shared = key.shape[1]
+    padding = -time % WIDTH
+    keys = torch.nn.functional.pad(key, (0, -width % 4, 0, padding)) if padding or width % 4 else key
+    keys = keys.reshape(batch, shared, -1, WIDTH, keys.shape[3]).transpose(3, 4)
+    columns = -value.shape[3] % WIDTH
+    values = torch.nn.functional.pad(value, (0, columns, 0, padding)) if padding or columns else value
+    values = values.reshape(batch, shared, time + padding, -1, WIDTH).transpose(2, 3)
+    out = torch.empty(batch, time, heads, value.shape[3])
+    factor = np.float32((1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E))
+    _attend(
+        query.detach().contiguous().numpy(),
+        keys.detach().contiguous().flatten(3).unflatten(3, (-1, 4 * WIDTH)).numpy(),
+        values.detach().contiguous().flatten(3).unflatten(3, (-1, 4 * WIDTH)).numpy(),
+        factor,
+        out.numpy(),
+    )
+    return out
