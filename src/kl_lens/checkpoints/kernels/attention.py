@@ -14,69 +14,32 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from kl_lens.checkpoints.kernels.tile_product import WIDTH, multiply
 from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest
 
 # Query rows per task. Their scores against a thousand keys are 64 KB.
 ROWS = 16
-# Keys, or columns of the values, per panel: constant, so that the compiler sees rows that do not overlap.
-WIDTH = LANES
 # Windows outside these bounds are left to torch: its larger tiles win in the end, and tiny windows are not worth it.
 SHORTEST, LONGEST = 64, 1024
-
-
-@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _product(left, row, panel, tile):  # type: ignore[no-untyped-def]
-    """tile (4 · WIDTH) = four rows of `left` times a panel (depth / 4, 4 · WIDTH). Four by four: each load is used four
-    times, and sixteen factors and the sums fit into the registers of a small core."""
-    for c in range(4 * WIDTH):
-        tile[c] = np.float32(0)
-    for e in range(panel.shape[0]):
-        d = 4 * e
-        a00, a01, a02, a03 = left[row, d], left[row, d + 1], left[row, d + 2], left[row, d + 3]
-        a10, a11, a12, a13 = (
-            left[row + 1, d],
-            left[row + 1, d + 1],
-            left[row + 1, d + 2],
-            left[row + 1, d + 3],
-        )
-        a20, a21, a22, a23 = (
-            left[row + 2, d],
-            left[row + 2, d + 1],
-            left[row + 2, d + 2],
-            left[row + 2, d + 3],
-        )
-        a30, a31, a32, a33 = (
-            left[row + 3, d],
-            left[row + 3, d + 1],
-            left[row + 3, d + 2],
-            left[row + 3, d + 3],
-        )
-        b = panel[e]
-        for c in range(WIDTH):
-            b0, b1, b2, b3 = b[c], b[c + WIDTH], b[c + 2 * WIDTH], b[c + 3 * WIDTH]
-            tile[c] = tile[c] + a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-            tile[c + WIDTH] = tile[c + WIDTH] + a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-            tile[c + 2 * WIDTH] = tile[c + 2 * WIDTH] + a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-            tile[c + 3 * WIDTH] = tile[c + 3 * WIDTH] + a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _exponentials(scores, count, lanes):  # type: ignore[no-untyped-def]
     """2^(score - the largest) of the first `count` scores, in place, zeros behind them; returns their sum."""
     top = largest(scores[:count], lanes)
-    for c in range(WIDTH):
+    for c in range(LANES):
         lanes[c] = np.float32(0)
     for c in range(count, scores.shape[0]):
         scores[c] = np.float32(-1e30)
-    for j in range(scores.shape[0] // WIDTH):
-        part = scores[WIDTH * j : WIDTH * (j + 1)]
-        for c in range(WIDTH):
+    for j in range(scores.shape[0] // LANES):
+        part = scores[LANES * j : LANES * (j + 1)]
+        for c in range(LANES):
             part[c] = exp2_decay(part[c] - top)
             lanes[c] += part[c]
     for c in range(count, scores.shape[0]):
         scores[c] = np.float32(0)
     total = np.float32(0)
-    for c in range(WIDTH):
+    for c in range(LANES):
         total += lanes[c]
     return total
 
@@ -102,10 +65,10 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         panels = (last + WIDTH - 1) // WIDTH
         scores = np.empty((ROWS, panels * WIDTH), np.float32)
         tile = np.empty(4 * WIDTH, np.float32)
-        lanes = np.empty(WIDTH, np.float32)
+        lanes = np.empty(LANES, np.float32)
         for panel in range(panels):
             for r in range(0, ROWS, 4):
-                _product(query, r, keys[sequence, head // sharing, panel], tile)
+                multiply(query, r, keys[sequence, head // sharing, panel], tile)
                 for k in range(4):
                     for c in range(WIDTH):
                         scores[r + k, panel * WIDTH + c] = tile[k * WIDTH + c]
@@ -117,7 +80,7 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
             columns = min(WIDTH, out.shape[3] - start)
             weighted = values[sequence, head // sharing, panel, : panels * WIDTH // 4]
             for r in range(0, ROWS, 4):
-                _product(scores, r, weighted, tile)
+                multiply(scores, r, weighted, tile)
                 for k in range(min(4, last - first - r)):
                     for c in range(columns):
                         out[sequence, first + r + k, head, start + c] = tile[k * WIDTH + c] * share[r + k]

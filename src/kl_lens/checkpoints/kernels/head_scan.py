@@ -1,13 +1,13 @@
-"""The scan of Mamba-2 (one decay per head) on CPU, forward only: the recurrence itself, in numba.
+"""The scan of Mamba-2 (one decay per head) on CPU, forward only, in numba.
 
     h[t] = exp(Δ[t]·A) h[t-1] + Δ[t]·x[t] ⊗ B[t]        h: (heads, head width, states)
     y[t] = h[t] · C[t]
 
-On paper the chunked form (`chunked_scan`) is made of matrix products and should win. On a CPU those products are
-thousands of small ones, each run with all threads, and the recurrence does not need more arithmetic than they do: it is
-one to four times faster, and does not collapse when another process wants a core. One task per sequence and block of
-channels, the block's state in cache, and an inner loop over channels that the compiler turns into SIMD code. The
-reference is `chunked_scan_reference`.
+In short chunks of time: what the state before the chunk gives (C · h), what the chunk's own inputs give each other, and
+the state after it (Bᵀ · x, decayed). Two thirds of the plain recurrence's arithmetic, and as matrix products, in which
+every load is used four times. As products of a library (`chunked_scan`) it is slower than the recurrence on a CPU:
+thousands of small ones, each run with all threads. One task per sequence and block of channels, its state in cache.
+The reference is `chunked_scan_reference`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,74 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_clamped
+from kl_lens.checkpoints.kernels.tile_product import WIDTH, accumulate, multiply
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LOG2_E, exp2_decay
 
-# Channels per task. A constant: the compiler then sees that the rows of the state do not overlap, and takes four at
-# once. 64 channels of 128 states are 32 KB, half of an L1 cache.
-WIDTH = 64
+# Steps per chunk, a multiple of four: long enough for the products, short enough for what is quadratic in it.
+CHUNK = 16
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _within(weights, inflow, y, begin, end):  # type: ignore[no-untyped-def]
+    """y[t] += Σ weights[t, s]·inflow[s] over s ≤ t in columns begin to end; weights behind t are zero."""
+    for t in range(CHUNK):
+        row = y[t, begin:end]
+        for quad in range(t // 4 + 1):
+            s = 4 * quad
+            w_0, w_1, w_2, w_3 = weights[t, s], weights[t, s + 1], weights[t, s + 2], weights[t, s + 3]
+            x_0, x_1 = inflow[s, begin:end], inflow[s + 1, begin:end]
+            x_2, x_3 = inflow[s + 2, begin:end], inflow[s + 3, begin:end]
+            for k in range(row.shape[0]):
+                row[k] = row[k] + w_0 * x_0[k] + w_1 * x_1[k] + w_2 * x_2[k] + w_3 * x_3[k]
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, end):  # type: ignore[no-untyped-def]
+    """One head in one chunk: columns `begin` to `end` of inflow, kept and y; `first` is the first one's place in x.
+
+    x: (steps, all channels) and dt: (steps,), fewer than CHUNK at the end of the sequence. `y` comes as C · h and leaves
+    complete; `inflow` is Δ·x, `kept` what of it is left at the chunk's end. Returns what is left of the old state."""
+    steps = x.shape[0]
+    total = np.float32(0)
+    for t in range(CHUNK):
+        if t < steps:
+            total += dt[t] * a
+        rate[t] = total
+    for t in range(CHUNK):
+        row, score = weights[t], scores[t]
+        stop = t // 4 * 4 + 4
+        for s in range(stop):
+            row[s] = exp2_decay(min(rate[t] - rate[s], np.float32(0))) * score[s]
+        for s in range(t + 1, stop):
+            row[s] = np.float32(0)
+    for t in range(steps):
+        so_far = exp2_decay(rate[t])
+        left = dt[t] * exp2_decay(total - rate[t])
+        # Rows are cut here and not by the caller: a slice of columns would hide from the compiler that they are dense.
+        given, row = x[t, first : first + end - begin], y[t, begin:end]
+        flows, stays = inflow[t, begin:end], kept[t, begin:end]
+        for k in range(given.shape[0]):
+            value = given[k]
+            flows[k] = dt[t] * value
+            stays[k] = left * value
+            row[k] = so_far * row[k] + skip * value
+    for t in range(steps, CHUNK):
+        for k in range(begin, end):
+            inflow[t, k] = np.float32(0)
+            kept[t, k] = np.float32(0)
+    _within(weights, inflow, y, begin, end)
+    return exp2_decay(total)
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
-def _scan(x, dt, a, b, c, skip, state, y, head_width):  # type: ignore[no-untyped-def]
+def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); dt: (batch, time, heads); a: (heads,), times log2(e); skip: (heads,);
-    b, c: (batch, time, groups, states); state: (batch, states, channels), the first state in, the last one out.
+    b: (batch, chunks, groups, states, CHUNK); c: (batch, chunks, groups, CHUNK, states), zero behind the sequence's end;
+    scores: (batch, chunks, groups, CHUNK, CHUNK), c · b; states are a multiple of four;
+    state: (batch, states, channels), the first state in, the last one out.
     Blocks never cross the border between two groups; the lanes that a short block leaves over stay zero."""
     batch, time, channels = x.shape
-    groups, states = b.shape[2], b.shape[3]
+    chunks, groups, states = b.shape[1], b.shape[2], b.shape[3]
     per_group = channels // groups
     blocks = (per_group + WIDTH - 1) // WIDTH
     for task in prange(batch * groups * blocks):
@@ -38,53 +92,58 @@ def _scan(x, dt, a, b, c, skip, state, y, head_width):  # type: ignore[no-untype
         offset = (task % blocks) * WIDTH
         first = group * per_group + offset
         width = min(WIDTH, per_group - offset)
-        h = np.zeros(states * WIDTH, np.float32)
+        h = np.zeros((states, WIDTH), np.float32)
         for n in range(states):
-            for d in range(width):
-                h[n * WIDTH + d] = state[sequence, n, first + d]
-        decay = np.zeros(WIDTH, np.float32)
-        inflow = np.zeros(WIDTH, np.float32)
-        total = np.zeros(WIDTH, np.float32)
-        for t in range(time):
-            d = 0
-            while d < width:  # one head, or the part of it that lies in this block
-                head = (first + d) // head_width
-                end = min(width, (head + 1) * head_width - first)
-                step = dt[sequence, t, head]
-                keep = exp2_clamped(step * a[head])
-                for k in range(d, end):
-                    decay[k] = keep
-                    inflow[k] = step * x[sequence, t, first + k]
-                    total[k] = skip[head] * x[sequence, t, first + k]
-                d = end
-            for quad in range(states // 4):
-                n = 4 * quad
-                row = n * WIDTH
-                b_0, b_1 = b[sequence, t, group, n], b[sequence, t, group, n + 1]
-                b_2, b_3 = b[sequence, t, group, n + 2], b[sequence, t, group, n + 3]
-                c_0, c_1 = c[sequence, t, group, n], c[sequence, t, group, n + 1]
-                c_2, c_3 = c[sequence, t, group, n + 2], c[sequence, t, group, n + 3]
-                for k in range(WIDTH):
-                    value_0 = decay[k] * h[row + k] + inflow[k] * b_0
-                    value_1 = decay[k] * h[row + WIDTH + k] + inflow[k] * b_1
-                    value_2 = decay[k] * h[row + 2 * WIDTH + k] + inflow[k] * b_2
-                    value_3 = decay[k] * h[row + 3 * WIDTH + k] + inflow[k] * b_3
-                    h[row + k] = value_0
-                    h[row + WIDTH + k] = value_1
-                    h[row + 2 * WIDTH + k] = value_2
-                    h[row + 3 * WIDTH + k] = value_3
-                    total[k] += (value_0 * c_0 + value_1 * c_1) + (value_2 * c_2 + value_3 * c_3)
-            for n in range(states // 4 * 4, states):
-                b_0, c_0 = b[sequence, t, group, n], c[sequence, t, group, n]
-                for k in range(WIDTH):
-                    value_0 = decay[k] * h[n * WIDTH + k] + inflow[k] * b_0
-                    h[n * WIDTH + k] = value_0
-                    total[k] += value_0 * c_0
             for k in range(width):
-                y[sequence, t, first + k] = total[k]
+                h[n, k] = state[sequence, n, first + k]
+        h_panel = h.reshape(states // 4, 4 * WIDTH)
+        result = np.zeros((CHUNK, WIDTH), np.float32)
+        result_tiles = result.reshape(CHUNK // 4, 4 * WIDTH)
+        inflow = np.zeros((CHUNK, WIDTH), np.float32)
+        kept = np.zeros((CHUNK, WIDTH), np.float32)
+        kept_panel = kept.reshape(CHUNK // 4, 4 * WIDTH)
+        decay = np.zeros(WIDTH, np.float32)
+        rate = np.zeros(CHUNK, np.float32)
+        weights = np.zeros((CHUNK, CHUNK), np.float32)
+        for chunk in range(chunks):
+            start = chunk * CHUNK
+            stop = min(time, start + CHUNK)
+            for quad in range(CHUNK // 4):
+                multiply(c[sequence, chunk, group], 4 * quad, h_panel, result_tiles[quad])
+            k = 0
+            while k < width:  # one head, or the part of it that lies in this block
+                head = (first + k) // head_width
+                end = min(width, (head + 1) * head_width - first)
+                decay[k:end] = _head(
+                    x[sequence, start:stop],
+                    first + k,
+                    dt[sequence, start:stop, head],
+                    a[head],
+                    skip[head],
+                    scores[sequence, chunk, group],
+                    rate,
+                    weights,
+                    inflow,
+                    kept,
+                    result,
+                    k,
+                    end,
+                )
+                k = end
+            for quad in range(states // 4):
+                tile = h_panel[quad]
+                for k in range(WIDTH):
+                    tile[k] *= decay[k]
+                    tile[k + WIDTH] *= decay[k]
+                    tile[k + 2 * WIDTH] *= decay[k]
+                    tile[k + 3 * WIDTH] *= decay[k]
+                accumulate(b[sequence, chunk, group], 4 * quad, kept_panel, tile)
+            for t in range(stop - start):
+                for k in range(width):
+                    y[sequence, start + t, first + k] = result[t, k]
         for n in range(states):
-            for d in range(width):
-                state[sequence, n, first + d] = h[n * WIDTH + d]
+            for k in range(width):
+                state[sequence, n, first + k] = h[n, k]
 
 
 def head_scan(
@@ -112,19 +171,25 @@ def head_scan(
         outputs (batch, time, heads, width) and the last state (batch, heads, width, states), both float32.
     """
     batch, time, heads, width = x.shape
-    states = b.shape[3]
+    groups, states = b.shape[2:]
+    channels = heads * width
 
     def plain(tensor: torch.Tensor) -> np.ndarray:
         return tensor.detach().to(torch.float32).contiguous().numpy()
 
-    if initial_state is None:
-        state = np.zeros((batch, states, heads * width), np.float32)
-    else:
-        state = plain(initial_state.reshape(batch, heads * width, states).transpose(1, 2)).copy()
-    y = np.empty((batch, time, heads * width), np.float32)
+    def in_chunks(vectors: torch.Tensor) -> torch.Tensor:
+        """(batch, time, groups, states) → (batch, chunks, groups, CHUNK, states), padded with zeros."""
+        padded = torch.nn.functional.pad(vectors.float(), (0, -states % 4, 0, 0, 0, -time % CHUNK))
+        return padded.unflatten(1, (-1, CHUNK)).transpose(2, 3).contiguous()
+
+    inputs, outputs = in_chunks(b).transpose(3, 4).contiguous(), in_chunks(c)
+    state = np.zeros((batch, inputs.shape[3], channels), np.float32)
+    if initial_state is not None:
+        state[:, :states] = plain(initial_state.reshape(batch, channels, states).transpose(1, 2))
+    y = np.empty((batch, time, channels), np.float32)
     _scan(
-        plain(x).reshape(batch, time, heads * width), plain(dt), plain(a) * LOG2_E, plain(b), plain(c),
-        np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
+        plain(x).reshape(batch, time, channels), plain(dt), plain(a) * LOG2_E, plain(inputs), plain(outputs),
+        plain(outputs @ inputs), np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
     )  # fmt: skip
-    last = torch.from_numpy(state).transpose(1, 2).reshape(batch, heads, width, states)
+    last = torch.from_numpy(state[:, :states]).transpose(1, 2).reshape(batch, heads, width, states)
     return torch.from_numpy(y).view(batch, time, heads, width), last
