@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import sys
@@ -10,10 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # This folder holds gguf.py and openvino.py: installed packages of those names must win.
 _HERE = Path(__file__).resolve().parent
 sys.path = [place for place in sys.path if Path(place or ".").resolve() != _HERE] + [str(_HERE)]
+
+from kl_lens.environment import set_defaults  # noqa: E402
+
+set_defaults()
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-# Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each other:
-# on a busy machine two spinning threads are slower than one. Must be said before torch loads its OpenMP.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from kl_lens.environment import set_defaults
 
-from kl_lens.errors import KLLensError
-from kl_lens.version import __version__
+set_defaults()
+
+from kl_lens.errors import KLLensError  # noqa: E402
+from kl_lens.version import __version__  # noqa: E402
 
 # In the order of the pipeline. A new verb is one new file and one line here; the file has add_arguments(parser) and
 # execute(arguments) -> exit code. The help stands here so that `kl-lens --help` need not load every library.

@@ -13,7 +13,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.sensitivity.engines import Deployed
 from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
-from kl_lens.sensitivity.teacher import LOGIT_BYTES
+from kl_lens.sensitivity.teacher import logit_rows
 from kl_lens.targets.session import Logits
 
 
@@ -88,7 +88,7 @@ class TorchSession:
         tokens = self._checked(ids)
         self._fed = list(tokens)
         rows = np.empty((len(tokens), self._vocabulary), np.float32)
-        chunk = max(64, LOGIT_BYTES // (4 * self._vocabulary))
+        chunk = logit_rows(self._vocabulary)
         with self._applied():
             if (
                 len(tokens) <= chunk and not self._remembers

@@ -141,7 +141,7 @@ class BlockMemo:
         try:
             for name, part in parts.items():
                 originals.append((part, vars(part).get("forward")))
-                part.forward = wrap(name, part.forward)  # type: ignore[method-assign]
+                part.forward = wrap(name, part.forward)
             yield
         finally:
             for part, own in reversed(originals):

@@ -66,7 +66,7 @@ def _log_sum_exp(row, top, exponentials):  # type: ignore[no-untyped-def]
 @njit(inline="always", fastmath=FAST_MATH, error_model="numpy")
 def _choose(mask, yes, no):  # type: ignore[no-untyped-def]
     """`yes` where all bits of the mask are set, `no` where none is."""
-    return from_bits(np.int32((float_bits(yes) & mask) | (float_bits(no) & ~mask)))
+    return from_bits(np.int32((float_bits(yes) & mask) | (float_bits(no) & ~mask)))  # type: ignore[call-arg]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -87,7 +87,7 @@ def _terms(teacher, student, exponentials, scale, teacher_lse, shift, count, for
         small_backward = d * (p * d + small_forward) - small_forward
         gain = q - p
         # A comparison and a choice by hand: as an `if` the compiler takes the lanes apart and compares one by one.
-        is_small = np.int32(np.int32(float_bits(square) - _SERIES_BITS) >> np.int32(31))
+        is_small = np.int32(np.int32(float_bits(square) - _SERIES_BITS) >> np.int32(31))  # type: ignore[call-arg]
         forward[i] = _choose(is_small, small_forward, gain - p * d)
         backward[i] = _choose(is_small, small_backward, q * d - gain)
         error[i] = difference * difference

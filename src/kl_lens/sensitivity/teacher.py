@@ -14,8 +14,14 @@ from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
 # Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
 BATCH_TOKENS = 4096
-# Bytes of logits formed at once.
-LOGIT_BYTES = 32 << 20
+# Logits formed at once: at most so many bytes and rows. Five hundred rows are enough for the product to run at full
+# speed; with a small vocabulary, more than a thousand only leave the caches.
+LOGIT_BYTES, LOGIT_ROWS = 100 << 20, 1024
+
+
+def logit_rows(vocabulary: int) -> int:
+    """How many rows of logits to form at once."""
+    return min(max(64, LOGIT_BYTES // (4 * vocabulary)), LOGIT_ROWS)
 
 
 @dataclass
@@ -51,7 +57,7 @@ class Teacher:
         remember_parts: bool = True,
     ) -> None:
         self.chain = chain
-        self.row_chunk = max(64, LOGIT_BYTES // (4 * vocabulary))
+        self.row_chunk = logit_rows(vocabulary)
         per_batch = max(1, BATCH_TOKENS // ids.shape[1])
         # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
         self.keep_logits = ids.numel() * vocabulary * 4 <= memory_budget // 2

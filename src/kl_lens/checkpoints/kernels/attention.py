@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.tile_product import WIDTH, multiply
+from kl_lens.checkpoints.kernels.tile_product import WIDTH, accumulate, multiply
 from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LANES, LOG2_E, exp2_decay, largest
 
 # Query rows per task. Their scores against a thousand keys are 64 KB.
@@ -60,30 +60,42 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
         last = min(time, first + ROWS)
         query = np.zeros((ROWS, depth), np.float32)
         for r in range(last - first):
+            given, row = queries[sequence, head, first + r], query[r]
             for d in range(width):
-                query[r, d] = queries[sequence, head, first + r, d] * scale
+                row[d] = given[d] * scale
         panels = (last + WIDTH - 1) // WIDTH
         scores = np.empty((ROWS, panels * WIDTH), np.float32)
         tile = np.empty(4 * WIDTH, np.float32)
+        sums = np.empty((ROWS, WIDTH), np.float32)
         lanes = np.empty(LANES, np.float32)
         for panel in range(panels):
             for r in range(0, ROWS, 4):
                 multiply(query, r, keys[sequence, head // sharing, panel], tile)
                 for k in range(4):
+                    # Slices, here and below: an index that might be negative keeps a loop from becoming SIMD code.
+                    row = scores[r + k, panel * WIDTH : (panel + 1) * WIDTH]
+                    given = tile[k * WIDTH : (k + 1) * WIDTH]
                     for c in range(WIDTH):
-                        scores[r + k, panel * WIDTH + c] = tile[k * WIDTH + c]
+                        row[c] = given[c]
         share = np.empty(ROWS, np.float32)
         for r in range(ROWS):
             share[r] = np.float32(1) / _exponentials(scores[r], min(first + r + 1, last), lanes)
         for panel in range(values.shape[2]):
             start = panel * WIDTH
             columns = min(WIDTH, out.shape[3] - start)
-            weighted = values[sequence, head // sharing, panel, : panels * WIDTH // 4]
-            for r in range(0, ROWS, 4):
-                multiply(scores, r, weighted, tile)
-                for k in range(min(4, last - first - r)):
-                    for c in range(columns):
-                        out[sequence, first + r + k, head, start + c] = tile[k * WIDTH + c] * share[r + k]
+            sums[:] = np.float32(0)
+            tiles = sums.reshape(ROWS // 4, 4 * WIDTH)
+            for part in range(
+                panels
+            ):  # a stretch of keys at a time, which stays in the L1 cache for all rows
+                weights = scores[:, part * WIDTH : (part + 1) * WIDTH]
+                some = values[sequence, head // sharing, panel, part * WIDTH // 4 : (part + 1) * WIDTH // 4]
+                for r in range(0, ROWS, 4):
+                    accumulate(weights, r, some, tiles[r // 4])
+            for r in range(last - first):
+                row, given = out[sequence, first + r, head, start : start + columns], sums[r]
+                for c in range(columns):
+                    row[c] = given[c] * share[r]
 
 
 def is_faster(query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ def _within(weights, inflow, y, begin, end):  # type: ignore[no-untyped-def]
 def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, end):  # type: ignore[no-untyped-def]
     """One head in one chunk: columns `begin` to `end` of inflow, kept and y; `first` is the first one's place in x.
 
-    x: (steps, all channels) and dt: (steps,), fewer than CHUNK at the end of the sequence. `y` comes as C · h and leaves
+    x: (steps, all channels) and dt: (steps,), fewer than CHUNK at the sequence's end. `y` comes as C · h and leaves
     complete; `inflow` is Δ·x, `kept` what of it is left at the chunk's end. Returns what is left of the old state."""
     steps = x.shape[0]
     total = np.float32(0)
@@ -76,9 +76,23 @@ def _head(x, first, dt, a, skip, scores, rate, weights, inflow, kept, y, begin, 
 
 
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
+def _scores(b, c, out):  # type: ignore[no-untyped-def]
+    """out = c · b for each chunk; shapes as in `_scan`, the first three axes taken together."""
+    for chunk in prange(b.shape[0]):
+        for t in range(CHUNK):
+            row = out[chunk, t]
+            for s in range(CHUNK):
+                row[s] = np.float32(0)
+            for n in range(b.shape[1]):
+                factor, vector = c[chunk, t, n], b[chunk, n]
+                for s in range(CHUNK):
+                    row[s] = row[s] + factor * vector[s]
+
+
+@njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); dt: (batch, time, heads); a: (heads,), times log2(e); skip: (heads,);
-    b: (batch, chunks, groups, states, CHUNK); c: (batch, chunks, groups, CHUNK, states), zero behind the sequence's end;
+    b: (batch, chunks, groups, states, CHUNK); c: (batch, chunks, groups, CHUNK, states), zero behind the end of time;
     scores: (batch, chunks, groups, CHUNK, CHUNK), c · b; states are a multiple of four;
     state: (batch, states, channels), the first state in, the last one out.
     Blocks never cross the border between two groups; the lanes that a short block leaves over stay zero."""
@@ -139,8 +153,9 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
                     tile[k + 3 * WIDTH] *= decay[k]
                 accumulate(b[sequence, chunk, group], 4 * quad, kept_panel, tile)
             for t in range(stop - start):
+                row, given = y[sequence, start + t, first : first + width], result[t]
                 for k in range(width):
-                    y[sequence, start + t, first + k] = result[t, k]
+                    row[k] = given[k]
         for n in range(states):
             for k in range(width):
                 state[sequence, n, first + k] = h[n, k]
@@ -171,7 +186,7 @@ def head_scan(
         outputs (batch, time, heads, width) and the last state (batch, heads, width, states), both float32.
     """
     batch, time, heads, width = x.shape
-    groups, states = b.shape[2:]
+    states = b.shape[3]
     channels = heads * width
 
     def plain(tensor: torch.Tensor) -> np.ndarray:
@@ -179,17 +194,20 @@ def head_scan(
 
     def in_chunks(vectors: torch.Tensor) -> torch.Tensor:
         """(batch, time, groups, states) → (batch, chunks, groups, CHUNK, states), padded with zeros."""
-        padded = torch.nn.functional.pad(vectors.float(), (0, -states % 4, 0, 0, 0, -time % CHUNK))
+        padded = torch.nn.functional.pad(vectors.detach().float(), (0, -states % 4, 0, 0, 0, -time % CHUNK))
         return padded.unflatten(1, (-1, CHUNK)).transpose(2, 3).contiguous()
 
     inputs, outputs = in_chunks(b).transpose(3, 4).contiguous(), in_chunks(c)
+    # Not as a batched product of torch: one library call for each of hundreds of tiny ones took as long as the scan.
+    scores = np.empty((*inputs.shape[:3], CHUNK, CHUNK), np.float32)
+    _scores(inputs.flatten(0, 2).numpy(), outputs.flatten(0, 2).numpy(), scores.reshape(-1, CHUNK, CHUNK))
     state = np.zeros((batch, inputs.shape[3], channels), np.float32)
     if initial_state is not None:
         state[:, :states] = plain(initial_state.reshape(batch, channels, states).transpose(1, 2))
     y = np.empty((batch, time, channels), np.float32)
     _scan(
-        plain(x).reshape(batch, time, channels), plain(dt), plain(a) * LOG2_E, plain(inputs), plain(outputs),
-        plain(outputs @ inputs), np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
+        plain(x).reshape(batch, time, channels), plain(dt), plain(a) * LOG2_E, inputs.numpy(), outputs.numpy(),
+        scores, np.zeros(heads, np.float32) if skip is None else plain(skip), state, y, width,
     )  # fmt: skip
     last = torch.from_numpy(state[:, :states]).transpose(1, 2).reshape(batch, heads, width, states)
     return torch.from_numpy(y).view(batch, time, heads, width), last

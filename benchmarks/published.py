@@ -1,0 +1,74 @@
+"""The published way of measuring one layer, timed, in a process without any of our settings.
+
+    python -P benchmarks/published.py FOLDER WEIGHT [--windows 8] [--repeats 2]
+
+For each layer the published code loads the checkpoint twice, quantizes one layer of the second copy, runs all windows
+as one batch through both with transformers' own forward, keeps both sets of logits whole, and takes from them the SQNR,
+both KL divergences and both cross-entropies. So does this, with its mistakes mended (log-probabilities where it passes
+probabilities, means per token, shifted labels), and in float32: its half precision is far slower on a CPU.
+Prints the seconds of the fastest repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import transformers
+from torch.nn import functional
+
+from kl_lens.formats import get_format
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+def load(folder: str) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def measure(folder: str, weight: str, ids: torch.Tensor) -> dict[str, float]:
+    teacher, student = load(folder), load(folder)
+    parameter = student.get_parameter(weight)
+    parameter.data = get_format("int4").roundtrip(parameter.data)
+    with torch.no_grad():
+        p = teacher(input_ids=ids).logits
+        q = student(input_ids=ids).logits
+    log_p, log_q = torch.log_softmax(p, -1), torch.log_softmax(q, -1)
+    vocabulary, labels = p.shape[-1], ids[:, 1:].reshape(-1)
+    tokens = ids.numel()
+    forward = functional.kl_div(log_q, log_p, reduction="sum", log_target=True) / tokens
+    backward = functional.kl_div(log_p, log_q, reduction="sum", log_target=True) / tokens
+    damage = functional.cross_entropy(q[:, :-1].reshape(-1, vocabulary), labels) - functional.cross_entropy(
+        p[:, :-1].reshape(-1, vocabulary), labels
+    )
+    return {
+        "sqnr_db": float(10 * torch.log10(p.square().mean() / (p - q).square().mean())),
+        "kl_teacher_to_student": float(forward),
+        "kl_student_to_teacher": float(backward),
+        "delta_cross_entropy": float(damage),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder")
+    parser.add_argument("weight")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2)
+    arguments = parser.parse_args()
+    vocabulary = load(arguments.folder).get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(arguments.repeats):
+        begin = time.perf_counter()
+        measure(arguments.folder, arguments.weight, ids)
+        seconds.append(time.perf_counter() - begin)
+    print(min(seconds))
+
+
+if __name__ == "__main__":
+    main()
