@@ -166,7 +166,7 @@ class FastEngine(Engine):
             self.ids,
             memory_budget=self.memory_budget,
             vocabulary=self.vocabulary,
-            remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
+            extras=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 
@@ -213,6 +213,10 @@ class FastEngine(Engine):
 
     def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
         """(rows, 5) for each student."""
+        with self.teacher.running():
+            return self._measure_running(batch, students)
+
+    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
         if len(students) == 1:
             states = self._states(batch, students[0])
             return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
@@ -243,7 +247,7 @@ class FastEngine(Engine):
         if memo is None:
             return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
         perturbed = {id(parameter) for parameter, _ in student.weights}
-        with self.chain.kernels(), memo.replaying(perturbed):
+        with memo.replaying(perturbed):
             return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kl_lens.checkpoints import BlockCalls, Chain
+from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
@@ -54,8 +56,9 @@ class Teacher:
         *,
         memory_budget: int,
         vocabulary: int,
-        remember_parts: bool = True,
+        extras: bool = True,
     ) -> None:
+        """`extras`: what memory is left may go to copies of the weights and to what the parts of the blocks gave."""
         self.chain = chain
         self.row_chunk = logit_rows(vocabulary)
         per_batch = max(1, BATCH_TOKENS // ids.shape[1])
@@ -63,11 +66,22 @@ class Teacher:
         self.keep_logits = ids.numel() * vocabulary * 4 <= memory_budget // 2
         width = int(chain.head.weight.shape[1])  # type: ignore[index]
         kept = len(ids) * window_bytes(chain, ids.shape[1], width, vocabulary)
-        self._memory_left = memory_budget // 2 - kept if remember_parts else 0
+        self._memory_left = memory_budget // 2 - kept if extras else 0
+        by_layout = extras and gains_by_layout(chain.device)
+        self._layout = InputMajor(
+            [*chain.blocks, chain.head], most_bytes=self._memory_left // 4 if by_layout else 0
+        )
+        self._memory_left -= self._layout.bytes
         self._memo_row_bytes = 0.0  # of the last block that was recorded
         self.batches: list[Batch] = []
         for first in range(0, len(ids), per_batch):
             self.batches.append(self._run(ids, range(first, min(first + per_batch, len(ids)))))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, blocks and head run with our kernels and faster products."""
+        with self.chain.kernels(), self._layout.active():
+            yield
 
     def _run(self, ids: torch.Tensor, windows: range) -> Batch:
         part = ids[windows.start : windows.stop]
@@ -75,11 +89,12 @@ class Teacher:
         inputs: list[torch.Tensor] = []
         memos: list[BlockMemo | None] = []
         hidden = calls.hidden
-        for index in range(len(self.chain)):
-            inputs.append(hidden)
-            hidden, memo = self._run_block(index, hidden, calls)
-            memos.append(memo)
-        states = self.chain.finish(hidden, calls)
+        with self.running():
+            for index in range(len(self.chain)):
+                inputs.append(hidden)
+                hidden, memo = self._run_block(index, hidden, calls)
+                memos.append(memo)
+            states = self.chain.finish(hidden, calls)
         targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
         batch = Batch(windows, calls, inputs, memos, states, targets)
         if self.keep_logits:
@@ -94,7 +109,7 @@ class Teacher:
         if self._memory_left <= self._memo_row_bytes * rows:
             return self.chain.run(hidden, calls, index, index + 1), None
         memo = BlockMemo(self.chain.blocks[index])
-        with self.chain.kernels(), memo.recording():
+        with memo.recording():
             output = self.chain.run(hidden, calls, index, index + 1)
         size = memo.bytes
         self._memo_row_bytes = size / rows
@@ -121,7 +136,8 @@ class Teacher:
         targets = batch.targets.flatten()[rows]
         if batch.logits is not None and batch.lse is not None and batch.top is not None:
             return TeacherRows(batch.logits[rows], batch.lse[rows], batch.top[rows], targets)
-        logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
+        with self.running():
+            logits = self.chain.logits(batch.states.flatten(0, 1)[rows])
         return TeacherRows.of(logits, targets)
 
     def rows(self, batch: Batch) -> Iterator[tuple[slice, TeacherRows]]:

@@ -85,7 +85,7 @@ def accumulate(left, row, panel, tile):  # type: ignore[no-untyped-def]
     left: (rows, depth), each row dense; panel: (depth / 4, 4 · WIDTH) and tile: (4 · WIDTH,), dense, hold four rows of
     WIDTH in each row of theirs.
     """
-    _accumulate(left, row, panel, tile)
+    _accumulate(left, row, panel, tile)  # type: ignore[call-arg]
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -93,4 +93,4 @@ def multiply(left, row, panel, tile):  # type: ignore[no-untyped-def]
     """tile = left[row : row + 4] · panel."""
     for c in range(4 * WIDTH):
         tile[c] = np.float32(0)
-    _accumulate(left, row, panel, tile)
+    _accumulate(left, row, panel, tile)  # type: ignore[call-arg]
