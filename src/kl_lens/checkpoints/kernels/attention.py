@@ -1,8 +1,8 @@
 """Causal attention over short windows on CPU, forward only, in numba.
 
 torch's own kernel computes whole square tiles of scores and spends much of its time around small products. Here one
-task takes a few query rows of one head: their scores against all earlier keys, four rows at a time against panels of
-64 keys; the softmax; and the weighted values in the same way. Queries may share keys and values (grouped heads).
+task takes a few query rows of one head: their scores against all earlier keys, in panels of 64 keys; the softmax; and
+the weighted values in the same way. Queries may share keys and values (grouped heads).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, LANES, LOG2_E, ex
 # Query rows per task. Their scores against a thousand keys are 64 KB.
 ROWS = 16
 # Windows outside these bounds are left to torch: its larger tiles win in the end, and tiny windows are not worth it.
-SHORTEST, LONGEST = 64, 1024
+SHORTEST, LONGEST = 128, 2048
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
@@ -47,11 +47,11 @@ def _exponentials(scores, count, lanes):  # type: ignore[no-untyped-def]
 @njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
     """queries: (batch, heads, time, width); out: (batch, time, heads, value width);
-    keys: (batch, shared heads, panels of keys, depth / 4, 4 · WIDTH);
-    values: (batch, shared heads, panels of columns, padded time / 4, 4 · WIDTH)."""
+    keys: (batch, shared heads, panels of keys, depth, WIDTH), depth a multiple of four;
+    values: (batch, shared heads, panels of columns, panels of keys · WIDTH, WIDTH)."""
     batch, heads, time, width = queries.shape
     sharing = heads // keys.shape[1]
-    depth = keys.shape[3] * 4
+    depth = keys.shape[3]
     blocks = (time + ROWS - 1) // ROWS
     for task in prange(batch * heads * blocks):
         sequence = task // (heads * blocks)
@@ -65,34 +65,28 @@ def _attend(queries, keys, values, scale, out):  # type: ignore[no-untyped-def]
                 row[d] = given[d] * scale
         panels = (last + WIDTH - 1) // WIDTH
         scores = np.empty((ROWS, panels * WIDTH), np.float32)
-        tile = np.empty(4 * WIDTH, np.float32)
-        sums = np.empty((ROWS, WIDTH), np.float32)
-        lanes = np.empty(LANES, np.float32)
         for panel in range(panels):
+            some = scores[:, panel * WIDTH : (panel + 1) * WIDTH]
             for r in range(0, ROWS, 4):
-                multiply(query, r, keys[sequence, head // sharing, panel], tile)
-                for k in range(4):
-                    # Slices, here and below: an index that might be negative keeps a loop from becoming SIMD code.
-                    row = scores[r + k, panel * WIDTH : (panel + 1) * WIDTH]
-                    given = tile[k * WIDTH : (k + 1) * WIDTH]
-                    for c in range(WIDTH):
-                        row[c] = given[c]
+                multiply(query, r, keys[sequence, head // sharing, panel], some, r)
         share = np.empty(ROWS, np.float32)
+        lanes = np.empty(LANES, np.float32)
         for r in range(ROWS):
             share[r] = np.float32(1) / _exponentials(scores[r], min(first + r + 1, last), lanes)
+        sums = np.empty((ROWS, WIDTH), np.float32)
         for panel in range(values.shape[2]):
-            start = panel * WIDTH
-            columns = min(WIDTH, out.shape[3] - start)
             sums[:] = np.float32(0)
-            tiles = sums.reshape(ROWS // 4, 4 * WIDTH)
             for part in range(
                 panels
             ):  # a stretch of keys at a time, which stays in the L1 cache for all rows
-                weights = scores[:, part * WIDTH : (part + 1) * WIDTH]
-                some = values[sequence, head // sharing, panel, part * WIDTH // 4 : (part + 1) * WIDTH // 4]
+                some = scores[:, part * WIDTH : (part + 1) * WIDTH]
+                weighted = values[sequence, head // sharing, panel, part * WIDTH : (part + 1) * WIDTH]
                 for r in range(0, ROWS, 4):
-                    accumulate(weights, r, some, tiles[r // 4])
+                    accumulate(some, r, weighted, sums, r)
+            start = panel * WIDTH
+            columns = min(WIDTH, out.shape[3] - start)
             for r in range(last - first):
+                # A slice: an index that might be negative would keep the loop from becoming SIMD code.
                 row, given = out[sequence, first + r, head, start : start + columns], sums[r]
                 for c in range(columns):
                     row[c] = given[c] * share[r]
@@ -135,8 +129,8 @@ def causal_attention(
     factor = np.float32((1 / math.sqrt(width) if scale is None else scale) * float(LOG2_E))
     _attend(
         query.detach().contiguous().numpy(),
-        keys.detach().contiguous().flatten(3).unflatten(3, (-1, 4 * WIDTH)).numpy(),
-        values.detach().contiguous().flatten(3).unflatten(3, (-1, 4 * WIDTH)).numpy(),
+        keys.detach().contiguous().numpy(),
+        values.detach().contiguous().numpy(),
         factor,
         out.numpy(),
     )

@@ -110,20 +110,17 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
         for n in range(states):
             for k in range(width):
                 h[n, k] = state[sequence, n, first + k]
-        h_panel = h.reshape(states // 4, 4 * WIDTH)
         result = np.zeros((CHUNK, WIDTH), np.float32)
-        result_tiles = result.reshape(CHUNK // 4, 4 * WIDTH)
         inflow = np.zeros((CHUNK, WIDTH), np.float32)
         kept = np.zeros((CHUNK, WIDTH), np.float32)
-        kept_panel = kept.reshape(CHUNK // 4, 4 * WIDTH)
         decay = np.zeros(WIDTH, np.float32)
         rate = np.zeros(CHUNK, np.float32)
         weights = np.zeros((CHUNK, CHUNK), np.float32)
         for chunk in range(chunks):
             start = chunk * CHUNK
             stop = min(time, start + CHUNK)
-            for quad in range(CHUNK // 4):
-                multiply(c[sequence, chunk, group], 4 * quad, h_panel, result_tiles[quad])
+            for t in range(0, CHUNK, 4):
+                multiply(c[sequence, chunk, group], t, h, result, t)
             k = 0
             while k < width:  # one head, or the part of it that lies in this block
                 head = (first + k) // head_width
@@ -144,14 +141,12 @@ def _scan(x, dt, a, b, c, scores, skip, state, y, head_width):  # type: ignore[n
                     end,
                 )
                 k = end
-            for quad in range(states // 4):
-                tile = h_panel[quad]
+            for n in range(states):
+                row = h[n]
                 for k in range(WIDTH):
-                    tile[k] *= decay[k]
-                    tile[k + WIDTH] *= decay[k]
-                    tile[k + 2 * WIDTH] *= decay[k]
-                    tile[k + 3 * WIDTH] *= decay[k]
-                accumulate(b[sequence, chunk, group], 4 * quad, kept_panel, tile)
+                    row[k] *= decay[k]
+            for n in range(0, states, 4):
+                accumulate(b[sequence, chunk, group], n, kept, h, n)
             for t in range(stop - start):
                 row, given = y[sequence, start + t, first : first + width], result[t]
                 for k in range(width):

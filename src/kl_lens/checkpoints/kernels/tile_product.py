@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
@@ -25,72 +24,79 @@ _COLUMNS = 16
 _LANES = 8 if binding.get_host_cpu_features().get("avx2") else 4
 
 
-@intrinsic
-def _accumulate(typing_context, left, row, panel, tile):  # type: ignore[no-untyped-def]
-    """tile += left[row : row + 4] · panel, with the shapes of `accumulate`."""
+def _tile_product(from_zero: bool) -> Any:
+    """out[at : at + 4] = left[row : row + 4] · panel, or += it; as code for numba functions."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number, wide = ir.FloatType(), ir.VectorType(ir.FloatType(), _LANES)
         quad = ir.VectorType(number, 4)
-        left_array, panel_array, tile_array = (
-            context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3)
-        )
         index = context.get_value_type(types.intp)
-        steps = builder.extract_value(panel_array.shape, 0)
-        stride = builder.extract_value(left_array.strides, 0)  # in bytes
-        start = builder.bitcast(left_array.data, ir.IntType(8).as_pointer())
+
+        def rows_of(which: int, first: Any, count: int) -> list[Any]:
+            """Pointers to `count` rows of an array, from row `first` on."""
+            array = context.make_array(signature.args[which])(context, builder, arguments[which])
+            start = builder.bitcast(array.data, ir.IntType(8).as_pointer())
+            stride = builder.extract_value(array.strides, 0)  # in bytes
+            offsets = [builder.mul(builder.add(first, index(r)), stride) for r in range(count)]
+            return [builder.bitcast(builder.gep(start, [o]), number.as_pointer()) for o in offsets]
 
         def load(kind: Any, pointer: Any) -> Any:
             loaded = builder.load(builder.bitcast(pointer, kind.as_pointer()))
             loaded.align = 4
             return loaded
 
-        rows = []
-        for r in range(_ROWS):
-            place = builder.mul(builder.add(arguments[1], index(r)), stride)
-            rows.append(builder.bitcast(builder.gep(start, [place]), number.as_pointer()))
+        panel = context.make_array(signature.args[2])(context, builder, arguments[2])
+        steps = builder.udiv(builder.extract_value(panel.shape, 0), index(4))
+        left_rows = rows_of(0, arguments[1], _ROWS)
+        out_rows = rows_of(3, arguments[4], _ROWS)
         for first in range(0, WIDTH, _COLUMNS):
             places = {
-                (r, c): builder.gep(tile_array.data, [index(r * WIDTH + first + c)])
+                (r, c): builder.gep(out_rows[r], [index(first + c)])
                 for r in range(_ROWS)
                 for c in range(0, _COLUMNS, _LANES)
             }
-            sums = {key: cgutils.alloca_once_value(builder, load(wide, at)) for key, at in places.items()}
+            zero = ir.Constant(wide, [0.0] * _LANES)
+            sums = {
+                key: cgutils.alloca_once_value(builder, zero if from_zero else load(wide, place))
+                for key, place in places.items()
+            }
             with cgutils.for_range(builder, steps) as loop:
                 depth = builder.mul(loop.index, index(4))
-                factors = [load(quad, builder.gep(pointer, [depth])) for pointer in rows]
+                factors = [load(quad, builder.gep(pointer, [depth])) for pointer in left_rows]
+                panel_rows = rows_of(2, depth, 4)
                 for k in range(4):
-                    from_here = builder.add(builder.mul(depth, index(WIDTH)), index(k * WIDTH + first))
+                    lane = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [k] * _LANES)
                     for c in range(0, _COLUMNS, _LANES):
-                        column = builder.gep(panel_array.data, [builder.add(from_here, index(c))])
-                        values = load(wide, column)
+                        values = load(wide, builder.gep(panel_rows[k], [index(first + c)]))
                         for r in range(_ROWS):
-                            lane = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [k] * _LANES)
                             factor = builder.shuffle_vector(factors[r], factors[r], lane)
                             product = builder.fmul(factor, values, flags=("contract",))
                             total = builder.fadd(builder.load(sums[r, c]), product, flags=("contract",))
                             builder.store(total, sums[r, c])
-            for key, at in places.items():
-                stored = builder.store(builder.load(sums[key]), builder.bitcast(at, wide.as_pointer()))
+            for key, place in places.items():
+                stored = builder.store(builder.load(sums[key]), builder.bitcast(place, wide.as_pointer()))
                 stored.align = 4
         return context.get_dummy_value()
 
-    return types.void(left, row, panel, tile), build
+    def typed(typing_context, left, row, panel, out, at):  # type: ignore[no-untyped-def]
+        return types.void(left, row, panel, out, at), build
+
+    return intrinsic(typed)
+
+
+_multiply, _accumulate = _tile_product(from_zero=True), _tile_product(from_zero=False)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def accumulate(left, row, panel, tile):  # type: ignore[no-untyped-def]
-    """tile += left[row : row + 4] · panel.
+def multiply(left, row, panel, out, at):  # type: ignore[no-untyped-def]
+    """out[at : at + 4, :WIDTH] = left[row : row + 4] · panel.
 
-    left: (rows, depth), each row dense; panel: (depth / 4, 4 · WIDTH) and tile: (4 · WIDTH,), dense, hold four rows of
-    WIDTH in each row of theirs.
+    left: (rows, depth); panel: (depth, WIDTH); float32, each row dense, depth a multiple of four, nothing overlapping.
     """
-    _accumulate(left, row, panel, tile)  # type: ignore[call-arg]
+    _multiply(left, row, panel, out, at)
 
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
-def multiply(left, row, panel, tile):  # type: ignore[no-untyped-def]
-    """tile = left[row : row + 4] · panel."""
-    for c in range(4 * WIDTH):
-        tile[c] = np.float32(0)
-    _accumulate(left, row, panel, tile)  # type: ignore[call-arg]
+def accumulate(left, row, panel, out, at):  # type: ignore[no-untyped-def]
+    """The same, added to what is there."""
+    _accumulate(left, row, panel, out, at)
