@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 
+from common import interleaved, machine, shape  # isort: skip  (first: it sets the environment that torch reads)
+
 import torch
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 
-from common import interleaved, machine, shape
 from kl_lens.checkpoints.kernels import fast_kernels
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference

@@ -18,9 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import machine, matmul_rate, shape  # isort: skip  (first: it sets the environment that torch reads)
+
 import torch
 
-from common import machine, matmul_rate, shape
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.environment import DEFAULTS
 from kl_lens.sensitivity.engines import Engine, FastEngine, PlainEngine
