@@ -50,7 +50,17 @@ def seconds_as_published(name: str, model: LoadedModel, weight: str, windows: in
         else:
             folder = temporary
             model.model.save_pretrained(folder)
-        command = [sys.executable, "-P", str(script), folder, weight, "--windows", str(windows)]
+        command = [
+            sys.executable,
+            "-P",
+            str(script),
+            folder,
+            weight,
+            "--windows",
+            str(windows),
+            "--repeats",
+            "3",
+        ]
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(done.stdout)
 

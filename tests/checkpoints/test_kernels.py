@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kl_lens.checkpoints.kernels import fast_kernels
+from kl_lens.checkpoints.kernels import attention, fast_kernels
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan, chunked_scan_reference
 from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference
 from kl_lens.checkpoints.kernels.head_scan import head_scan
@@ -130,6 +130,73 @@ def test_convolution_equals_torchs(bias: bool, with_silu: bool) -> None:
     offset = torch.randn(37, generator=generator) if bias else None
     ours = causal_convolution(x, weight, offset, with_silu=with_silu)
     torch.testing.assert_close(ours, causal_convolution_reference(x, weight, offset, with_silu=with_silu))
+
+
+@pytest.mark.parametrize(
+    "shape",  # batch, heads, shared heads, time, width, width of the values
+    [
+        (1, 1, 1, 1, 4, 4),
+        (2, 4, 2, 17, 8, 8),
+        (1, 6, 2, 130, 40, 24),
+        (2, 2, 2, 64, 64, 64),
+        (1, 2, 1, 200, 66, 130),
+    ],
+)
+def test_attention_equals_torchs_in_double_precision(shape: tuple[int, ...]) -> None:
+    batch, heads, shared, time, width, value_width = shape
+    generator = torch.Generator().manual_seed(time)
+    query = 3 * torch.randn(batch, time, heads, width, generator=generator).transpose(1, 2)
+    key = torch.randn(batch, shared, time, width, generator=generator)
+    value = torch.randn(batch, shared, time, value_width, generator=generator)
+    ours = attention.causal_attention(query, key, value, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(),
+        key.double().repeat_interleave(heads // shared, 1),
+        value.double().repeat_interleave(heads // shared, 1),
+        is_causal=True,
+        scale=0.3,
+    )
+    torch.testing.assert_close(ours.double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_with_one_overwhelming_score_is_not_lost() -> None:
+    query, key = torch.full((1, 1, 20, 4), 50.0), torch.zeros(1, 1, 20, 4)
+    key[0, 0, 3] = 50.0
+    value = torch.arange(20.0)[None, None, :, None].expand(1, 1, 20, 4)
+    found = attention.causal_attention(query, key, value)[0, :, 0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5, 1.0] + [3.0] * 17))
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2", "jamba", "llama"])
+def test_models_with_our_attention_give_the_same_logits(family: str, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "SHORTEST", 2)
+    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    calls = []
+    ours = attention.causal_attention
+    monkeypatch.setattr(
+        "kl_lens.checkpoints.kernels.swap.causal_attention", lambda *given: calls.append(1) or ours(*given)
+    )
+    model, ids = tiny_model(family), token_ids(2, 40)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        with fast_kernels(model):
+            found = model(ids, use_cache=False).logits
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_padding_and_masks_are_left_to_the_library(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "SHORTEST", 2)
+    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("kl_lens.checkpoints.kernels.swap.causal_attention", None)
+    model, ids = tiny_model("llama"), token_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.inference_mode():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        with fast_kernels(model):
+            found = model(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
 
 
 def test_kernels_are_swapped_in_one_model_only_and_only_inside_the_block() -> None:

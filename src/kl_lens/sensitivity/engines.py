@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.samples import WindowMetrics
+from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
 from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Perturbation, Replacement, first_block, replacements, swapped
 from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
@@ -52,11 +54,16 @@ class Engine(ABC):
                 with self.deployed(self.model, perturbation.formats):
                     yield
 
+    @property
+    def states_budget(self) -> int:
+        """Bytes for what is kept of the teacher; the rest is for working."""
+        return self.memory_budget // 2
+
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
         width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
         per_window = window_bytes(self.chain, ids.shape[1], width, self.vocabulary)
-        most = max(1, self.memory_budget // 2 // per_window)
+        most = max(1, self.states_budget // per_window)
         return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
 
     @abstractmethod
@@ -158,15 +165,27 @@ class FastEngine(Engine):
     name = "fast"
     _teacher: Teacher | None = None
 
+    @cached_property
+    def _layout(self) -> InputMajor:
+        """Copies of weights for faster products. They depend on model and budget only, never on the windows: a resumed
+        sweep must repeat the same arithmetic."""
+        useful = self.deployed is None and gains_by_layout(self.chain.device)
+        return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
+
+    @property
+    def states_budget(self) -> int:
+        return max(0, super().states_budget - self._layout.bytes)
+
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self._teacher = None  # the last slab goes before the next one comes: two would not fit
         self._teacher = Teacher(
             self.chain,
             self.ids,
-            memory_budget=self.memory_budget,
+            budget=self.states_budget,
             vocabulary=self.vocabulary,
-            extras=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
+            layout=self._layout,
+            remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import BlockCalls, Chain
-from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
+from kl_lens.sensitivity.layout import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
@@ -54,24 +54,21 @@ class Teacher:
         chain: Chain,
         ids: torch.Tensor,
         *,
-        memory_budget: int,
+        budget: int,
         vocabulary: int,
-        extras: bool = True,
+        layout: InputMajor,
+        remember_parts: bool,
     ) -> None:
-        """`extras`: what memory is left may go to copies of the weights and to what the parts of the blocks gave."""
+        """`budget`: bytes for all that is kept. What is left of it may go to what the parts of the blocks gave."""
         self.chain = chain
+        self._layout = layout
         self.row_chunk = logit_rows(vocabulary)
         per_batch = max(1, BATCH_TOKENS // ids.shape[1])
         # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
-        self.keep_logits = ids.numel() * vocabulary * 4 <= memory_budget // 2
+        self.keep_logits = ids.numel() * vocabulary * 4 <= budget
         width = int(chain.head.weight.shape[1])  # type: ignore[index]
         kept = len(ids) * window_bytes(chain, ids.shape[1], width, vocabulary)
-        self._memory_left = memory_budget // 2 - kept if extras else 0
-        by_layout = extras and gains_by_layout(chain.device)
-        self._layout = InputMajor(
-            [*chain.blocks, chain.head], most_bytes=self._memory_left // 4 if by_layout else 0
-        )
-        self._memory_left -= self._layout.bytes
+        self._memory_left = budget - kept if remember_parts else 0
         self._memo_row_bytes = 0.0  # of the last block that was recorded
         self.batches: list[Batch] = []
         for first in range(0, len(ids), per_batch):
