@@ -16,9 +16,9 @@ from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
 # Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
 BATCH_TOKENS = 4096
-# Logits formed at once: at most so many bytes and rows. Five hundred rows are enough for the product to run at full
+# Logits formed at once: at most so many bytes and rows. Three hundred rows are enough for the product to run at full
 # speed; with a small vocabulary, more than a thousand only leave the caches.
-LOGIT_BYTES, LOGIT_ROWS = 100 << 20, 1024
+LOGIT_BYTES, LOGIT_ROWS = 64 << 20, 1024
 
 
 def logit_rows(vocabulary: int) -> int:
