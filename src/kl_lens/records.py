@@ -129,10 +129,12 @@ class ExportedTensor(Record):
 
     component: str
     runtime_name: str  # the runtime's own tensor name
-    planned: str  # format name
+    planned: str  # recipe
     realised: str
     bytes: int
     reason: str | None = None  # why realised differs from planned
+    digest: str = ""  # of the bytes in the file
+    weights: str = ""  # of the weight store's quantized weight; empty for what is no recipe's (norms in F32)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,8 +26,10 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_weight_files, read_config
-from kl_lens.errors import CheckpointError
+from kl_lens.errors import CheckpointError, FormatError
+from kl_lens.records import Component
 from kl_lens.resources import reference_path
+from kl_lens.weights import WeightStore
 
 REFERENCES = ("mamba", "mamba2", "hybrid")
 # Everything but weights; weights are asked for by name, safetensors first.
@@ -57,6 +58,11 @@ class LoadedModel:
     def anatomy(self) -> Anatomy:
         return anatomy_of(self.model, self.chain)
 
+    @cached_property
+    def weights(self) -> WeightStore:
+        """The quantized weights of this model: where everything that needs one takes it."""
+        return WeightStore(ModelWeights(self))
+
     @property
     def config(self) -> Any:
         return self.model.config
@@ -70,6 +76,13 @@ class LoadedModel:
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
+        """Every parameter object that holds this weight: one, unless a library ties by storage and not by object."""
+        suffix = component.weight.removeprefix(component.name)
+        names = [component.weight, *(other + suffix for other in component.tied_with)]
+        unique = {id(p): p for p in (self.model.get_parameter(name) for name in names)}
+        return list(unique.values())
+
     def require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise CheckpointError(
@@ -77,6 +90,19 @@ class LoadedModel:
                 "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
             )
         return self.tokenizer
+
+
+class ModelWeights:
+    """The weights of an opened model, as a `WeightSource`."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    def weight(self, component: str) -> torch.Tensor:
+        found = self._model.anatomy.component(component)
+        if not found.quantizable:
+            raise FormatError(f"{component} is not to be quantized: {found.reason}")
+        return self._model.model.get_parameter(found.weight).data
 
 
 def load(
@@ -268,10 +294,3 @@ def _and_more(items: list[Any]) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def config_fingerprint(config: dict[str, Any]) -> str:
-    """A short hash of a configuration, for provenance."""
-    return hashlib.blake2b(
-        json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8
-    ).hexdigest()

@@ -6,10 +6,12 @@ groups and blocks run along the columns, as the matrix products of the runtimes 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +37,15 @@ class Quantized:
     scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
     zero_points: torch.Tensor | None = None  # none of the formats so far needs them
 
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is stored: equal digests are equal weights, bit for bit."""
+        total = hashlib.blake2b(f"{self.format} {self.shape}".encode(), digest_size=16)
+        for part in (self.data, self.scales, self.zero_points):
+            if part is not None:
+                total.update(part.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8).data)
+        return total.hexdigest()
+
 
 @dataclass(frozen=True)
 class Format(ABC):
@@ -50,6 +61,11 @@ class Format(ABC):
     def block(self) -> int:
         """Columns have to be a multiple of this."""
         return self.group_size or 1
+
+    @property
+    def searches(self) -> bool:
+        """Whether rounding to it tries many scales, so that a result is worth keeping."""
+        return False
 
     def fits(self, shape: Sequence[int]) -> str | None:
         """None, or the reason why a weight of this shape cannot be stored."""

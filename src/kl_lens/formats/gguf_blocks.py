@@ -35,6 +35,10 @@ class GGUFFormat(Format):
         return self.block_size
 
     @property
+    def searches(self) -> bool:
+        return self.block_size == 256
+
+    @property
     def gguf_type(self) -> str:
         """The name of the type in gguf-py and llama.cpp."""
         return self.name.upper()

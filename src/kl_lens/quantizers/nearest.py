@@ -1,0 +1,27 @@
+"""Round to nearest: the format's own rule, bit for bit what NNCF and ggml do without data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kl_lens.formats import Format, Quantized
+from kl_lens.quantizers.base import InputStatistics, Quantizer
+from kl_lens.quantizers.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Nearest(Quantizer):
+    name = "rtn"
+
+    def is_expensive(self, fmt: Format) -> bool:
+        return fmt.searches
+
+    def quantize(
+        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+    ) -> Quantized:
+        return fmt.quantize(weight, name)
+
+
+register(Nearest())

@@ -1,0 +1,151 @@
+"""What a target is: everything that the rest of the house may ask of a runtime and its files.
+
+A new target is one class in one folder and one line in `registry.py`. Nothing outside this room knows a target by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kl_lens.errors import UnsupportedError
+from kl_lens.formats import Format
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.session import Session
+
+if TYPE_CHECKING:  # running an exported model must not load what exporting needs
+    import torch
+
+    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.formats import Quantized
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """How artifacts are run; each target takes what it knows."""
+
+    device: str = "CPU"
+    threads: int | None = None
+    gpu_layers: int = 0
+    exact: bool = False  # float32 arithmetic in place of what a deployment uses
+
+    @property
+    def unusual(self) -> dict[str, Any]:
+        """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
+        found: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
+        found |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
+        return found | ({"exact": True} if self.exact else {})
+
+
+@dataclass(frozen=True)
+class StockRecipe:
+    """A mixture that everybody knows (`Q4_K_M`, NNCF's INT4_SYM), as component → recipe for one model."""
+
+    name: str
+    assignment: Mapping[str, str]
+    origin: str  # whose rule it is
+
+
+class Target(ABC):
+    """One runtime: what it holds, how it is exported to, run, and understood."""
+
+    name: ClassVar[str]  # gguf: as typed
+    title: ClassVar[str]  # llama.cpp: as shown
+    extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
+    packages: ClassVar[tuple[str, ...]]  # that must be there; the last one's version is the runtime's
+
+    def require(self) -> None:
+        """Raises UnsupportedError that says what to install."""
+        try:
+            for package in self.packages:
+                importlib.import_module(package)
+        except ImportError as error:
+            raise UnsupportedError(
+                f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
+            ) from error
+
+    # -- what it can hold ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        """None, or why a weight of this shape cannot be stored in this format."""
+
+    @property
+    @abstractmethod
+    def menu(self) -> tuple[str, ...]:
+        """Recipes that its kernels run well: what a plan for this target chooses from by default."""
+
+    @property
+    def translations(self) -> Mapping[str, str]:
+        """What recipes of other targets become here (int8 → q8_0): other numbers, to be measured again."""
+        return {}
+
+    @abstractmethod
+    def unsupported(self, model_type: str) -> str | None:
+        """None, or why this runtime cannot run such models."""
+
+    def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
+        """The runtime's own well-known mixtures for this model."""
+        return ()
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        """Writes the files and their record (`artifact.json`) whole, or leaves what was there before."""
+
+    def owns(self, path: Path) -> bool:
+        """Whether a bare file, without a record beside it, is of this target."""
+        return False
+
+    @abstractmethod
+    def weight_file(self, place: Path) -> Path:
+        """The file that holds the weights, of an exported folder or a bare file."""
+
+    @abstractmethod
+    def shipped_digests(self, place: Path) -> dict[str, str]:
+        """Tensor name → digest of its bytes as the file holds them now; compare with the artifact's record."""
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+        """A session. `cold`: as on the first day, without anything compiled earlier."""
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """Of the runtime; another version may give other numbers."""
+
+    def check_device(self, settings: RuntimeSettings) -> str | None:
+        """None, or why artifacts are left out with these settings; raises TargetError for a device that is not there."""
+        return None
+
+    def device_label(self, settings: RuntimeSettings) -> str:
+        return settings.device
+
+    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+        """The same with float32 arithmetic; None where the runtime has none, or these are it."""
+        return None
+
+    # -- what its kernels do -------------------------------------------------------------------------------
+
+    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+        """Whether `activations` describes what happens with these settings on this machine."""
+        return False
+
+    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Within, the inputs of the named components' products are what this runtime's kernels multiply with.
+
+        It changes activations and nothing else: weights come from the weight store, through `kernel_values`.
+        """
+        raise UnsupportedError(f"what {self.title} does to activations is not modelled")
+
+    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
+        """The float32 weights that its kernels multiply with."""
+        return fmt.dequantize(quantized)

@@ -1,0 +1,82 @@
+"""What was expensive to make, kept on disk: by content, whole or not there, checked when read, safe to delete.
+
+`objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` say which digest a request had.
+Over the budget, what was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kl_lens.formats import Quantized
+from kl_lens.writing import write_text
+
+_PARTS = ("data", "scales", "zero_points")
+
+
+class Shelf:
+    """A folder of quantized weights within a budget of bytes."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.folder = folder
+        self._budget = budget
+
+    def take(self, name: str) -> Quantized | None:
+        """What was put under this name, if it is there and undamaged."""
+        try:
+            digest = self._name(name).read_text(encoding="ascii").strip()
+            path = self._object(digest)
+            with safe_open(path, framework="pt") as file:
+                known = file.metadata() or {}
+                parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
+            shape = tuple(int(size) for size in known["shape"].split(","))
+            found = Quantized(known["format"], shape, **parts)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+            return None
+        if found.digest != digest:  # damaged: made again, and put in its place
+            path.unlink(missing_ok=True)
+            return None
+        os.utime(path)
+        return found
+
+    def put(self, name: str, quantized: Quantized) -> None:
+        path = self._object(quantized.digest)
+        parts = {part: getattr(quantized, part) for part in _PARTS}
+        tensors = {part: tensor.cpu().contiguous() for part, tensor in parts.items() if tensor is not None}
+        if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        os.close(handle)
+        try:
+            shape = ",".join(str(size) for size in quantized.shape)
+            save_file(tensors, temporary, {"format": quantized.format, "shape": shape})
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        write_text(self._name(name), quantized.digest + "\n")
+        self._trim(path)
+
+    def _trim(self, newest: Path) -> None:
+        files = [(path.stat(), path) for path in newest.parent.glob("*.safetensors")]
+        total = sum(status.st_size for status, _ in files)
+        for status, path in sorted(files, key=lambda item: item[0].st_mtime_ns):
+            if total <= self._budget or path == newest:
+                break
+            path.unlink(missing_ok=True)
+            total -= status.st_size
+
+    def _object(self, digest: str) -> Path:
+        if not digest.isalnum():
+            raise ValueError(f"{digest!r} is no digest")
+        return self.folder / "objects" / f"{digest}.safetensors"
+
+    def _name(self, name: str) -> Path:
+        return self.folder / "names" / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,197 @@
+"""The weight store: the only caller of quantizers.
+
+Measuring, verifying, exporting, evaluating and timing all take their weights here, so they cannot differ. What is
+expensive (scale searches, error feedback) is kept on disk when the store has a folder; what is kept is safe to delete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kl_lens.errors import FormatError
+from kl_lens.formats import Quantized
+from kl_lens.quantizers import InputStatistics
+from kl_lens.recipes import Recipe
+from kl_lens.weights.disk import Shelf
+
+DISK_BUDGET = 4 * 10**9
+MEMORY_BUDGET = 256 << 20
+_ROWS_AT_ONCE = 1 << 24  # weights turned to float32 at a time, where rows do not depend on each other
+
+
+class WeightSource(Protocol):
+    """A model's weights by component: in memory, or read from disk one by one."""
+
+    def weight(self, component: str) -> torch.Tensor:
+        """The component's weight, (…, rows, columns), in the type and on the device where it is."""
+
+
+class Statistics(Protocol):
+    """What calibration text showed of every component's inputs."""
+
+    @property
+    def digest(self) -> str:
+        """Of the text, the model and the way of gathering: what a learnt recipe is bound to."""
+
+    def of(self, component: str) -> InputStatistics:
+        """Raises FormatError that names the component when there is nothing usable about it."""
+
+
+class WeightStore:
+    """Quantized weights of one model.
+
+    Example:
+        >>> store = WeightStore(source)
+        >>> store.quantized("backbone.layers.0.mixer.in_proj", "int4-g64").digest
+        >>> store.values("backbone.layers.0.mixer.in_proj", "int4-g64")      # float32, what a runtime computes with
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        statistics: Statistics | None = None,
+        folder: Path | None = None,
+        disk_budget: int = DISK_BUDGET,
+    ) -> None:
+        self._source = source
+        self._statistics = statistics
+        self._shelf = None if folder is None else Shelf(folder, disk_budget)
+        self._recent: OrderedDict[tuple[str, str, float], Quantized] = OrderedDict()
+        self._recent_bytes = 0
+        self._originals: dict[str, str] = {}
+
+    def keep_in(self, folder: Path, disk_budget: int = DISK_BUDGET) -> None:
+        """From now on, what is expensive is kept in this folder and taken from there."""
+        self._shelf = Shelf(folder, disk_budget)
+
+    def learn_from(self, statistics: Statistics) -> None:
+        """From now on, recipes whose method learns are bound to these statistics."""
+        self._statistics = statistics
+
+    def bind(self, recipe: Recipe | str) -> Recipe:
+        """The recipe with the digest of what it learns from; refused where there is nothing to learn from."""
+        wanted = Recipe.parse(recipe)
+        if not wanted.quantizer.learns:
+            return wanted.bound(None)
+        if self._statistics is None:
+            raise FormatError(
+                f"{wanted}: {wanted.method} learns from text and this model has no statistics yet; "
+                "gather them with: kl-lens calibrate"
+            )
+        known = self._statistics.digest
+        if wanted.learnt not in (None, known):
+            raise FormatError(
+                f"{wanted}: made from statistics {wanted.learnt}, and those at hand are {known}"
+            )
+        return wanted.bound(known)
+
+    def quantized(self, component: str, recipe: Recipe | str, factor: float = 1.0) -> Quantized:
+        """The component as it is stored by this recipe; with a factor, what is stored of its weight times that."""
+        bound = self.bind(recipe)
+        key = (component, bound.key, factor)
+        if key in self._recent:
+            self._recent.move_to_end(key)
+            return self._recent[key]
+        found = self._kept(component, bound, factor)
+        self._recent[key] = found
+        self._recent_bytes += _size(found)
+        while self._recent_bytes > MEMORY_BUDGET and len(self._recent) > 1:
+            self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
+        return found
+
+    def values(self, component: str, recipe: Recipe | str) -> torch.Tensor:
+        """The float32 values that a runtime computes with, on the weight's device."""
+        found = self.quantized(component, recipe)
+        return Recipe.parse(recipe).grid.dequantize(found)
+
+    def digest(self, component: str, recipe: Recipe | str) -> str:
+        return self.quantized(component, recipe).digest
+
+    def digests(self, recipes: Mapping[str, str]) -> dict[str, str]:
+        """Component → digest of its stored form, for a whole plan."""
+        return {component: self.digest(component, recipe) for component, recipe in recipes.items()}
+
+    def _kept(self, component: str, recipe: Recipe, factor: float) -> Quantized:
+        if self._shelf is None or not recipe.quantizer.is_expensive(recipe.grid):
+            return self._computed(component, recipe, factor)
+        version = f"{recipe.quantizer.version}"
+        name = f"{self._original(component)} {recipe.key} {version} {factor!r} {component}"
+        found = self._shelf.take(name)
+        if found is None:
+            found = self._computed(component, recipe, factor)
+            self._shelf.put(name, found)
+        device = self._source.weight(component).device
+        return found if device.type == "cpu" else _moved(found, device)
+
+    def _computed(self, component: str, recipe: Recipe, factor: float) -> Quantized:
+        weight = self._source.weight(component).detach()
+        if factor != 1.0:
+            weight = weight.float() * factor
+        statistics = None
+        if recipe.quantizer.learns:
+            assert self._statistics is not None
+            statistics = self._statistics.of(component)
+            return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
+        rows = weight.shape[-2] if weight.dim() == 2 else 0
+        step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
+        if rows <= step:
+            return recipe.quantizer.quantize(weight, recipe.grid, component, None)
+        # Rows do not depend on each other: a large matrix is never in float32 as a whole.
+        parts = [
+            recipe.quantizer.quantize(weight[first : first + step], recipe.grid, component, None)
+            for first in range(0, rows, step)
+        ]
+        return _stacked(parts, tuple(weight.shape))
+
+    def _original(self, component: str) -> str:
+        """A digest of the weight itself: the same matrix in another checkpoint is the same matrix."""
+        if component not in self._originals:
+            weight = self._source.weight(component).detach().cpu().contiguous()
+            total = hashlib.blake2b(f"{weight.dtype} {tuple(weight.shape)}".encode(), digest_size=16)
+            total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+            self._originals[component] = total.hexdigest()
+        return self._originals[component]
+
+
+def _size(quantized: Quantized) -> int:
+    parts = (quantized.data, quantized.scales, quantized.zero_points)
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+def _moved(quantized: Quantized, device: torch.device) -> Quantized:
+    def to(part: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part is None else part.to(device)
+
+    data = quantized.data.to(device)
+    return replace(quantized, data=data, scales=to(quantized.scales), zero_points=to(quantized.zero_points))
+
+
+def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
+    def joined(pieces: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [piece for piece in pieces if piece is not None]
+        return torch.cat(there) if there else None
+
+    data = torch.cat([part.data for part in parts])
+    return Quantized(
+        parts[0].format,
+        shape,
+        data,
+        joined([part.scales for part in parts]),
+        joined([part.zero_points for part in parts]),
+    )
+
+
+def bytes_digest(*parts: np.ndarray) -> str:  # type: ignore[type-arg]
+    """A digest of bytes as a file holds them."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
