@@ -123,7 +123,7 @@ class Target(ABC):
         """Of the runtime; another version may give other numbers."""
 
     def check_device(self, settings: RuntimeSettings) -> str | None:
-        """None, or why artifacts are left out with these settings; raises TargetError for a device that is not there."""
+        """None, or why artifacts are left out with these settings; TargetError for a device that is not there."""
         return None
 
     def device_label(self, settings: RuntimeSettings) -> str:

@@ -1,7 +1,7 @@
 """What was expensive to make, kept on disk: by content, whole or not there, checked when read, safe to delete.
 
-`objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` say which digest a request had.
-Over the budget, what was used longest ago goes first.
+`objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` say which digest a request
+had. Over the budget, what was used longest ago goes first.
 """
 
 from __future__ import annotations
