@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from kl_lens.checkpoints import Anatomy
-from kl_lens.formats import Format, get_format
+from kl_lens.formats import Format, Quantized, get_format
 from kl_lens.formats.integer import SignedScaleFormat
 
 
@@ -40,8 +40,11 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def deployed_weight(fmt: Format, weight: torch.Tensor) -> torch.Tensor:
+    return kernel_values(fmt, fmt.quantize(weight))
+
+
+def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
     """The float32 values that the kernels multiply with."""
-    quantized = fmt.quantize(weight)
     if quantized.scales is None or fmt.bits != 4 or quantized.scales.shape[-1] == 1:
         return fmt.dequantize(quantized)
     groups = quantized.data.float().unflatten(-1, (quantized.scales.shape[-1], -1))

@@ -106,7 +106,7 @@ def realise(
         wanted = get_format(planned.get(component.name, BASELINE))
         chosen, reason = wanted, None
         if component.name in planned:
-            chosen, reason = _lowered(wanted, component.shape, profile)
+            chosen, reason = lowered(wanted, component.shape, profile)
         if reason is not None and not fallback:
             problems.append(f"{component.name}: {reason}")
         result[component.name] = Realised(component.name, wanted.name, chosen, reason)
@@ -118,7 +118,8 @@ def realise(
     return result
 
 
-def _lowered(wanted: Format, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Format, str | None]:
+def lowered(wanted: Format, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Format, str | None]:
+    """What a device holds of a weight in this format, and why it is not the format itself (or None)."""
     if (reason := profile.holds(wanted)) is not None:
         # The nearest width that the device holds and that is not narrower.
         widths = [bits for bits in sorted(profile.bits) if bits >= wanted.bits]
