@@ -20,6 +20,7 @@ from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
 from kl_lens.evaluation.tasks import FAIL, require_lm_eval, task_names
 from kl_lens.runs import CALIBRATION, Run
+from kl_lens.targets import TARGETS
 from kl_lens.text import refuse_overlap
 from kl_lens.units import parse_share
 
@@ -38,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_plans(parser)
     parser.add_argument(
         "--targets",
-        default="torch,openvino,gguf",
+        default=",".join(("torch", *TARGETS)),
         metavar="LIST",
-        help="torch (plans in PyTorch), openvino, gguf (exported files); default: all three",
+        help="torch (plans in PyTorch), and targets (exported files); default: all",
     )
     text = parser.add_argument_group("what to measure (default: --perplexity --divergence)")
     text.add_argument(
@@ -175,9 +176,9 @@ def _selection(arguments: argparse.Namespace, run: Run, model: LoadedModel | Non
         kept = run if _is_kept(arguments) else None
         return evaluation.given_subjects(arguments.artifact, settings, model, kept)
     targets = [name.strip() for name in arguments.targets.split(",") if name.strip()]
-    unknown = [name for name in targets if name not in ("torch", "openvino", "gguf")]
+    unknown = [name for name in targets if name not in ("torch", *TARGETS)]
     if unknown:
-        raise KLLensError(f"--targets {unknown[0]!r}: there are torch, openvino and gguf")
+        raise KLLensError(f"--targets {unknown[0]!r}: there are {', '.join(['torch', *TARGETS])}")
     assert model is not None
     return evaluation.run_subjects(run, model, settings, plans=arguments.plan, targets=targets)
 

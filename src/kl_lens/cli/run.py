@@ -20,7 +20,7 @@ from kl_lens.errors import KLLensError, TargetError, UnsupportedError
 from kl_lens.evaluation.samples import store_samples
 from kl_lens.formats import get_format
 from kl_lens.runs import Run
-from kl_lens.targets import TARGETS, read_artifact
+from kl_lens.targets import TARGETS, describe_target, read_artifact
 from kl_lens.units import parse_bytes, parse_share
 
 RECOMMENDED, EXACT = "recommended", "exact"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     proof = parser.add_argument_group("proof")
     proof.add_argument(
-        "--targets", default="openvino,gguf", help="where to export to (default: openvino,gguf)"
+        "--targets", default=",".join(TARGETS), help=f"where to export to (default: {','.join(TARGETS)})"
     )
     proof.add_argument(
         "--evaluation-text", default="wikitext2:test", metavar="TEXT", help="default: wikitext2:test"
@@ -209,8 +209,8 @@ def _export(
     for target in _targets(arguments):
         # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
         extra = ["--fallback"]
-        if target == "gguf":
-            extra = ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"]
+        if describe_target(target).translations:
+            extra += ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"]
         folder = stages.folder / "artifacts" / target
         try:
             stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *extra,

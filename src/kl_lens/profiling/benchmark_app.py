@@ -89,7 +89,7 @@ def benchmark_with_app(
     store: Callable[[Profile], object] = lambda profile: None,
     advanced: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
-    """Each in turn, in a process of its own, where its target has such a program; logs go to `folder`/log/benchmark_log."""
+    """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
     results = Outcome()
     subjects = [s for s in subjects if s.target.published is not None]
     for subject in subjects:

@@ -79,9 +79,10 @@ def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(tokenizer_file=place)
-    file = _file(subject.path, place)
-    if place or file is not None:
-        return _transformers_tokenizer(place or str(file.parent))
+    if place:
+        return _transformers_tokenizer(place)
+    if (file := _file(subject.path, None)) is not None:
+        return _transformers_tokenizer(str(file.parent))
     if not target_of(subject.path).holds_vocabulary:
         raise _none_at(subject.path)
     session = subject.open()
