@@ -9,7 +9,6 @@ from kl_lens.evaluation.selection import Selection, given_subjects, run_subjects
 from kl_lens.evaluation.subjects import (
     ORIGINAL,
     ArtifactSubject,
-    RuntimeSettings,
     Subject,
     TorchSubject,
     planned_formats,
@@ -17,6 +16,7 @@ from kl_lens.evaluation.subjects import (
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
 from kl_lens.evaluation.texts import EvaluationText, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.targets import RuntimeSettings
 from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [

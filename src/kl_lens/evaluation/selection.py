@@ -11,13 +11,12 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, PlanError
 from kl_lens.evaluation.subjects import (
     ArtifactSubject,
-    RuntimeSettings,
     Subject,
     TorchSubject,
     planned_formats,
 )
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.targets import TARGETS, exported_places
+from kl_lens.targets import TARGETS, RuntimeSettings, exported_places
 
 TORCH = "torch"
 
