@@ -91,5 +91,8 @@ def test_digests_are_those_of_the_bytes_in_the_file(
         export(mamba, Plan("p", plan, "test"), target, tmp_path / str(len(plan)))
     before, after = (target_of(tmp_path / n).shipped_digests(tmp_path / n) for n in ("0", "1"))
     changed = {tensor for tensor in before if before[tensor] != after[tensor]}
-    (tensor,) = [t for t in target_of(tmp_path / "1").record(tmp_path / "1").tensors if t.component == name]
-    assert changed == {tensor.runtime_name}
+    tensors = target_of(tmp_path / "1").record(tmp_path / "1").tensors
+    assert changed == {t.runtime_name for t in tensors if t.component == name}
+    assert {t.runtime_name: t.digest for t in tensors} == {
+        t.runtime_name: after[t.runtime_name] for t in tensors
+    }

@@ -171,7 +171,7 @@ def _meters(
         )
         return None
     windows = options.held_out_windows(arguments, run, model.require_tokenizer())
-    return PlanMeter(model, windows), PlanMeter(model, windows, deployed=target.activations)
+    return PlanMeter(model, windows), PlanMeter(model, windows, deployed=target)
 
 
 def _measured(

@@ -21,7 +21,7 @@ from kl_lens.errors import TargetError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.formats import known_formats
 from kl_lens.records import Artifact
-from kl_lens.sensitivity.engines import Deployed
+from kl_lens.sensitivity.perturbation import Kernels
 from kl_lens.subjects import bracketed
 from kl_lens.targets import RuntimeSettings, Session, Target, deployed, locate, target_of
 
@@ -70,7 +70,7 @@ class TorchSubject(Subject):
         )
 
     def open(self) -> Session:
-        context: Deployed | None = deployed(self.as_deployed) if self.as_deployed else None
+        context: Kernels | None = deployed(self.as_deployed) if self.as_deployed else None
         remember = REMEMBERED if self.name == ORIGINAL else 0
         return TorchSession(self.model, self.formats, deployed=context, remember=remember)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +98,6 @@ def open_session(
     return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact))
 
 
-def deployed(target: str) -> Callable[[LoadedModel, Mapping[str, str]], AbstractContextManager[None]]:
-    """A context in which a PyTorch model computes with the activations that the target's kernels see."""
-    return get_target(target).activations
+def deployed(target: str) -> Target:
+    """What a PyTorch model needs to compute as the target's kernels do: `kernel_values` and `activations`."""
+    return get_target(target)

@@ -165,5 +165,5 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.activations import as_deployed
 
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: resolve(recipe, shapes[name])[0].format for name, recipe in recipes.items()}
+        realised = {name: str(resolve(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
         return as_deployed(model.model, realised)

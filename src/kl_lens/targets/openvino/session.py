@@ -21,6 +21,7 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.latency import format_of
 from kl_lens.targets.session import Logits
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -45,7 +46,7 @@ WHOLE_ROW = "18446744073709551615"
 def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
     """What is fastest for an artifact with weights in these formats, as far as measured (docs/targets.md)."""
     settings = dict(DEPLOYED)
-    integers = [get_format(name) for name in formats if name.startswith("int")]
+    integers = [get_format(format_of(name)) for name in formats if name.startswith("int")]
     if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
         # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"

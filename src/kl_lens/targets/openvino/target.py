@@ -56,9 +56,10 @@ class OpenVINOTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        from kl_lens.recipes import Recipe
         from kl_lens.targets.openvino.profiles import PROFILES, lowered
 
-        return lowered(fmt, tuple(shape), PROFILES["cpu"])[1]
+        return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
 
     @property
     def menu(self) -> tuple[str, ...]:
@@ -154,8 +155,7 @@ class OpenVINOTarget(Target):
     def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
         from kl_lens.targets.openvino.deployed import as_deployed
 
-        formats = {component: format_of(recipe) for component, recipe in recipes.items()}
-        return as_deployed(model.model, model.anatomy, formats)
+        return as_deployed(model.model, recipes)
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         from kl_lens.targets.openvino.deployed import kernel_values
