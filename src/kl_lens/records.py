@@ -214,4 +214,10 @@ class Profile(Record):
         spreads = {
             key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
         }
-        return cls(**{**data, **spreads, "subject": Subject.from_json(data["subject"])})
+        known = data["subject"]  # a name alone in records of earlier versions: it stays what people read
+        subject = (
+            Subject("artifact", settings={"path": known})
+            if isinstance(known, str)
+            else Subject.from_json(known)
+        )
+        return cls(**{**data, **spreads, "subject": subject})
