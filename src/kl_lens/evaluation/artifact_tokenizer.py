@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import TargetError
-from kl_lens.evaluation.subjects import ArtifactSubject
+from kl_lens.evaluation.judged import JudgedArtifact
 
 
 class VocabularyTokenizer:
@@ -28,7 +28,7 @@ class VocabularyTokenizer:
         return {"input_ids": [self.encode(text) for text in texts]}
 
 
-def artifact_tokenizer(subject: ArtifactSubject, place: str | None = None) -> Any:
+def artifact_tokenizer(judged: JudgedArtifact, place: str | None = None) -> Any:
     """The tokenizer beside an artifact, the one at `place` when given, or the vocabulary inside a GGUF file."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -37,17 +37,21 @@ def artifact_tokenizer(subject: ArtifactSubject, place: str | None = None) -> An
             return AutoTokenizer.from_pretrained(place)  # a hub id
         except (OSError, ValueError) as error:
             raise TargetError(f"--tokenizer {place}: no such file, and no tokenizer on the hub") from error
-    folder = Path(place) if place else subject.path
+    folder = Path(place) if place else judged.path
     if folder.suffix == ".json" and folder.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(folder))
-    folder = folder.parent if folder.suffix == ".gguf" else folder
+    folder = folder.parent if folder.is_file() else folder
     if (folder / "tokenizer.json").is_file():
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if place or subject.target != "gguf":
+    if place:
         raise TargetError(f"{folder} holds no tokenizer; pass one with --tokenizer")
-    session: Any = subject.open()
-    # llama.cpp aborts the process when it is asked for the tokens of a file without a vocabulary.
-    if session.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+    session: Any = judged.open()
+    # A runtime may abort the process when it is asked for the tokens of a file without a vocabulary.
+    if not hasattr(session, "tokenize") or _has_no_vocabulary(session):
         session.close()
-        raise TargetError(f"{subject.path} holds no tokenizer; pass one with --tokenizer")
+        raise TargetError(f"{judged.path} holds no tokenizer; pass one with --tokenizer")
     return VocabularyTokenizer(session)
+
+
+def _has_no_vocabulary(session: Any) -> bool:
+    return session.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none")

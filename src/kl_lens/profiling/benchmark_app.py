@@ -219,7 +219,7 @@ def _profile(
         read_contents(subject.path), machine, context=0, tokens_per_second=report.throughput_fps
     )
     return Profile(
-        subject=subject.name,
+        subject=subject.record,
         protocol=PROTOCOL,
         device=device,
         threads=report.threads or threads or processors(),
@@ -267,7 +267,7 @@ def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile
         settings = profile.settings
         writer.writerow(
             (
-                profile.subject.removeprefix("openvino/"),
+                profile.subject.label.removeprefix("openvino/"),
                 profile.device,
                 f"{profile.timings['latency_ms'].median:.6g}",
                 f"{settings['average_ms']:.6g}",

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kl_lens import records
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling.contents import all_floating, check_size
 from kl_lens.records import Artifact, Profile
 from kl_lens.runs import ALL_PLANS, Run, named_plans
+from kl_lens.subjects import artifact_digest, file_digest, outside_path
 from kl_lens.targets import TARGETS, read_artifact
 
 
@@ -24,6 +26,16 @@ class Subject:
     file_bytes: int
     is_fp16: bool  # nothing in it is quantized: the base of ratios
     artifact: Artifact | None = None  # None for a bare .gguf file
+
+    @property
+    def record(self) -> records.Subject:
+        """Who its profiles are about."""
+        outside = {} if self.name == f"{self.target}/{self.plan}" else {"path": self.name}
+        if self.artifact is not None:
+            digest = artifact_digest(self.artifact)
+        else:
+            digest = file_digest(self.path) if self.path.is_file() else ""
+        return records.Subject(records.ARTIFACT, self.plan, self.target, outside, digest)
 
     @property
     def static_tokens(self) -> int | None:
@@ -99,14 +111,13 @@ def named_places(paths: Sequence[Path], run: Run | None) -> dict[str, Path]:
     """Artifacts that were named by their path; those of the run keep the name that they have there."""
     places = {} if run is None else _all_places(run, tuple(TARGETS))
     known = {place.resolve(): name for name, place in places.items()}
-    return {known.get(path.resolve(), str(path)): path for path in paths}
+    return {known.get(path.resolve(), outside_path(path)): path for path in paths}
 
 
 def _all_places(run: Run, targets: Sequence[str]) -> dict[str, Path]:
     places = {}
-    for name, record in run.load_all("artifact").items():
-        inside = run.folder / "artifacts" / name  # a run may have been moved with all that is in it
-        places[name] = inside if inside.is_dir() else Path(record["folder"])
+    for name in run.load_all("artifact"):
+        places[name] = run.artifact_folder(name)
     for target in targets:
         for record_file in sorted((run.folder / "artifacts" / target).glob("*/artifact.json")):
             places.setdefault(f"{target}/{record_file.parent.name}", record_file.parent)

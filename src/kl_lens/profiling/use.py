@@ -238,7 +238,7 @@ def _profile(
     speed = timings["tokens_per_second"].median
     bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
     return Profile(
-        subject=subject.name,
+        subject=subject.record,
         protocol=PROTOCOL,
         device=device_of(subject, settings.device, settings.gpu_layers),
         threads=threads_of(record.runtime, settings.threads),

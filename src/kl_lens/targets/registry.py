@@ -106,3 +106,7 @@ def deployed(target: str) -> Deployed:
         return as_deployed(model.model, model.anatomy, formats)
 
     return {"gguf": gguf, "openvino": openvino}[target]
+
+
+from kl_lens.targets.shim import get_target as get_target  # noqa: E402
+from kl_lens.targets.shim import target_of as target_of  # noqa: E402

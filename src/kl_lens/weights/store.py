@@ -67,6 +67,7 @@ class WeightStore:
         self._recent: OrderedDict[tuple[str, str, float], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[str, str] = {}
+        self._digests: dict[tuple[str, str], str] = {}
 
     def keep_in(self, folder: Path, disk_budget: int = DISK_BUDGET) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
@@ -113,7 +114,10 @@ class WeightStore:
         return Recipe.parse(recipe).grid.dequantize(found)
 
     def digest(self, component: str, recipe: Recipe | str) -> str:
-        return self.quantized(component, recipe).digest
+        bound = self.bind(recipe)
+        if (component, bound.key) not in self._digests:
+            self._digests[component, bound.key] = self.quantized(component, bound).digest
+        return self._digests[component, bound.key]
 
     def digests(self, recipes: Mapping[str, str]) -> dict[str, str]:
         """Component → digest of its stored form, for a whole plan."""
