@@ -136,7 +136,7 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
     (failure,) = results.failures
     assert failure.subject == "b"
     assert "the file is gone (while round 2 of 2)" in failure.reason
-    assert [(p.subject, p.settings["repeats"]) for p in stored] == [
+    assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
         ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
     ]  # fmt: skip
 
