@@ -22,6 +22,7 @@ from kl_lens.subjects import (
     PLAN,
     checked_plan_name,
     current_results,
+    file_digest,
     is_current,
     outside_path,
     plan_digest,
@@ -173,8 +174,6 @@ def test_files_from_outside_are_current_as_long_as_their_content_is(tmp_path: Pa
         outside = replace(own, settings={"path": outside_path(file)})
         assert outside.label != own.label
         assert outside.own_plan is None
-        from kl_lens.subjects import file_digest
-
         judged = replace(outside, digest=file_digest(file))
         assert is_current(run, judged)
         file.write_bytes(b"two")

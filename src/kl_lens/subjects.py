@@ -29,7 +29,9 @@ __all__ = [
     "checked_plan_name",
     "current_digest",
     "current_results",
+    "file_digest",
     "is_current",
+    "outside_path",
     "own_artifact",
     "plan_digest",
 ]
@@ -52,8 +54,11 @@ def checked_plan_name(name: str) -> str:
 
 
 def plan_digest(assignment: Mapping[str, str], fingerprint: str | None) -> str:
-    """Of a plan: what it gives to which component of which model. Components in FP16 may be named or not."""
-    chosen = sorted((name, recipe) for name, recipe in assignment.items() if recipe != _UNCHANGED)
+    """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not."""
+    from kl_lens.recipes import spelled  # loads torch, which a run folder alone does not need
+
+    recipes = {name: spelled(recipe) for name, recipe in assignment.items()}
+    chosen = sorted(item for item in recipes.items() if item[1] != _UNCHANGED)
     return _digest([fingerprint, chosen])
 
 
@@ -134,18 +139,16 @@ def current_digest(run: Run, subject: Subject) -> str | None:
 
 
 def _plan_now(run: Run, name: str) -> str | None:
-    """The digest of the run's plan of this name as its file says it, in whatever spelling; None without such a plan."""
-    from kl_lens.recipes import spelled
-
+    """The digest of the run's plan of this name as its file says it; None without such a plan."""
     identity = run.identity
     aliases = {alias: c["name"] for c in identity.get("components", []) for alias in c.get("tied_with", ())}
     try:
         path = run.folder / "plans" / f"{checked_plan_name(name)}.json"
         lines = json.loads(path.read_text(encoding="utf-8"))["assignment"].items()
-        assignment = {aliases.get(component, component): spelled(recipe) for component, recipe in lines}
+        assignment = {aliases.get(component, component): recipe for component, recipe in lines}
+        return plan_digest(assignment, identity.get("model_fingerprint"))
     except (KLLensError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return plan_digest(assignment, identity.get("model_fingerprint"))
 
 
 def _read_artifact(folder: Path) -> Artifact | None:

@@ -135,7 +135,8 @@ def test_a_file_agrees_with_the_same_weights_in_pytorch(
 ) -> None:
     outcome = judged(reference, shipped, reference_text, tmp_path / "run")
     (agreement,) = outcome.agreements
-    assert agreement.verdict in (AGREES, AS_DEPLOYED)
+    # In float32 where the runtime's activations are not modelled: OpenVINO's are on ARM alone.
+    assert agreement.verdict in (AGREES, AS_DEPLOYED, IN_FLOAT32)
     assert agreement.counterpart.label == f"torch/eight as {shipped.name}"
     values = {s.subject: s.values for s in outcome.scores if s.kind == "perplexity"}
     assert values[agreement.subject]["token_perplexity"].value == pytest.approx(
@@ -271,7 +272,7 @@ def test_identities_change_with_what_makes_the_numbers(
 ) -> None:
     folder = exported("gguf")
     one, same = JudgedArtifact(folder), JudgedArtifact(next(folder.glob("*.gguf")))
-    assert one.identity == same.identity
+    assert (one.identity, one.subject) == (same.identity, same.subject)
     assert JudgedArtifact(folder, RuntimeSettings(exact=True)).identity != one.identity
     with_other_scales(folder, "gguf")
     assert JudgedArtifact(folder).identity != one.identity

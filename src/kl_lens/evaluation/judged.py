@@ -109,7 +109,7 @@ class JudgedArtifact(Judged):
         self.path, self.artifact = _located(path)
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
-        outside = {} if plan is not None else {"path": outside_path(path)}
+        outside = {} if plan is not None else {"path": outside_path(self.path)}
         self.subject = Subject(
             ARTIFACT,
             plan or (self.artifact.plan if self.artifact else None),
