@@ -13,7 +13,7 @@ from typing import Any
 from kl_lens import evaluation
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli import options
-from kl_lens.cli.evaluate_tables import print_outcome, verdicts
+from kl_lens.cli.evaluate_tables import labelled, print_outcome, verdicts
 from kl_lens.cli.progress import sweep_progress
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
@@ -107,7 +107,7 @@ def execute(arguments: argparse.Namespace) -> int:
             raise KLLensError(next(iter(outcome.failures.values()), "there is nothing to evaluate"))
         tokenizer = _tokenizer(arguments, model, selection)
         journal = evaluation.Journal(run, again=arguments.again)
-        original = None if model is None else evaluation.TorchSubject(model)
+        original = None if model is None else evaluation.JudgedModel(model)
         try:
             for name, kinds in _texts(arguments, original is not None).items():
                 text = _text(arguments, run, name, tokenizer)
@@ -124,8 +124,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         options.print_json(
             {
-                "scores": [score.to_json() for score in outcome.scores],
-                "agreements": [agreement.to_json() for agreement in outcome.agreements],
+                "scores": [labelled(score) for score in outcome.scores],
+                "agreements": [labelled(agreement) for agreement in outcome.agreements],
                 "verdicts": found,
                 "failures": outcome.failures,
                 "notes": selection.notes,
@@ -189,7 +189,7 @@ def _tokenizer(
     if model is not None:
         return model.require_tokenizer()
     first = selection.subjects[0]
-    assert isinstance(first, evaluation.ArtifactSubject)
+    assert isinstance(first, evaluation.JudgedArtifact)
     return evaluation.artifact_tokenizer(first, arguments.tokenizer)
 
 
@@ -217,7 +217,7 @@ def _text(arguments: argparse.Namespace, run: Run, name: str, tokenizer: Any) ->
 
 def _judge_text(
     journal: evaluation.Journal,
-    original: evaluation.TorchSubject | None,
+    original: evaluation.JudgedModel | None,
     selection: evaluation.Selection,
     text: evaluation.EvaluationText,
     kinds: set[str],
@@ -238,7 +238,7 @@ def _judge_text(
 def _judge_tasks(
     arguments: argparse.Namespace,
     journal: evaluation.Journal,
-    original: evaluation.TorchSubject | None,
+    original: evaluation.JudgedModel | None,
     selection: evaluation.Selection,
     tokenizer: Any,
 ) -> evaluation.Outcome:

@@ -17,7 +17,8 @@ from kl_lens.cli import config, options
 from kl_lens.cli.run_summary import UNIFORM_FP16, print_summary
 from kl_lens.cli.stages import Stages
 from kl_lens.errors import KLLensError, TargetError, UnsupportedError
-from kl_lens.evaluation.samples import store_samples
+from kl_lens.evaluation import JudgedArtifact
+from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.formats import get_format
 from kl_lens.runs import Run
 from kl_lens.targets import TARGETS, describe_target, read_artifact
@@ -262,7 +263,8 @@ def _generate(
     begin = time.perf_counter()
     try:
         with Run.open(stages.folder) as run:
-            store_samples(run, model, {f"{t}/{RECOMMENDED}": place for t, place in exported.items()}, prompts)
+            files = [JudgedArtifact(place, plan=RECOMMENDED) for place in exported.values()]
+            store_continuations(run, model, files, prompts)
     except (KLLensError, RuntimeError, OSError) as error:
         print(f"kl-lens run: no samples of text: {error}", file=sys.stderr)
         stages.failures.append("generate")
