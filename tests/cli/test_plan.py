@@ -72,8 +72,9 @@ def test_verify_and_refine_measure_on_held_out_text(measured: Path, held_out: li
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
     assert main([*arguments, "--verify"]) == 0
     verified = _plan(measured, "six")
-    assert verified["notes"]["measured_kl"] > 0
-    assert "held-out.txt, 4 windows" in verified["notes"]["measured_on"]
+    assert verified["measured"]["kl"]["value"] > 0
+    assert "held-out.txt" in verified["measured"]["text"]
+    assert verified["measured"]["windows"] == 4
     assert (
         main(
             ["plan", "--run", str(measured), "--plan", "six", "--refine", "--max-evaluations", "6", *held_out]
@@ -100,8 +101,8 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
         main(["plan", "--run", str(measured), "--gamma", "1.05", "--name", "g", "--verify", *held_out]) == 0
     )
     assert "evaluations of perplexity" in capsys.readouterr().err
-    notes = _plan(measured, "g")["notes"]
-    assert notes["perplexity"] <= 1.10 * notes["original_perplexity"]
+    result = _plan(measured, "g")["measured"]
+    assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
 
 
 def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:

@@ -253,7 +253,7 @@ def test_a_format_that_does_not_fit_falls_back_in_sight() -> None:
 def test_absmax_measurements_are_for_comparison_only() -> None:
     table = table_of([component("head")], {("head", "int4-absmax"): 0.0, ("head", "int8"): 0.1})
     assert plan_for_budget(table, max_kl=1.0).plan.assignment == {"head": "int8"}
-    asked = plan_for_budget(table, max_kl=1.0, formats=["int4-absmax"]).plan
+    asked = plan_for_budget(table, max_kl=1.0, recipes=["int4-absmax"]).plan
     assert asked.assignment == {"head": "int4-absmax"}
 
 
@@ -293,7 +293,7 @@ def test_budgets_that_make_no_sense_are_refused() -> None:
     with pytest.raises(PlanError, match="cannot minimise 'latency'"):
         plan_for_budget(table, max_kl=1.0, minimise="latency")
     with pytest.raises(PlanError, match="no measurements at int4"):
-        plan_for_budget(table, max_kl=1.0, formats=["int4"])
+        plan_for_budget(table, max_kl=1.0, recipes=["int4"])
     with pytest.raises(PlanError, match="cannot exclude 'tail'"):
         plan_for_budget(table, max_kl=1.0, exclude=["tail"])
 

@@ -47,7 +47,7 @@ def test_a_plan_comes_back_unchanged(written: Path) -> None:
 
 def test_the_file_names_every_quantizable_component(written: Path) -> None:
     content = json.loads(written.read_text())
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert list(content["assignment"]) == [c.name for c in COMPONENTS if c.quantizable]
     assert content["bytes"] == read_plan(written, COMPONENTS).bytes
 
@@ -86,7 +86,7 @@ def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
         ({"backbone.layers.0.mixer.in_prj": "int8"}, r"no component .*in_prj'; did you mean .*mixer.in_proj"),
         ({"nothing alike": "int8"}, r"no component 'nothing alike'; `kl-lens inspect`"),
         ({"lm_head": "int3"}, "lm_head: unknown format 'int3'"),
-        ({"lm_head": 8}, "expected the name of a format, found 8"),
+        ({"lm_head": 8}, "expected the name of a format, got 8"),
         ({"backbone.layers.0.mixer.conv1d": "int8"}, "conv1d cannot be int8: runtimes need it"),
         ({"backbone.layers.0.mixer.dt_proj": "q8_0"}, "dt_proj cannot be q8_0: 48 columns"),
         ({"lm_head": "int8", "backbone.embeddings": "int4"}, "same weight as backbone.embeddings|give both"),
@@ -111,7 +111,7 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
         ("", "no valid JSON"),
         ("[1, 2]", "no plan: expected an object"),
         ('{"version": 1}', "no plan: expected an object"),
-        ('{"version": 9, "assignment": {}}', "version 9; this program reads version 1"),
+        ('{"version": 9, "assignment": {}}', "version 9; this program reads versions 1 and 2"),
         ('{"assignment": {}}', "version None"),
         ('{"version": 1, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
         ('{"version": 1, "assignment": {}, "note": {}}', "unknown field 'note'; did you mean notes"),

@@ -4,7 +4,6 @@ from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.artifact_tokenizer import artifact_tokenizer
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
 from kl_lens.evaluation.journal import Journal, read_scores
-from kl_lens.evaluation.published import write_published
 from kl_lens.evaluation.scoring import divergence_values, perplexity_values, score_text
 from kl_lens.evaluation.selection import Selection, given_subjects, run_subjects
 from kl_lens.evaluation.subjects import (
@@ -43,5 +42,4 @@ __all__ = [
     "read_scores",
     "run_subjects",
     "score_text",
-    "write_published",
 ]

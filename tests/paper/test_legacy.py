@@ -10,8 +10,14 @@ import transformers
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
+from kl_lens.paper import read_legacy, write_legacy
 from kl_lens.records import Estimate, Measurement
-from kl_lens.sensitivity.legacy import read_legacy, write_legacy
+from tests.families import tiny_model
+
+
+@pytest.fixture(scope="module")
+def mamba() -> LoadedModel:
+    return LoadedModel("mamba", Path(), tiny_model("mamba"), None, source="mamba")
 
 
 def _measurement(component: str, format_name: str, kl: float) -> Measurement:

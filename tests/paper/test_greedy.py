@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from kl_lens.errors import PlanError
-from kl_lens.planning import greedy_plan
+from kl_lens.paper import greedy_plan
 from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
 
