@@ -96,13 +96,6 @@ def test_a_component_never_grows_again() -> None:
     assert result.plan.assignment == {"c0": "int4"}
 
 
-def test_a_given_baseline_is_not_measured_again() -> None:
-    table = chain()
-    model = Additive(table, 1e-9)
-    greedy_plan(table, model, formats=("int8",), baseline=BASELINE)
-    assert model.calls <= 5
-
-
 def test_perplexity_that_is_not_a_number_is_not_within_any_budget() -> None:
     table = chain(3)
     result = greedy_plan(table, lambda a: math.nan if "c2" in a else BASELINE, formats=("int8",), gamma=10.0)

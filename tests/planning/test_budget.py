@@ -304,9 +304,9 @@ def test_a_budget_with_room_to_spare_keeps_fp16() -> None:
 
 
 def test_hopeless_formats_do_not_spoil_the_scaling() -> None:
-    """A head at 4 bits can cost 1e30 nats in print; the rest differs in the ninth digit."""
+    """A head at 4 bits can cost thousands of nats; the rest differs in the ninth digit."""
     names = [f"c{i}" for i in range(12)]
-    kls = {(n, "int4"): 1e-6 * (1 + 1e-3 * i) for i, n in enumerate(names)} | {("c0", "int4"): 1e30}
+    kls = {(n, "int4"): 1e-6 * (1 + 1e-3 * i) for i, n in enumerate(names)} | {("c0", "int4"): 4e4}
     table = table_of([component(n) for n in names], kls, head="c0")
     full, small = 2 * 64 * 64, get_format("int4").bytes((64, 64))
     solution = plan_for_budget(table, max_bytes=7 * full + 5 * small)
