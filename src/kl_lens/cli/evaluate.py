@@ -19,6 +19,7 @@ from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
 from kl_lens.evaluation.tasks import FAIL, require_lm_eval, task_names
+from kl_lens.paper import write_published
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.targets import TARGETS
 from kl_lens.text import refuse_overlap
@@ -113,7 +114,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 text = _text(arguments, run, name, tokenizer)
                 outcome.add(_judge_text(journal, original, selection, text, kinds))
                 if "perplexity" in kinds and model is not None and _is_kept(arguments):
-                    written.append(evaluation.write_published(run, model.name, text, arguments.tag))
+                    written.append(write_published(run, model.name, text, arguments.tag))
             if arguments.tasks:
                 outcome.add(_judge_tasks(arguments, journal, original, selection, tokenizer))
         except KeyboardInterrupt:
