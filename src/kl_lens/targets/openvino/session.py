@@ -20,6 +20,7 @@ import openvino.opset13 as ops
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact
+from kl_lens.targets.openvino.rewrites import equal_batches
 from kl_lens.targets.session import Logits
 
 RECORD_FILE = "artifact.json"
@@ -95,6 +96,7 @@ def open_session(
             f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
         )
     graph = read_graph(folder / next(name for name in artifact.files if name.endswith(".xml")))
+    equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
     if static is None:
         _choose_rows(graph)
