@@ -115,7 +115,7 @@ def _settings(arguments: argparse.Namespace) -> profiling.UseSettings:
 
 def _as_json(report: profiling.Report) -> dict[str, object]:
     return {
-        "profiles": [profile.to_json() for profile in report.profiles],
+        "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
         "failures": {failure.subject: failure.reason for failure in report.failures},
         "notes": report.notes,
         "latency": {profile.name: profile.seconds for profile in report.latency},

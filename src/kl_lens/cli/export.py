@@ -17,6 +17,7 @@ from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.subjects import own_artifact, plan_digest
 from kl_lens.targets import TARGETS, describe_target, export, get_target
 from kl_lens.units import human_bytes
 
@@ -198,7 +199,8 @@ def _measured(
             )
         } | {"original_perplexity": results["planned"].original_perplexity}
         found[plan.name]["measured_on"] = f"{options.text_name(windows)}, {len(windows)} windows"
-        run.store("mapped", f"{artifact.target}/{plan.name}", found[plan.name])
+        subject = own_artifact(plan.name, artifact.target, artifact)
+        run.store_result("mapped", subject, found[plan.name]["measured_on"], found[plan.name])
     return found
 
 
@@ -220,9 +222,11 @@ def _export_one(
     if isinstance(model, Path):
         extra["fingerprint"] = run.identity["model_fingerprint"]
     artifact = export(model, plan, arguments.target, folder, **extra)
-    run.store(
-        "artifact", f"{arguments.target}/{plan.name}", artifact.to_json() | {"folder": str(folder.resolve())}
-    )
+    about = {
+        "folder": str(folder.resolve()),
+        "of_plan": plan_digest(plan.assignment, run.identity["model_fingerprint"]),
+    }
+    run.store("artifact", f"{arguments.target}/{plan.name}", artifact.to_json() | about)
     return folder, artifact
 
 
