@@ -43,3 +43,9 @@ class TargetError(KLLensError):
 
 class UnsupportedError(TargetError):
     """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""
+
+
+def one_line(error: BaseException, most: int = 240) -> str:
+    """What another library's error says, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "…"
