@@ -45,9 +45,9 @@ def from_bits(typing_context, value):  # type: ignore[no-untyped-def]
     return types.float32(types.int32), build
 
 
-# No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome. No promise that there
-# are no NaNs: a broken weight has to show in the logits. (Measured: the kernels are as fast without that promise.) For
-# the same reason the value comes first in every max and min here: numba keeps the first where a comparison is false.
+# No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome. No promise of no
+# NaNs: a broken weight has to show in the logits, and the kernels are as fast without that promise. For the same reason
+# the value comes first in every max and min here: numba keeps the first where a comparison is false.
 FAST_MATH = {"contract", "nsz"}
 
 
