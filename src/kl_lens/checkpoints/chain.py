@@ -285,12 +285,13 @@ class Chain:
         if not calls.last_taker and not boards:
             return States(hidden)
         leaves = pytree.tree_leaves(output)
-        carried = {
+        carried: dict[Given | Board, Any] = {
             mark: leaves[mark.leaf] if mark.block == index else states.carried[mark]
             for mark, last in calls.last_taker.items()
             if mark.block <= index < last
         }
-        return States(hidden, {**carried, **{mark: dict(board) for mark, board in boards.items()}})
+        carried.update({mark: dict(board) for mark, board in boards.items()})
+        return States(hidden, carried)
 
     def _repeated(self, calls: BlockCalls, index: int, copies: int) -> Arguments:
         if copies == 1:
