@@ -46,7 +46,7 @@ def from_bits(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 # No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome. No promise of no
-# NaNs: a broken weight has to show in the logits, and the kernels are as fast without that promise. For the same reason
+# NaNs: a broken weight has to show in the logits (on x86-64 the kernels are as fast without it). For the same reason
 # the value comes first in every max and min here: numba keeps the first where a comparison is false.
 FAST_MATH = {"contract", "nsz"}
 
