@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kl_lens.errors import FormatError
-from kl_lens.formats.base import Format, Quantized, checked_float32
+from kl_lens.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
 from kl_lens.formats.ggml import gguf_module, quantize_rows
 from kl_lens.formats.registry import register
 
@@ -43,7 +43,10 @@ class GGUFFormat(Format):
 
     @property
     def needs_importance(self) -> bool:
-        return self.name in ("iq2_xs", "iq2_xxs")  # `ggml_quantize_requires_imatrix`, known without the library
+        return self.name in (
+            "iq2_xs",
+            "iq2_xxs",
+        )  # `ggml_quantize_requires_imatrix`, known without the library
 
     @property
     def takes_importance(self) -> bool:
@@ -63,7 +66,9 @@ class GGUFFormat(Format):
             )
         return super().quantize(weight, name)
 
-    def quantize_with(self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight") -> Quantized:
+    def quantize_with(
+        self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
+    ) -> Quantized:
         """The stored form with llama.cpp's search weighed by column, as its importance matrices do.
 
         Args:
@@ -72,9 +77,16 @@ class GGUFFormat(Format):
         self._require_fit(tuple(weight.shape), name)
         values = checked_float32(weight, name)
         try:
-            return self._blocks(values, importance.detach().float().cpu())
+            stored = self._blocks(values, importance.detach().float().cpu())
         except FormatError as error:
             raise FormatError(f"{name}: {error}") from None
+        # Minima that the search moves further out can leave FP16's range, and only there.
+        if (
+            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
+            and not self._dequantize(stored).isfinite().all()
+        ):
+            raise FormatError(f"{name}: {self.name} cannot hold weights so close to FP16's end; rescale them")
+        return stored
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.block_size * self.block_bytes
@@ -96,7 +108,9 @@ class GGUFFormat(Format):
             blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
         elif weight.dim() == 3 and len(importance) == len(weight):
             pairs = zip(np.split(rows, len(weight)), importance.numpy(), strict=True)
-            blocks = np.concatenate([quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs])
+            blocks = np.concatenate(
+                [quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs]
+            )
         else:
             shapes = f"{tuple(importance.shape)} does not go with a weight of {tuple(weight.shape)}"
             raise FormatError(f"importance of shape {shapes}")

@@ -59,7 +59,7 @@ class NormalFloatFormat(GroupedFormat):
         groups = weight.unflatten(-1, (-1, self._columns_per_group(weight.shape)))  # (…, rows, groups, group)
         scales = groups.abs().amax(-1, keepdim=True).clamp(min=NNCF_SMALLEST_SCALE)
         _, borders = _tables(weight.device)
-        indices = torch.bucketize(groups / scales, borders)
+        indices = torch.bucketize((groups / scales).contiguous(), borders)
         return Quantized(
             self.name,
             tuple(weight.shape),

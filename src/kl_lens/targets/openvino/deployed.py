@@ -25,6 +25,8 @@ from torch.nn import functional
 from kl_lens.checkpoints import Anatomy
 from kl_lens.formats import Format, get_format
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.normal_float import NormalFloatFormat
+from kl_lens.formats.zero_points import ZeroPointFormat
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
@@ -78,10 +80,14 @@ def as_deployed(model: nn.Module, anatomy: Anatomy, assignment: Mapping[str, str
     with ExitStack() as stack:
         for name, format_name in assignment.items():
             fmt = get_format(format_name)
-            if not isinstance(fmt, SignedScaleFormat):
-                continue
             component = anatomy.component(name)
             parameter = model.get_parameter(component.weight)
+            if isinstance(
+                fmt, (ZeroPointFormat, NormalFloatFormat)
+            ):  # not for those kernels: no rounded activations
+                stack.enter_context(_swapped(parameter, fmt.roundtrip(parameter)))
+            if not isinstance(fmt, SignedScaleFormat):
+                continue
             weight = deployed_weight(fmt, parameter)
             plain = fmt.roundtrip(parameter)
             for owner in (component.name, *component.tied_with):
