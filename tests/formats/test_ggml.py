@@ -145,7 +145,7 @@ def test_a_minimum_beyond_fp16_is_refused() -> None:
     w[0, ::2] = torch.linspace(-65504, 65504, 16)
     columns = torch.where(torch.arange(32) % 2 == 0, 1e-6, 1.0)
     columns[::7] = 1.0
-    with pytest.raises(FormatError, match="^w: q4_1 cannot hold weights so close to FP16's end"):
+    with pytest.raises(FormatError, match=r"^w: q4_1 cannot hold weights so close to FP16's end"):
         gguf_format("q4_1").quantize_with(w, columns, "w")
 
 

@@ -1,10 +1,10 @@
-"""NF4: sixteen levels that are quantiles of a normal distribution, one scale per row or group. NNCF's mode, bit for bit.
+"""NF4: sixteen levels, quantiles of a normal distribution, and a scale per row or group. NNCF's mode, bit for bit:
 
     s = max|w|, 2^−23 where it is smaller
     q = the level nearest to w / s                  (with the float32 scale; a tie goes down)
     w′ = level[q] · fp16(s)                         (levels in float32)
 
-OpenVINO's CPU plugin computes with exactly these values when it runs in float32.
+OpenVINO 2026.4's CPU plugin computes with exactly these values when it runs in float32 (tried on x86-64).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import math
 
 RAMP_STEPS = 24
 
-# Format → (light, dark). 8 bits are blue, 4 bits are orange, between them green and purple; 3 bits are red, 2 bits pink;
-# FP16 is grey.
+# Format → (light, dark). 8 bits are blue, 4 bits are orange, between them green and purple; 3 bits are red, 2 bits
+# pink; FP16 is grey.
 _FORMATS = {
     "fp16": ("#8a8f98", "#7d838d"),
     "int8": ("#0072b2", "#3d9be0"),

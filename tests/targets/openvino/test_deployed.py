@@ -43,9 +43,11 @@ def test_single_products(name: str, tmp_path) -> None:
 
 
 @on_arm
-@pytest.mark.parametrize("family", ["mamba", "jamba_experts"])
-def test_whole_models(family: str, exported: Callable) -> None:
-    case = exported(family, "mixed")
+@pytest.mark.parametrize(
+    ("family", "plan"), [("mamba", "mixed"), ("jamba_experts", "mixed"), ("mamba", "unsigned")]
+)
+def test_whole_models(family: str, plan: str, exported: Callable) -> None:
+    case = exported(family, plan)
     ids = token_ids(1, 40)
     session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
     theirs = session.logits(ids[0].tolist())

@@ -30,6 +30,25 @@ def test_int4_on_the_gpu_is_an_explicit_choice(anatomy) -> None:
 
 
 @pytest.mark.parametrize(
+    ("profile", "wanted", "given"),
+    [
+        ("cpu", "uint4-g32", "uint4-g32"),
+        ("cpu", "nf4-g32", "nf4-g32"),
+        ("gpu-int4", "uint4-g32", "uint4-g32"),
+        ("gpu-int4", "nf4-g32", "int4"),
+        ("gpu", "uint4", "int8"),
+        ("npu", "uint4", "int4"),
+    ],
+)
+def test_zero_points_and_normal_floats_are_not_for_every_device(
+    anatomy, profile: str, wanted: str, given: str
+) -> None:
+    choice = realise({IN_PROJ: wanted}, anatomy, PROFILES[profile], fallback=True)[IN_PROJ]
+    assert choice.format.name == given
+    assert (choice.reason is None) == (wanted == given)
+
+
+@pytest.mark.parametrize(
     ("wanted", "given"), [("int4-g32", "int8"), ("int4", "int8"), ("q4_0", "int4"), ("int8-absmax", "int8")]
 )
 def test_formats_that_do_not_fit(anatomy, wanted: str, given: str) -> None:
