@@ -5,11 +5,11 @@ Nothing here imports another room of the house; every other room may import this
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
-
-RECORDS_VERSION = 1
 
 
 class Record:
@@ -71,16 +71,68 @@ class Measurement(Record):
         return cls(**{**data, "metrics": metrics})
 
 
+# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps,
+# a mixture that a runtime's users know, anything else.
+PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
+
+
+@dataclass(frozen=True)
+class Measured(Record):
+    """What a plan as a whole did to the model on held-out text, computed in PyTorch."""
+
+    kl: Estimate  # KL(original ‖ planned), nats per token
+    perplexity: Estimate  # per token, of the planned model
+    original_perplexity: float
+    text: str
+    windows: int
+
+    @property
+    def place(self) -> str:
+        """`wikitext2:valid, 4 windows`."""
+        return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """An error that is not defined (one window has none) is null: files are strict JSON."""
+        data = asdict(self)
+        for estimate in (data["kl"], data["perplexity"]):
+            if not math.isfinite(estimate["standard_error"]):
+                estimate["standard_error"] = None
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        estimates = {
+            key: Estimate(data[key]["value"], math.nan if error is None else error)
+            for key in ("kl", "perplexity")
+            for error in [data[key].get("standard_error")]
+        }
+        return super().from_json({**data, **estimates})
+
+
 @dataclass(frozen=True)
 class Plan(Record):
-    """Which format each component gets. Components that are not named stay FP16."""
+    """Which recipe each component gets. Components that are not named stay FP16."""
 
     name: str
-    assignment: dict[str, str]  # component name → format name
-    made_by: str
+    assignment: dict[str, str]  # component name → recipe, as `kl_lens.recipes` spells it
+    made_by: str  # for people; what code asks about has a field
     predicted_kl: float | None = None
-    bytes: int | None = None
+    bytes: int | None = None  # of the weights
     notes: dict[str, Any] = field(default_factory=dict)
+    family: str = "other"  # of PLAN_FAMILIES
+    measured: Measured | None = None
+    limits: dict[str, float] = field(default_factory=dict)  # what was asked for: bytes, kl, latency, drop
+    fixed_bytes: int = 0  # what a file needs besides the weights, where the limit in bytes is the file's
+    statistics: str | None = None  # digest of what learnt recipes were made from
+    refined_from: str | None = None  # the plan that measured swaps started from
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        measured = data.get("measured")
+        return super().from_json({**data, "measured": Measured.from_json(measured) if measured else None})
 
 
 @dataclass(frozen=True)
@@ -157,11 +209,69 @@ class Artifact(Record):
         return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})
 
 
+ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
+
+
+@dataclass(frozen=True)
+class Subject(Record):
+    """What was judged or timed: the original, a plan computed in PyTorch, or an exported artifact.
+
+    `settings` holds what sets it apart from the usual one of that plan and target: `{"exact": True}`,
+    `{"device": "GPU"}`, `{"activations": "deployed"}`, and for a file from outside the run its `{"path": …}`.
+    """
+
+    what: str  # original, plan, artifact
+    plan: str | None = None
+    target: str | None = None  # of an artifact; of a plan: the target whose stored weights it computes with
+    settings: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""  # of the recipes, or of the artifact's record, that were judged
+
+    @property
+    def label(self) -> str:
+        """For people: `original`, `torch/small`, `torch/small as gguf`, `gguf/small (exact)`, a path."""
+        if self.what == ORIGINAL:
+            return ORIGINAL
+        settings = dict(self.settings)
+        path = settings.pop("path", None)
+        if self.what == PLAN:
+            stored = f" as {self.target}" if self.target else ""
+            return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
+        return (f"{self.target}/{self.plan}" if path is None else str(path)) + _bracketed(settings)
+
+    @property
+    def key(self) -> str:
+        """The same for the same subject in whatever state: all but the digest."""
+        return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
+
+    @property
+    def own_plan(self) -> str | None:
+        """The run's plan that this is about; None for the original and for files from outside the run."""
+        return None if self.what == ORIGINAL or "path" in self.settings else self.plan
+
+    @property
+    def is_usual(self) -> bool:
+        """A plan by itself, or a file run as it is deployed: no stand-in, no arithmetic of its own."""
+        return not (set(self.settings) - {"path"}) and (self.what != PLAN or self.target is None)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.digest))
+
+
+def _bracketed(settings: Mapping[str, Any]) -> str:
+    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact"}
+    parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def subject_from(value: Subject | Mapping[str, Any]) -> Subject:
+    return value if isinstance(value, Subject) else Subject.from_json(value)
+
+
 @dataclass(frozen=True)
 class Score(Record):
     """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
 
-    subject: str  # "original", "torch/PLAN", "openvino/PLAN", "gguf/PLAN", or the path of another file
+    subject: Subject
     kind: str  # perplexity, divergence, task
     what: str  # the text ("wikitext2:test") or the task ("arc_easy")
     values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
@@ -173,7 +283,7 @@ class Score(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         values = {name: Estimate(**value) for name, value in data["values"].items()}
-        return cls(**{**data, "values": values})
+        return cls(**{**data, "values": values, "subject": subject_from(data["subject"])})
 
 
 @dataclass(frozen=True)
@@ -190,7 +300,7 @@ class Spread(Record):
 class Profile(Record):
     """How fast and how large an exported file is, on one device with one protocol."""
 
-    subject: str  # "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    subject: Subject
     protocol: str  # "use" (what a user feels) or "benchmark_app" (the published one)
     device: str
     threads: int
@@ -209,4 +319,4 @@ class Profile(Record):
         spreads = {
             key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
         }
-        return cls(**{**data, **spreads})
+        return cls(**{**data, **spreads, "subject": subject_from(data["subject"])})

@@ -86,12 +86,12 @@ def _list(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _places(arguments: argparse.Namespace, run: Run | None) -> dict[str, Path]:
+def _places(arguments: argparse.Namespace, run: Run | None) -> list[Path]:
     targets = _list(arguments.targets)
     if unknown := [name for name in targets if name not in TARGETS]:
         raise TargetError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(TARGETS)}")
     if arguments.artifacts:
-        return profiling.named_places(arguments.artifacts, run)
+        return list(arguments.artifacts)
     assert run is not None
     return profiling.run_places(run, plans=arguments.plan, targets=targets)
 
@@ -115,7 +115,7 @@ def _settings(arguments: argparse.Namespace) -> profiling.UseSettings:
 
 def _as_json(report: profiling.Report) -> dict[str, object]:
     return {
-        "profiles": [profile.to_json() for profile in report.profiles],
+        "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
         "failures": {failure.subject: failure.reason for failure in report.failures},
         "notes": report.notes,
         "latency": {profile.name: profile.seconds for profile in report.latency},
@@ -162,7 +162,7 @@ def _use_table(profiles: list[Profile]) -> Table:
     for p in profiles:
         ratio = p.ratios["tokens_per_second"]
         table.add_row(
-            p.subject,
+            p.subject.label,
             human_bytes(p.file_bytes),
             f"{p.timings['load_seconds'].median:.2f}",
             *(f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}" for n in lengths),
@@ -187,7 +187,7 @@ def _app_table(profiles: list[Profile]) -> Table:
     for p in profiles:
         s = p.settings
         table.add_row(
-            p.subject,
+            p.subject.label,
             s["signature"],
             human_bytes(p.file_bytes),
             f"{p.timings['latency_ms'].median:.2f}",

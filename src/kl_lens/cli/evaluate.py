@@ -13,13 +13,15 @@ from typing import Any
 from kl_lens import evaluation
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli import options
-from kl_lens.cli.evaluate_tables import print_outcome, verdicts
+from kl_lens.cli.evaluate_tables import labelled, print_outcome, verdicts
 from kl_lens.cli.progress import sweep_progress
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
 from kl_lens.evaluation.tasks import FAIL, require_lm_eval, task_names
+from kl_lens.paper import write_published
 from kl_lens.runs import CALIBRATION, Run
+from kl_lens.targets import TARGETS
 from kl_lens.text import refuse_overlap
 from kl_lens.units import parse_share
 
@@ -38,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_plans(parser)
     parser.add_argument(
         "--targets",
-        default="torch,openvino,gguf",
+        default=",".join(("torch", *TARGETS)),
         metavar="LIST",
-        help="torch (plans in PyTorch), openvino, gguf (exported files); default: all three",
+        help="torch (plans in PyTorch), and targets (exported files); default: all",
     )
     text = parser.add_argument_group("what to measure (default: --perplexity --divergence)")
     text.add_argument(
@@ -106,13 +108,13 @@ def execute(arguments: argparse.Namespace) -> int:
             raise KLLensError(next(iter(outcome.failures.values()), "there is nothing to evaluate"))
         tokenizer = _tokenizer(arguments, model, selection)
         journal = evaluation.Journal(run, again=arguments.again)
-        original = None if model is None else evaluation.TorchSubject(model)
+        original = None if model is None else evaluation.JudgedModel(model)
         try:
             for name, kinds in _texts(arguments, original is not None).items():
                 text = _text(arguments, run, name, tokenizer)
                 outcome.add(_judge_text(journal, original, selection, text, kinds))
                 if "perplexity" in kinds and model is not None and _is_kept(arguments):
-                    written.append(evaluation.write_published(run, model.name, text, arguments.tag))
+                    written.append(write_published(run, model.name, text, arguments.tag))
             if arguments.tasks:
                 outcome.add(_judge_tasks(arguments, journal, original, selection, tokenizer))
         except KeyboardInterrupt:
@@ -123,8 +125,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         options.print_json(
             {
-                "scores": [score.to_json() for score in outcome.scores],
-                "agreements": [agreement.to_json() for agreement in outcome.agreements],
+                "scores": [labelled(score) for score in outcome.scores],
+                "agreements": [labelled(agreement) for agreement in outcome.agreements],
                 "verdicts": found,
                 "failures": outcome.failures,
                 "notes": selection.notes,
@@ -175,9 +177,9 @@ def _selection(arguments: argparse.Namespace, run: Run, model: LoadedModel | Non
         kept = run if _is_kept(arguments) else None
         return evaluation.given_subjects(arguments.artifact, settings, model, kept)
     targets = [name.strip() for name in arguments.targets.split(",") if name.strip()]
-    unknown = [name for name in targets if name not in ("torch", "openvino", "gguf")]
+    unknown = [name for name in targets if name not in ("torch", *TARGETS)]
     if unknown:
-        raise KLLensError(f"--targets {unknown[0]!r}: there are torch, openvino and gguf")
+        raise KLLensError(f"--targets {unknown[0]!r}: there are {', '.join(['torch', *TARGETS])}")
     assert model is not None
     return evaluation.run_subjects(run, model, settings, plans=arguments.plan, targets=targets)
 
@@ -188,7 +190,7 @@ def _tokenizer(
     if model is not None:
         return model.require_tokenizer()
     first = selection.subjects[0]
-    assert isinstance(first, evaluation.ArtifactSubject)
+    assert isinstance(first, evaluation.JudgedArtifact)
     return evaluation.artifact_tokenizer(first, arguments.tokenizer)
 
 
@@ -216,7 +218,7 @@ def _text(arguments: argparse.Namespace, run: Run, name: str, tokenizer: Any) ->
 
 def _judge_text(
     journal: evaluation.Journal,
-    original: evaluation.TorchSubject | None,
+    original: evaluation.JudgedModel | None,
     selection: evaluation.Selection,
     text: evaluation.EvaluationText,
     kinds: set[str],
@@ -237,7 +239,7 @@ def _judge_text(
 def _judge_tasks(
     arguments: argparse.Namespace,
     journal: evaluation.Journal,
-    original: evaluation.TorchSubject | None,
+    original: evaluation.JudgedModel | None,
     selection: evaluation.Selection,
     tokenizer: Any,
 ) -> evaluation.Outcome:

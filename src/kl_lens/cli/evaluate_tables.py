@@ -12,7 +12,7 @@ from kl_lens.cli import options
 from kl_lens.evaluation import Outcome
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
-from kl_lens.records import Estimate, Score
+from kl_lens.records import Estimate, Score, Subject
 
 
 def verdicts(outcome: Outcome, limit: float | None) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def verdicts(outcome: Outcome, limit: float | None) -> list[dict[str, Any]]:
         return []
     return [
         {
-            "subject": s.subject,
+            "subject": s.subject.label,
             "task": s.what,
             "max_drop": limit,
             "verdict": judge(s.values["acc_drop"], limit),
@@ -29,6 +29,12 @@ def verdicts(outcome: Outcome, limit: float | None) -> list[dict[str, Any]]:
         for s in outcome.scores
         if s.kind == "task" and "acc_drop" in s.values
     ]
+
+
+def labelled(record: Score | Agreement) -> dict[str, Any]:
+    """A record as JSON for people: subjects by their labels."""
+    labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
+    return record.to_json() | labels
 
 
 def print_outcome(outcome: Outcome, limit: float | None, notes: Iterable[str]) -> None:
@@ -50,7 +56,7 @@ def print_outcome(outcome: Outcome, limit: float | None, notes: Iterable[str]) -
             labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
             changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in found.differences.items()]
             console.print(
-                f"[bold red]{found.subject} DISAGREES with {found.compared_with}[/] on the same windows: "
+                f"[bold red]{found.subject.label} DISAGREES with {found.compared_with.label}[/] on the same windows: "
                 f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again."
                 " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
                 soft_wrap=True,
@@ -83,7 +89,7 @@ def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
     values = {score.subject: score.values for score in scores}
     for score in scores:
         row = [
-            score.subject,
+            score.subject.label,
             estimate(score.values["token_perplexity"]),
             estimate(score.values.get("token_perplexity_change"), "+.3f"),
             estimate(score.values["word_perplexity"], ".2f"),
@@ -116,7 +122,7 @@ def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
     for score in scores:
         found = score.values
         table.add_row(
-            score.subject,
+            score.subject.label,
             *(
                 estimate(found[name], ".4g")
                 for name in ("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max")
@@ -139,7 +145,7 @@ def _tasks(scores: list[Score], limit: float | None) -> Table:
         found = {name: _percent(value) for name, value in score.values.items()}
         row = [
             score.what,
-            score.subject,
+            score.subject.label,
             str(score.tokens),
             *(estimate(found.get(name), ".2f") for name in ("acc", "acc_norm")),
             *(estimate(found.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),

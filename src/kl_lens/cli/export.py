@@ -17,9 +17,17 @@ from kl_lens.errors import PlanError
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS, deployed, export
+from kl_lens.subjects import own_artifact, plan_digest
+from kl_lens.targets import TARGETS, describe_target, export, get_target
 from kl_lens.units import human_bytes
 
+# How the kinds of a target's options are typed.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "switch": {"action": "store_true"},
+    "text": {"metavar": "NAME"},
+    "number": {"type": options.positive, "metavar": "N"},
+    "names": {"metavar": "LIST"},
+}
 Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
 
 
@@ -35,20 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write (default: RUN/artifacts/TARGET)"
     )
-    openvino = parser.add_argument_group("openvino")
-    openvino.add_argument("--device-profile", default="cpu", help="cpu, gpu, gpu-int4 or npu (default: cpu)")
-    openvino.add_argument(
-        "--rewrites",
-        metavar="LIST",
-        help="cumba, reduba, actiba, or none (default: what the profile asks for)",
-    )
-    openvino.add_argument(
-        "--static-tokens", type=options.positive, metavar="N", help="a static forward without state"
-    )
-    openvino.add_argument(
-        "--without-head", action="store_true", help="end in the last hidden states (static only)"
-    )
-    openvino.add_argument("--fallback", action="store_true", help="lower what a profile cannot hold, visibly")
+    flags: set[str] = set()
+    for name in TARGETS:
+        group = parser.add_argument_group(name)
+        for option in describe_target(name).options:
+            if option.flag not in flags:
+                group.add_argument(option.flag, help=option.help, **_ARGUMENTS[option.kind])
+            flags.add(option.flag)
     gguf = parser.add_argument_group("gguf")
     gguf.add_argument(
         "--stream",
@@ -85,20 +86,17 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _target_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.target == "gguf":
-        from kl_lens.targets.gguf import DEFAULT_MAP
-
-        return {"format_map": DEFAULT_MAP} if arguments.map else {}
-    rewrites = None
-    if arguments.rewrites is not None:
-        rewrites = [r.strip() for r in arguments.rewrites.split(",") if r.strip() and r.strip() != "none"]
-    return {
-        "device_profile": arguments.device_profile,
-        "rewrites": rewrites,
-        "static_tokens": arguments.static_tokens,
-        "with_head": not arguments.without_head,
-        "fallback": arguments.fallback,
-    }
+    target = get_target(arguments.target)
+    found: dict[str, Any] = {}
+    for option in target.options:
+        typed = getattr(arguments, option.flag.removeprefix("--").replace("-", "_"))
+        if option.kind == "names" and typed is not None:
+            found[option.keyword] = [n.strip() for n in typed.split(",") if n.strip() not in ("", "none")]
+        elif typed not in (None, False):
+            found[option.keyword] = option.given if option.kind == "switch" else typed
+    if arguments.map and target.translations:
+        found["format_map"] = target.translations
+    return found
 
 
 def _export_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
@@ -106,7 +104,7 @@ def _export_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
         raise PlanError(
             "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
         )
-    if arguments.target == "gguf":
+    if get_target(arguments.target).streams:
         return _stream_uniform(arguments)
     model = options.load_model(arguments)
     name = arguments.format
@@ -121,17 +119,16 @@ def _export_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
 
 def _stream_uniform(arguments: argparse.Namespace) -> tuple[Path, Artifact]:
     """Straight from the checkpoint's files, one tensor at a time: a large model is never in memory."""
-    from kl_lens.targets.gguf import uniform_plan
-
+    target = arguments.target
     source = resolve(arguments.model, revision=arguments.revision)
-    plan = uniform_plan(source, arguments.format)
+    plan = get_target(target).uniform_plan(source, arguments.format)
     folder = (
-        arguments.out or options.run_folder(arguments, arguments.model) / "artifacts" / "gguf" / plan.name
+        arguments.out or options.run_folder(arguments, arguments.model) / "artifacts" / target / plan.name
     )
     extra = _target_options(arguments)
     if arguments.tokenizer:
         extra["tokenizer"] = load_tokenizer(source, arguments.tokenizer, arguments.trust_remote_code)
-    return folder, export(source, plan, "gguf", folder, **extra)
+    return folder, export(source, plan, target, folder, **extra)
 
 
 def _export_plans(
@@ -162,9 +159,10 @@ def _export_plans(
 def _meters(
     arguments: argparse.Namespace, run: Run, model: LoadedModel | Path
 ) -> tuple[PlanMeter, PlanMeter] | None:
-    """With --map the file holds other numbers than were measured: what measures the plan as made, and as llama.cpp
+    """With --map the file holds other numbers than were measured: what measures the plan as made, and as the runtime
     computes it. Made before anything is written, so that unfit text is refused first."""
-    if arguments.target != "gguf" or not arguments.map:
+    target = get_target(arguments.target)
+    if not arguments.map or not target.translations:
         return None
     if isinstance(model, Path):
         print(
@@ -174,7 +172,7 @@ def _meters(
         )
         return None
     windows = options.held_out_windows(arguments, run, model.require_tokenizer())
-    return PlanMeter(model, windows), PlanMeter(model, windows, deployed=deployed("gguf"))
+    return PlanMeter(model, windows), PlanMeter(model, windows, deployed=target)
 
 
 def _measured(
@@ -201,15 +199,17 @@ def _measured(
             )
         } | {"original_perplexity": results["planned"].original_perplexity}
         found[plan.name]["measured_on"] = f"{options.text_name(windows)}, {len(windows)} windows"
-        run.store("mapped", f"{artifact.target}/{plan.name}", found[plan.name])
+        subject = own_artifact(plan.name, artifact.target, artifact)
+        run.store_result("mapped", subject, found[plan.name]["measured_on"], found[plan.name])
     return found
 
 
 def _source(arguments: argparse.Namespace, run: Run) -> LoadedModel | Path:
     if not arguments.stream:
         return options.load_run_model(arguments, run)
-    if arguments.target != "gguf":
-        raise PlanError("--stream is for --target gguf; OpenVINO's converter needs the whole model")
+    target = get_target(arguments.target)
+    if not target.streams:
+        raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
     return resolve(arguments.model or run.identity["source"], revision=arguments.revision)
 
 
@@ -222,9 +222,11 @@ def _export_one(
     if isinstance(model, Path):
         extra["fingerprint"] = run.identity["model_fingerprint"]
     artifact = export(model, plan, arguments.target, folder, **extra)
-    run.store(
-        "artifact", f"{arguments.target}/{plan.name}", artifact.to_json() | {"folder": str(folder.resolve())}
-    )
+    about = {
+        "folder": str(folder.resolve()),
+        "of_plan": plan_digest(plan.assignment, run.identity["model_fingerprint"]),
+    }
+    run.store("artifact", f"{arguments.target}/{plan.name}", artifact.to_json() | about)
     return folder, artifact
 
 
@@ -264,8 +266,9 @@ def _print(artifacts: list[tuple[Path, Artifact]], measured: dict[str, Measured]
     console.print(table)
     if measured:
         first = next(iter(measured.values()))
+        title = describe_target(artifacts[0][1].target).title
         console.print(
-            "KL as exported: the mapped formats with the activations that llama.cpp's kernels see, on "
+            f"KL as exported: the mapped formats with the activations that {title}'s kernels see, on "
             f"{first['measured_on']}; the original's perplexity there is {first['original_perplexity']:.3f}."
         )
     console.print(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kl_lens.cli import options
 from kl_lens.errors import RunError
+from kl_lens.paper import read_legacy
 from kl_lens.runs import Run
-from kl_lens.sensitivity.legacy import read_legacy
 from kl_lens.sensitivity.sweep import model_identity
 
 

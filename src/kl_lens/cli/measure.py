@@ -11,10 +11,10 @@ from rich.table import Table
 from kl_lens.cli import options
 from kl_lens.cli.progress import sweep_progress
 from kl_lens.errors import KLLensError
+from kl_lens.paper import write_legacy
 from kl_lens.records import Measurement
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import ENGINES
-from kl_lens.sensitivity.legacy import write_legacy
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kl_lens import planning
+from kl_lens import paper, planning
 from kl_lens.cli import options
 from kl_lens.errors import PlanError
-from kl_lens.formats import get_format
-from kl_lens.records import Plan, SensitivityTable
+from kl_lens.records import Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds, parse_share
@@ -22,16 +21,16 @@ from kl_lens.units import human_bytes, human_kl, parse_bytes, parse_seconds, par
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run_model(parser)
-    paper = parser.add_argument_group("the paper's points")
-    paper.add_argument("--paper", action="store_true", help="uniform INT8 and INT4, and points 01 to 10")
-    pipeline = paper.add_mutually_exclusive_group()
+    points = parser.add_argument_group("the paper's points")
+    points.add_argument("--paper", action="store_true", help="uniform INT8 and INT4, and points 01 to 10")
+    pipeline = points.add_mutually_exclusive_group()
     pipeline.add_argument("--gpu", action="store_true", help="the GPU pipeline: INT8 or FP16")
     pipeline.add_argument("--gpu-int4", action="store_true", help="the GPU pipeline with INT4")
-    paper.add_argument(
+    points.add_argument(
         "--metric",
-        choices=tuple(planning.RANKING_METRICS),
+        choices=tuple(paper.RANKING_METRICS),
         default=None,
-        help=f"what ranks the components (default: {planning.PUBLISHED_METRIC} for the paper's points, "
+        help=f"what ranks the components (default: {paper.PUBLISHED_METRIC} for the paper's points, "
         "kl_teacher_to_student elsewhere)",
     )
     parser.add_argument(
@@ -143,31 +142,33 @@ def _make(
     arguments: argparse.Namespace, run: Run, table: SensitivityTable, folder: Path, meter: _Meters
 ) -> list[Plan]:
     if arguments.plan:
-        return [planning.read_plan(planning.plan_path(folder, arguments.plan), table.components)]
+        plan = planning.read_plan(planning.plan_path(folder, arguments.plan), table.components)
+        return [planning.repredicted(plan, table) if plan.notes.get("edited") else plan]
     made: list[Plan] = []
     if arguments.paper or arguments.gpu or arguments.gpu_int4:
         pipeline = "gpu" if arguments.gpu else "gpu-int4" if arguments.gpu_int4 else "cpu"
-        made += planning.paper_points(
+        made += paper.paper_points(
             table,
-            metric=arguments.metric or planning.PUBLISHED_METRIC,
+            metric=arguments.metric or paper.PUBLISHED_METRIC,
             pipeline=pipeline,
             no_head=arguments.no_head,
         )
     for name in _formats_of(arguments.uniform):
-        made.append(_uniform(table, get_format(name).name, arguments.no_head))
+        made.append(planning.uniform_plan(table, name, no_head=arguments.no_head))
     gamma = arguments.gamma or arguments.gamma_exhaustive
     if gamma is not None:
-        result = planning.greedy_plan(
+        result = paper.greedy_plan(
             table,
             meter.deciding.perplexity,
             gamma=gamma,
             exhaustive=arguments.gamma_exhaustive is not None,
-            metric=arguments.metric or "kl_teacher_to_student",
+            metric=_metric(arguments, table),
             no_head=arguments.no_head,
             name=arguments.name,
         )
         print(
-            f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}",
+            f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}, "
+            f"the plan's {result.perplexity:.3f}",
             file=sys.stderr,
         )
         made.append(result.plan)
@@ -190,12 +191,6 @@ def _make(
     return made
 
 
-def _uniform(table: SensitivityTable, name: str, no_head: bool) -> Plan:
-    kept = {table.head} if no_head else set()
-    assignment = {c.name: name for c in table.candidates if c.name not in kept and name != "fp16"}
-    return planning.finished_plan(table, f"uniform_{name}", assignment, f"uniform: everything in {name}")
-
-
 def _within_drop(arguments: argparse.Namespace, run: Run, table: SensitivityTable, meter: _Meters) -> Plan:
     others = (arguments.max_bytes, arguments.max_bpw, arguments.max_kl, arguments.max_latency)
     if any(value is not None for value in others):
@@ -203,15 +198,15 @@ def _within_drop(arguments: argparse.Namespace, run: Run, table: SensitivityTabl
                         "--max-latency")  # fmt: skip
 
     def perplexity(assignment: Mapping[str, str]) -> float:
-        found = meter.deciding.measure(assignment).perplexity
+        perplexity = meter.deciding.measure(assignment).perplexity
         # One standard error of the change on top: a little text must not talk us into too small a plan.
-        return found.value + (found.standard_error if assignment else 0.0)
+        return perplexity.value + (perplexity.standard_error if assignment else 0.0)
 
     result = planning.plan_for_drop(
         table,
         perplexity,
         max_drop=parse_share(arguments.max_drop, "--max-drop"),
-        formats=_formats(arguments),
+        recipes=_formats(arguments),
         no_head=arguments.no_head,
         name=arguments.name,
     )
@@ -236,9 +231,9 @@ def _budget(arguments: argparse.Namespace, run: Run, table: SensitivityTable) ->
         max_latency=parse_seconds(arguments.max_latency) if arguments.max_latency else None,
         latency=latency,
         minimise=arguments.minimise,
-        formats=_formats(arguments),
+        recipes=_formats(arguments),
         no_head=arguments.no_head,
-        metric=arguments.metric or "kl_teacher_to_student",
+        metric=_metric(arguments, table),
         name=arguments.name,
     )
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
@@ -257,6 +252,14 @@ def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
     return {(component, fmt): float(s) for component, row in profile.items() for fmt, s in row.items()}
 
 
+def _metric(arguments: argparse.Namespace, table: SensitivityTable) -> str:
+    """What was asked for, or what predicts damage in these measurements; said where that is not the usual one."""
+    metric, why = planning.prediction_metric(table)
+    if arguments.metric is None and why is not None:
+        print(f"kl-lens plan: {why}", file=sys.stderr)
+    return arguments.metric or metric
+
+
 def _formats(arguments: argparse.Namespace) -> list[str] | None:
     return _formats_of(arguments.formats) or None
 
@@ -267,14 +270,16 @@ def _formats_of(text: str | None) -> list[str]:
 
 def _refined(arguments: argparse.Namespace, plan: Plan, table: SensitivityTable, meter: _Meters) -> Plan:
     problem = planning.build_problem(
-        table, formats=_formats(arguments), exclude={table.head} if arguments.no_head else ()
+        table,
+        recipes=_formats(arguments),
+        exclude={table.head} if arguments.no_head else (),
+        fixed_bytes=plan.fixed_bytes,
     )
-    limit = plan.notes.get("limits", {}).get("bytes")
     result = planning.refine(
         problem,
         plan.assignment,
         meter.deciding.kl_by_window,
-        max_bytes=limit,
+        max_bytes=plan.limits.get("bytes"),
         max_evaluations=arguments.max_evaluations,
         confirm=meter.confirming.kl_by_window,
     )
@@ -285,48 +290,23 @@ def _refined(arguments: argparse.Namespace, plan: Plan, table: SensitivityTable,
     if result.reverted:
         message += "; the confirming half did not agree, so the plan stays as it was"
     print(message, file=sys.stderr)
-    name = arguments.name or f"{plan.name}_refined"
-    notes = {k: v for k, v in plan.notes.items() if k not in ("measured_kl", "perplexity", "verification")}
-    notes |= {
-        "refined_from": plan.name,
-        "refinement": {
-            "kl_before": result.kl_before,
-            "kl_after": result.kl_after,
-            "gain": -result.gain.mean,
-            "gain_standard_error": result.gain.standard_error,
-            "accepted": accepted,
-            "evaluations": result.evaluations,
-            "exhausted": result.exhausted,
-            "reverted": result.reverted,
-        },
-    }
-    return planning.finished_plan(
-        table,
-        name,
-        result.assignment,
-        f"{plan.made_by}, refined by measured swaps",
-        notes,
-        planning.Predictor(table),
-    )
+    return planning.refined_plan(table, plan, result, arguments.name or f"{plan.name}_refined")
 
 
 def _verified(plan: Plan, table: SensitivityTable, meter: _Meters) -> Plan:
     """The confirming half decides nothing, so it is the one to report from."""
     result = meter.confirming.measure(plan.assignment)
     predicted = planning.Predictor(table).total(plan.assignment)
+    measured = Measured(
+        result.kl, result.perplexity, result.original_perplexity, meter.source, len(result.windows)
+    )
     notes = dict(plan.notes)
-    notes["measured_kl"] = result.kl.value
-    notes["measured_kl_standard_error"] = result.kl.standard_error
-    notes["perplexity"] = result.perplexity.value
-    notes["perplexity_standard_error"] = result.perplexity.standard_error
-    notes["original_perplexity"] = result.original_perplexity
-    notes["measured_on"] = f"{meter.source}, {len(result.windows)} windows"
     if predicted is not None:
         verification = planning.verify(predicted, result.kl)
         notes["verification"] = verification.message
         if verification.explained is False:
             print(f"kl-lens plan: {plan.name}: {verification.message}", file=sys.stderr)
-    return replace(plan, notes=notes)
+    return replace(plan, measured=measured, notes=notes)
 
 
 def _number(value: float | None, pattern: str) -> str:
@@ -380,9 +360,9 @@ def _compare(arguments: argparse.Namespace, table: SensitivityTable, folder: Pat
 def _frontier(arguments: argparse.Namespace, table: SensitivityTable) -> int:
     problem = planning.build_problem(
         table,
-        formats=_formats(arguments),
+        recipes=_formats(arguments),
         exclude={table.head} if arguments.no_head else (),
-        metric=arguments.metric or "kl_teacher_to_student",
+        metric=_metric(arguments, table),
     )
     frontier = planning.pareto_frontier(problem)
     if arguments.json:

@@ -17,10 +17,12 @@ from kl_lens.cli import config, options
 from kl_lens.cli.run_summary import UNIFORM_FP16, print_summary
 from kl_lens.cli.stages import Stages
 from kl_lens.errors import KLLensError, TargetError, UnsupportedError
-from kl_lens.evaluation.samples import store_samples
+from kl_lens.evaluation import JudgedArtifact
+from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.formats import get_format
+from kl_lens.paper import best_paper_point
 from kl_lens.runs import Run
-from kl_lens.targets import TARGETS, read_artifact
+from kl_lens.targets import TARGETS, describe_target, read_artifact
 from kl_lens.units import parse_bytes, parse_share
 
 RECOMMENDED, EXACT = "recommended", "exact"
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     proof = parser.add_argument_group("proof")
     proof.add_argument(
-        "--targets", default="openvino,gguf", help="where to export to (default: openvino,gguf)"
+        "--targets", default=",".join(TARGETS), help=f"where to export to (default: {','.join(TARGETS)})"
     )
     proof.add_argument(
         "--evaluation-text", default="wikitext2:test", metavar="TEXT", help="default: wikitext2:test"
@@ -196,7 +198,7 @@ def _compared(folder: Path, formats: list[str]) -> list[str]:
         components = run.table().components
     plans = [planning.read_plan(path, components) for path in sorted((folder / "plans").glob("*.json"))]
     found = {plan.name: plan for plan in plans}
-    best = planning.best_paper_point(plans, found[RECOMMENDED])
+    best = best_paper_point(plans, found[RECOMMENDED])
     names = [UNIFORM_FP16, *(f"uniform_{name}" for name in formats), best.name if best else None, RECOMMENDED]
     return [name for name in names if name in found]
 
@@ -209,8 +211,8 @@ def _export(
     for target in _targets(arguments):
         # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
         extra = ["--fallback"]
-        if target == "gguf":
-            extra = ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"]
+        if describe_target(target).translations:
+            extra += ["--map", "--held-out", arguments.held_out, "--held-out-windows", "2"]
         folder = stages.folder / "artifacts" / target
         try:
             stages.do("export", *run, *loading, "--target", target, "--plan", ",".join(plans), *extra,
@@ -262,7 +264,8 @@ def _generate(
     begin = time.perf_counter()
     try:
         with Run.open(stages.folder) as run:
-            store_samples(run, model, {f"{t}/{RECOMMENDED}": place for t, place in exported.items()}, prompts)
+            files = [JudgedArtifact(place, plan=RECOMMENDED) for place in exported.values()]
+            store_continuations(run, model, files, prompts)
     except (KLLensError, RuntimeError, OSError) as error:
         print(f"kl-lens run: no samples of text: {error}", file=sys.stderr)
         stages.failures.append("generate")

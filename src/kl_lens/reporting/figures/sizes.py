@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import Estimate
-from kl_lens.reporting.data import ORIGINAL
+from kl_lens.records import ORIGINAL, Estimate
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.palette import series_class
@@ -22,6 +21,7 @@ _STYLES = {
     "exact": (series_class(2), "triangle"),
     "refined": (series_class(3), "diamond"),
     "greedy": (series_class(4), "down"),
+    "stock": (series_class(7), "plus"),
     "other": (series_class(6), "cross"),
 }
 

@@ -14,20 +14,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
 import torch
-from torch import nn
 
-from kl_lens.checkpoints import Anatomy
 from kl_lens.formats import Format, get_format
-from kl_lens.profiling.machine import MIB, last_level_cache
-from kl_lens.profiling.spread import spread_of
-from kl_lens.records import Component, Spread
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component
+from kl_lens.targets.openvino.constants import WeightMap, place_weights
+from kl_lens.targets.openvino.profiles import BASELINE, Realised
+from kl_lens.targets.openvino.session import compile_graph, deployment_settings, read_graph
+from kl_lens.weights import GivenWeights, WeightStore
 
 MOST_COPIES = 32
-MOST_BYTES = 512 * MIB  # of float32 weights while a graph is built
+MOST_BYTES = 512 << 20  # of float32 weights while a graph is built
 LEAST_SECONDS = 0.02  # of one timing; short products are repeated until they fill it
 
 
@@ -57,14 +59,14 @@ def time_products(
     device: str = "CPU",
     threads: int | None = None,
     repeats: int = 5,
+    cache: int | None = None,
     advanced: Callable[[str], None] = lambda what: None,
-) -> dict[Product, Spread]:
-    """Seconds of each product; formats of one shape take turns."""
+) -> dict[Product, list[float]]:
+    """Seconds of each product in every round; formats of one shape take turns."""
     products = list(dict.fromkeys(products))
-    cache = last_level_cache()
     quantized = {p.format for p in products if p.format != "fp16"}
     overhead = _Timer(_empty_graph(), 1, device, threads, set())
-    found: dict[Product, Spread] = {}
+    found: dict[Product, list[float]] = {}
     shapes = dict.fromkeys((p.rows, p.columns) for p in products)
     for shape in shapes:
         timers = {}
@@ -80,26 +82,19 @@ def time_products(
             for product, timer in timers.items():
                 rounds[product].append(max(timer.seconds() - call, 1e-9) / timer.copies)
         for product, values in rounds.items():
-            found[product] = spread_of(values)
+            found[product] = values
             advanced(f"{product.rows} × {product.columns} in {product.format}")
     return found
 
 
-def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
+def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> ov.Model:
     """`copies` independent products with random weights, as an export would store them."""
-    import openvino as ov
-    import openvino.opset13 as ops
-
-    from kl_lens.targets.openvino.constants import WeightMap, place_weights
-    from kl_lens.targets.openvino.profiles import BASELINE, Realised
-
     generator = torch.Generator().manual_seed(0)
-    model = nn.Module()
+    weights: dict[str, torch.Tensor] = {}
     components, nodes, inputs, results = [], {}, [], []
     for index in range(copies):
         name = f"weight{index}"
-        weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        model.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        weight = weights[name] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
         components.append(Component(name, name, "product", "other", 0, shape, shape[0] * shape[1]))
         x = ops.parameter([1, 1, shape[1]], np.float32, name=f"x{index}")
         constant = ops.constant(weight.numpy())
@@ -107,17 +102,15 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
         inputs.append(x)
         results.append(ops.result(ops.matmul(x, constant, False, True)))
     graph = ov.Model(results, inputs, "products")
-    anatomy = Anatomy("products", tuple(components), 1, "", "")
-    realised = {c.name: Realised(c.name, fmt.name, fmt, None) for c in components}
-    place_weights(WeightMap(nodes), model, anatomy, realised, baseline=BASELINE)
+    realised = {c.name: Realised(c.name, fmt.name, Recipe(fmt.name), None) for c in components}
+    place_weights(
+        WeightMap(nodes), WeightStore(GivenWeights(weights)), components, realised, baseline=BASELINE
+    )
     return graph
 
 
-def _empty_graph() -> Any:
+def _empty_graph() -> ov.Model:
     """What a call costs that does next to nothing."""
-    import openvino as ov
-    import openvino.opset13 as ops
-
     x = ops.parameter([1, 1, 8], np.float32, name="x")
     return ov.Model([ops.result(ops.relu(x))], [x], "nothing")
 
@@ -125,11 +118,9 @@ def _empty_graph() -> Any:
 class _Timer:
     """A compiled graph with its inputs in place."""
 
-    def __init__(self, graph: Any, copies: int, device: str, threads: int | None, formats: set[str]) -> None:
-        import openvino as ov
-
-        from kl_lens.targets.openvino.session import compile_graph, deployment_settings, read_graph
-
+    def __init__(
+        self, graph: ov.Model, copies: int, device: str, threads: int | None, formats: set[str]
+    ) -> None:
         self.copies = copies
         settings = deployment_settings(formats) if device == "CPU" else None
         with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,49 @@
+"""The record beside an artifact's files, and where the artifacts of a run are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kl_lens.errors import TargetError
+from kl_lens.records import Artifact
+from kl_lens.writing import write_text
+
+if TYPE_CHECKING:
+    from kl_lens.runs import Run
+
+RECORD_FILE = "artifact.json"
+
+
+def write_record(folder: Path, artifact: Artifact) -> None:
+    """Behind the files: a folder that has a record is complete."""
+    write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
+
+
+def read_artifact(folder: Path) -> Artifact:
+    """The record of an exported folder."""
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        raise TargetError(f"{folder} is no exported model: it has no {RECORD_FILE}; run `kl-lens export`")
+    try:
+        artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
+    missing = [name for name in artifact.files if not (folder / name).exists()]
+    if missing:
+        raise TargetError(f"{folder}: {missing[0]} is missing; export the model again")
+    return artifact
+
+
+def exported_places(run: Run) -> dict[tuple[str, str], Path]:
+    """(target, plan) → folder of what was exported for a run: by its journal, and by what lies in its folder."""
+    inside = run.folder / "artifacts"
+    places = {}
+    for name in run.load_all("artifact"):
+        target, _, plan = name.partition("/")
+        places[target, plan] = run.artifact_folder(name)
+    for record_file in sorted(inside.glob(f"*/*/{RECORD_FILE}")):
+        folder = record_file.parent
+        places.setdefault((folder.parent.name, folder.name), folder)
+    return places
