@@ -54,7 +54,7 @@ def test_blocks_of_32_equal_the_kernels_on_this_processor() -> None:
 
 def test_blocks_of_256_equal_the_kernels_on_this_processor() -> None:
     for values in _samples():
-        blocks = _kernel("quantize_row_q8_K", values.numpy(), 256, 292)  # float32 scale, 256 integers, 16 sums
+        blocks = _kernel("quantize_row_q8_K", values.numpy(), 256, 292)  # scale, 256 integers, 16 sums
         scales = blocks[:, :4].copy().view(np.float32)
         expected = (blocks[:, 4:260].view(np.int8) * scales).reshape(values.shape)
         assert np.array_equal(quantize_activations(values, "q4_k").numpy(), expected)
