@@ -21,6 +21,7 @@ from typing import Any, Self
 from kl_lens.errors import RunError
 from kl_lens.records import Component, Measurement, SensitivityTable
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
+from kl_lens.units import parse_names
 from kl_lens.version import __version__
 
 _SCHEMA = """
@@ -313,7 +314,7 @@ def named_plans(text: str) -> tuple[str, ...] | None:
     """Plans as a command line names them: `small,large`; None for `all`."""
     if text == ALL_PLANS:
         return None
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    return parse_names(text)
 
 
 def provenance() -> dict[str, Any]:

@@ -1,0 +1,350 @@
+"""`plan`: which component gets which format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens import planning
+from kl_lens.errors import PlanError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import (
+    COUNT,
+    NAMES,
+    SHARE,
+    SIZE,
+    TIME,
+    HeldOut,
+    Loading,
+    OfRun,
+    command_of,
+    option,
+)
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import spelled
+from kl_lens.records import Plan, SensitivityTable
+from kl_lens.runs import Run
+from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.units import spell_share
+
+_PAPER = "the paper's points"
+_GREEDY = "greedy under a quality budget"
+_BUDGET = "exact budgets (any two together; one is minimised under the other)"
+_PROOF = "verify and refine, on held-out text"
+KL = "kl_teacher_to_student"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(HeldOut, Loading, OfRun):
+    verb: ClassVar[str] = "plan"
+
+    paper: bool = option(False, "uniform INT8 and INT4, and points 01 to 10", group=_PAPER)
+    gpu: bool = option(False, "the GPU pipeline: INT8 or FP16", group=_PAPER, excludes="pipeline")
+    gpu_int4: bool = option(False, "the GPU pipeline with INT4", group=_PAPER, excludes="pipeline")
+    metric: str | None = option(
+        None,
+        f"what ranks the components (default: {planning.PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
+        choices=tuple(planning.RANKING_METRICS),
+        group=_PAPER,
+    )
+    no_head: bool = option(False, "leave the head at FP16, as the published models do")
+    uniform: tuple[str, ...] = option(
+        (), "one plan per format, all components alike; for example fp16,int8", kind=NAMES, metavar="FORMATS"
+    )
+    gamma: float | None = option(
+        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", group=_GREEDY
+    )
+    gamma_exhaustive: float | None = option(
+        None, "the same, one by one, as the paper's algorithm does", metavar="G", group=_GREEDY
+    )
+    max_bytes: int | None = option(None, "for example 90MB", kind=SIZE, metavar="SIZE", group=_BUDGET)
+    max_bpw: float | None = option(
+        None, "bits per weight, over all weights", metavar="BITS", group=_BUDGET
+    )
+    max_kl: float | None = option(None, "predicted KL per token", metavar="NATS", group=_BUDGET)
+    max_drop: float | None = option(
+        None,
+        "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
+        kind=SHARE,
+        metavar="SHARE",
+        group=_BUDGET,
+    )
+    max_latency: float | None = option(
+        None, "for example 12ms; needs a profile of the target", kind=TIME, metavar="TIME", group=_BUDGET
+    )
+    profile: str | None = option(
+        None, "which latency profile of the run to use", metavar="NAME", group=_BUDGET
+    )
+    minimise: str | None = option(
+        None, "default: what has no limit", choices=("bytes", "kl", "latency"), group=_BUDGET
+    )
+    formats: tuple[str, ...] = option(
+        (), "comma-separated; default: all measured ones", kind=NAMES, group=_BUDGET
+    )
+    frontier: bool = option(False, "print the whole Pareto frontier of bytes and KL", group=_BUDGET)
+    verify: bool = option(False, "measure the plan as a whole", group=_PROOF)
+    refine: bool = option(False, "improve the plan by measured swaps", group=_PROOF)
+    max_evaluations: int = option(60, kind=COUNT, metavar="N", group=_PROOF)
+    held_out: str = option("wikitext2:valid", metavar="TEXT", group=_PROOF)
+    held_out_windows: int = option(32, kind=COUNT, metavar="N", group=_PROOF)
+    plan: str | None = option(None, "verify or refine this plan of the run", metavar="NAME")
+    compare: tuple[str, ...] = option((), "plans side by side", nargs="+", metavar="NAME")
+    name: str | None = option(None, "name of the new plan")
+    dry_run: bool = option(False, "print without writing")
+
+    @property
+    def budgets(self) -> dict[str, float | None]:
+        names = ("max_bytes", "max_bpw", "max_kl", "max_latency")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def choice(self) -> dict[str, object]:
+        """What may be chosen from: arguments of every planner."""
+        return {"formats": self.formats or None, "no_head": self.no_head}
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Plans that were made or compared; or, alone, a frontier."""
+
+    table: SensitivityTable
+    plans: list[Plan] = field(default_factory=list)
+    written_to: Path | None = None
+    differences: Sequence[planning.Difference] | None = None  # of --compare
+    frontier: planning.Frontier | None = None
+
+
+def plan(settings: PlanSettings, bench: Workbench | None = None, events: Events | None = None) -> PlanResult:
+    events = events or Events()
+    with Run.open(settings.run_folder) as run:
+        table = run.table()
+        folder = run.folder / "plans"
+        if settings.compare:
+            plans = [_read(folder, name, table) for name in settings.compare]
+            return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
+        if settings.frontier:
+            problem = _problem(settings, table, settings.metric or KL)
+            return PlanResult(table, frontier=planning.pareto_frontier(problem))
+        meters = _Meters(settings, run, bench or Workbench())
+        plans = _made(settings, run, table, meters, events)
+        if settings.refine:
+            problem = _problem(settings, table)
+            plans = [
+                refined(
+                    each, table, problem, *meters.halves, settings.max_evaluations, settings.name, events
+                )
+                for each in plans
+            ]
+        if settings.verify or settings.refine:
+            # The confirming half decides nothing, so it is the one to report from.
+            plans = [verified(each, table, meters.halves[1], events) for each in plans]
+        if settings.dry_run:
+            return PlanResult(table, plans)
+        run.note_command(["kl-lens", *command_of(settings)])
+        for each in plans:
+            planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
+        return PlanResult(table, plans, folder)
+
+
+class _Meters:
+    """The model on held-out text, opened only when something has to be measured: one half decides, one confirms."""
+
+    def __init__(self, settings: PlanSettings, run: Run, bench: Workbench) -> None:
+        self._settings, self._run, self._bench = settings, run, bench
+
+    @property
+    def halves(self) -> tuple[PlanMeter, PlanMeter]:
+        model = self._bench.model_of(self._run, self._settings)
+        held_out = self._bench.held_out(self._settings, self._run, model.require_tokenizer())
+        middle = (len(held_out) + 1) // 2
+        if middle == len(held_out):
+            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
+        return self._bench.meter(model, held_out.first(middle)), self._bench.meter(
+            model, held_out.after(middle)
+        )
+
+
+def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
+    return planning.read_plan(planning.plan_path(folder, name), table.components)
+
+
+def _problem(settings: PlanSettings, table: SensitivityTable, metric: str = KL) -> planning.Problem:
+    exclude = {table.head} if settings.no_head else ()
+    return planning.build_problem(table, formats=settings.formats or None, exclude=exclude, metric=metric)
+
+
+def _made(
+    settings: PlanSettings, run: Run, table: SensitivityTable, meters: _Meters, events: Events
+) -> list[Plan]:
+    if settings.plan:
+        return [_read(run.folder / "plans", settings.plan, table)]
+    made: list[Plan] = []
+    if settings.paper or settings.gpu or settings.gpu_int4:
+        made += planning.paper_points(
+            table,
+            metric=settings.metric or planning.PUBLISHED_METRIC,
+            pipeline="gpu" if settings.gpu else "gpu-int4" if settings.gpu_int4 else "cpu",
+            no_head=settings.no_head,
+        )
+    for name in settings.uniform:
+        made.append(_uniform(table, spelled(name), settings.no_head))
+    if settings.gamma is not None or settings.gamma_exhaustive is not None:
+        made.append(_greedy(settings, table, meters, events))
+    if settings.max_drop is not None:
+        made.append(_within_drop(settings, table, meters, events))
+    elif any(value is not None for value in settings.budgets.values()):
+        made.append(_within_budget(settings, run, table, events))
+    if not made:
+        raise PlanError(
+            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-drop, "
+            "--max-latency or --frontier; or name a plan with --plan to --verify or --refine it"
+        )
+    for each in made:
+        for name in each.notes.get("not_in_the_lists", []):
+            events.warn(f"{name} was never measured and stays FP16")
+    return made
+
+
+def _uniform(table: SensitivityTable, name: str, no_head: bool) -> Plan:
+    kept = {table.head} if no_head else set()
+    assignment = {c.name: name for c in table.candidates if c.name not in kept and name != "fp16"}
+    label = f"uniform_{name.replace('+', '_')}"  # a plan's name is part of file names
+    return planning.finished_plan(table, label, assignment, f"uniform: everything in {name}")
+
+
+def _greedy(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
+    gamma = settings.gamma or settings.gamma_exhaustive
+    assert gamma is not None
+    result = planning.greedy_plan(
+        table,
+        meters.halves[0].perplexity,
+        gamma=gamma,
+        exhaustive=settings.gamma_exhaustive is not None,
+        metric=settings.metric or KL,
+        no_head=settings.no_head,
+        name=settings.name,
+    )
+    events.note(
+        f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}"
+    )
+    return result.plan
+
+
+def _within_drop(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
+    if any(value is not None for value in settings.budgets.values()):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings.budgets)
+        raise PlanError(f"--max-drop sets the KL limit itself; use it without {flags}")
+    assert settings.max_drop is not None
+    meter = meters.halves[0]
+
+    def perplexity(assignment: Mapping[str, str]) -> float:
+        found = meter.measure(assignment).perplexity
+        # One standard error of the change on top: a little text must not talk us into too small a plan.
+        return found.value + (found.standard_error if assignment else 0.0)
+
+    result = planning.plan_for_drop(
+        table, perplexity, max_drop=settings.max_drop, name=settings.name, **settings.choice
+    )
+    events.note(
+        f"within {spell_share(settings.max_drop)}: {result.evaluations} plans measured; perplexity with its error "
+        f"{result.perplexity:.3f}, against the original's {result.original:.3f}"
+    )
+    return result.plan
+
+
+def _within_budget(settings: PlanSettings, run: Run, table: SensitivityTable, events: Events) -> Plan:
+    timed = settings.max_latency or settings.minimise == "latency" or settings.profile
+    solution = planning.plan_for_budget(
+        table,
+        latency=_latency(settings.profile, run) if timed else None,
+        minimise=settings.minimise,
+        metric=settings.metric or KL,
+        name=settings.name,
+        **settings.budgets,
+        **settings.choice,
+    )
+    proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
+    events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
+    return solution.plan
+
+
+def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
+    """A profile is stored as {component: {format: seconds}}."""
+    profiles = run.load_all("latency")
+    if not profiles:
+        raise PlanError(f"{run.folder} holds no latency profile; make one with: kl-lens benchmark --layers")
+    if name is not None and name not in profiles:
+        raise PlanError(f"no latency profile {name!r}; the run has {', '.join(profiles)}")
+    profile = profiles[name] if name else list(profiles.values())[-1]
+    return {(component, fmt): float(s) for component, row in profile.items() for fmt, s in row.items()}
+
+
+def refined(
+    plan: Plan,
+    table: SensitivityTable,
+    problem: planning.Problem,
+    deciding: PlanMeter,
+    confirming: PlanMeter,
+    max_evaluations: int,
+    name: str | None = None,
+    events: Events | None = None,
+) -> Plan:
+    """The plan improved by measured swaps, under a name of its own."""
+    result = planning.refine(
+        problem,
+        plan.assignment,
+        deciding.kl_by_window,
+        max_bytes=plan.notes.get("limits", {}).get("bytes"),
+        max_evaluations=max_evaluations,
+        confirm=confirming.kl_by_window,
+    )
+    accepted = sum(trial.accepted for trial in result.history)
+    how = "no swap is left to try" if result.exhausted else "stopped at --max-evaluations"
+    message = f"{plan.name}: {accepted} of {len(result.history)} swaps accepted ({how}); KL "
+    message += f"{result.kl_before:.4e} → {result.kl_after:.4e}"
+    if result.reverted:
+        message += "; the confirming half did not agree, so the plan stays as it was"
+    (events or Events()).note(message)
+    notes = {k: v for k, v in plan.notes.items() if k not in ("measured_kl", "perplexity", "verification")}
+    notes |= {
+        "refined_from": plan.name,
+        "refinement": {
+            "kl_before": result.kl_before,
+            "kl_after": result.kl_after,
+            "gain": -result.gain.mean,
+            "gain_standard_error": result.gain.standard_error,
+            "accepted": accepted,
+            "evaluations": result.evaluations,
+            "exhausted": result.exhausted,
+            "reverted": result.reverted,
+        },
+    }
+    return planning.finished_plan(
+        table,
+        name or f"{plan.name}_refined",
+        result.assignment,
+        f"{plan.made_by}, refined by measured swaps",
+        notes,
+        planning.Predictor(table),
+    )
+
+
+def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:
+    """The plan with what it does as a whole on the meter's text in its notes."""
+    result = meter.measure(plan.assignment)
+    predicted = planning.Predictor(table).total(plan.assignment)
+    notes = dict(plan.notes)
+    notes["measured_kl"] = result.kl.value
+    notes["measured_kl_standard_error"] = result.kl.standard_error
+    notes["perplexity"] = result.perplexity.value
+    notes["perplexity_standard_error"] = result.perplexity.standard_error
+    notes["original_perplexity"] = result.original_perplexity
+    notes["measured_on"] = f"{meter.text.label}, {len(result.windows)} windows"
+    if predicted is not None:
+        verification = planning.verify(predicted, result.kl)
+        notes["verification"] = verification.message
+        if verification.explained is False:
+            (events or Events()).warn(f"{plan.name}: {verification.message}")
+    return replace(plan, notes=notes)
