@@ -6,8 +6,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.pipeline.events import Events
@@ -28,7 +28,9 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 220, highlight=False)
 
 
-def new_table(title: str, left: Sequence[str] = (), right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
+def new_table(
+    title: str, left: Sequence[str] = (), right: Sequence[str] = (), fold: Sequence[str] = ()
+) -> Table:
     """A table with columns of words, then of numbers, then of long words."""
     from rich.table import Table
 
@@ -61,7 +63,7 @@ def _finite(data: Any) -> Any:
 class Terminal(Events):
     """Shows what a verb says: notes, warnings and progress on standard error, generated text on standard output."""
 
-    def __init__(self, verb: str, show: Callable[[Any], None], *, writes: bool = True) -> None:
+    def __init__(self, verb: str, show: Callable[[Terminal, Any], None], *, writes: bool = True) -> None:
         self.verb = verb
         self._show, self._writes = show, writes
 
@@ -80,13 +82,20 @@ class Terminal(Events):
 
         return sweep_progress(title)
 
-    def begins(self, settings: Settings) -> None:
-        self.verb = settings.verb
-        print(f"\n== kl-lens {shlex.join(command_of(settings))}", flush=True)
+    def heading(self, text: str) -> None:
+        print(f"\n== {text}", flush=True)
 
-    def ends(self, result: object) -> None:
+    @contextmanager
+    def stage(self, settings: Settings) -> Iterator[None]:
+        self.heading(f"kl-lens {shlex.join(command_of(settings))}")
+        outer, self.verb = self.verb, settings.verb
+        try:
+            yield
+        finally:
+            self.verb = outer
+
+    def result(self, result: object) -> None:
         if result is None:
             print("done already")
         else:
-            self._show(result)
-        self.verb = "run"
+            self._show(self, result)

@@ -57,7 +57,9 @@ def _named(option: Option) -> Any:
         except KLLensError as error:
             raise KLLensError(f"{option.flag or option.name} {error}") from None
 
-    parse.__name__ = getattr(option.kind.parse, "__name__", "value").removeprefix("_")  # argparse names it in errors
+    parse.__name__ = getattr(option.kind.parse, "__name__", "value").removeprefix(
+        "_"
+    )  # argparse names it in errors
     return parse
 
 
@@ -81,7 +83,7 @@ def as_yaml(settings: Settings) -> str:
     values = {}
     for option in options_of(type(settings)):
         value = getattr(settings, option.name)
-        if value is not None and value != ():
+        if value is not None and (value != () or value != option.default):
             plain = isinstance(value, bool | int | float) and str(value) == option.kind.spell(value)
             values[option.title] = value if plain else option.spelled(value)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

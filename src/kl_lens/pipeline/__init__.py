@@ -44,7 +44,18 @@ if TYPE_CHECKING:
     from kl_lens.pipeline.verbs import perform
     from kl_lens.pipeline.workbench import Workbench
 else:
-    _API = ["benchmark", "evaluate", "export", "generate", "measure", "plan", "rank", "refine", "report", "verify"]
+    _API = [
+        "benchmark",
+        "evaluate",
+        "export",
+        "generate",
+        "measure",
+        "plan",
+        "rank",
+        "refine",
+        "report",
+        "verify",
+    ]
     # `generate` runs on small devices and loads no torch.
     __getattr__ = lazy_names(
         __name__,

@@ -148,7 +148,9 @@ def refine(
     middle = (len(held_out) + 1) // 2
     deciding, confirming = (PlanMeter(model, w) for w in (held_out.first(middle), held_out.after(middle)))
     problem = planning.build_problem(table)
-    return verified(refined(plan, table, problem, deciding, confirming, max_evaluations, name), table, confirming)
+    return verified(
+        refined(plan, table, problem, deciding, confirming, max_evaluations, name), table, confirming
+    )
 
 
 def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **options: Any) -> Artifact:

@@ -10,12 +10,12 @@ from typing import ClassVar
 from kl_lens import profiling
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, checked_names, command_of, option
+from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, checked_names, command_of, grouped, option
 from kl_lens.runs import ALL_PLANS, Run
 from kl_lens.targets import TARGETS
 from kl_lens.units import parse_names
 
-_USE, _LAYERS = "use", "latency table for `kl-lens plan --max-latency`"
+_use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -38,9 +38,9 @@ class BenchmarkSettings(OfRun):
     )
     run: str | None = option(None, "the run folder; results are kept there", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] = option(tuple(TARGETS), kind=NAMES, metavar="LIST")
+    targets: tuple[str, ...] = option(tuple(TARGETS), kind=NAMES)
     device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
-    threads: int | None = option(None, "default: all processors", kind=COUNT, metavar="N")
+    threads: int | None = option(None, "default: all processors", kind=COUNT)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
     protocol: str = option(
         "use",
@@ -49,19 +49,16 @@ class BenchmarkSettings(OfRun):
     )
     quick: bool = option(False, "short, to try things out; the record says so")
     tag: str | None = option(None, "part of the CSV's name (default: the model's name)", metavar="TAG")
-    prompt_lengths: tuple[int, ...] = option(
+    prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
         "tokens",
         kind=Kind(_lengths, lambda lengths: ",".join(map(str, lengths))),
         metavar="LIST",
-        group=_USE,
     )
-    new_tokens: int = option(64, kind=COUNT, metavar="N", group=_USE)
-    repeats: int = option(5, kind=COUNT, metavar="N", group=_USE)
-    layers: bool = option(False, "time components by shape and format", group=_LAYERS)
-    formats: tuple[str, ...] = option(
-        (), "default: those that the run measured", kind=NAMES, metavar="LIST", group=_LAYERS
-    )
+    new_tokens: int = _use(64, kind=COUNT)
+    repeats: int = _use(5, kind=COUNT)
+    layers: bool = _layers(False, "time components by shape and format")
+    formats: tuple[str, ...] = _layers((), "default: those that the run measured", kind=NAMES)
 
     @property
     def use(self) -> profiling.UseSettings:

@@ -18,13 +18,14 @@ from kl_lens.evaluation.tasks import FAIL, judge, require_lm_eval
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
-    LOADING,
     NAMES,
     SHARE,
     Loading,
     OfRun,
     checked_names,
     command_of,
+    grouped,
+    loading,
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
@@ -33,8 +34,8 @@ from kl_lens.targets import TARGETS
 
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
-_WHAT = "what to measure (default: --perplexity --divergence)"
-_TASKS, _RUNNING = "tasks (lm-eval)", "running"
+_what = grouped("what to measure (default: --perplexity --divergence)")
+_tasks, _running = grouped("tasks (lm-eval)"), grouped("running")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,60 +51,40 @@ class EvaluateSettings(Loading, OfRun):
     )
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] = option(
-        (TORCH, *TARGETS), "torch: plans in PyTorch; the others: exported files", kind=NAMES, metavar="LIST"
+        (TORCH, *TARGETS), "torch: plans in PyTorch; the others: exported files", kind=NAMES
     )
-    perplexity: str | None = option(
+    perplexity: str | None = _what(
         None,
         f"token and word perplexity (default text: {DEFAULT_TEXT})",
         nargs="?",
         bare=DEFAULT_TEXT,
         metavar="TEXT",
-        group=_WHAT,
     )
-    divergence: str | None = option(
+    divergence: str | None = _what(
         None,
         "KL from the original's own distribution (default text: that of --perplexity)",
         nargs="?",
         bare="",
         metavar="TEXT",
-        group=_WHAT,
     )
-    window: int = option(2048, kind=COUNT, metavar="N", group=_WHAT)
-    stride: int | None = option(
-        None,
-        "score only the last S tokens of each window (default: the window)",
-        kind=COUNT,
-        metavar="S",
-        group=_WHAT,
+    window: int = _what(2048, kind=COUNT)
+    stride: int | None = _what(
+        None, "score only the last S tokens of each window (default: the window)", kind=COUNT, metavar="S"
     )
-    limit: int | None = option(None, "only the first N windows", kind=COUNT, metavar="N", group=_WHAT)
-    tasks: tuple[str, ...] | None = option(
-        None, "such as arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES, metavar="LIST", group=_TASKS
-    )
-    task_data: Path | None = option(
-        None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR", group=_TASKS
-    )
-    task_limit: int | None = option(
-        None, "only the first N examples", kind=COUNT, metavar="N", group=_TASKS
-    )
-    few_shot: int | None = option(
-        None, "worked examples (default: the task's own)", metavar="N", group=_TASKS
-    )
-    max_drop: float | None = option(
-        None, "accuracy that may be lost, such as 3% (points)", kind=SHARE, metavar="SHARE", group=_TASKS
-    )
-    exact: bool = option(False, "float32 arithmetic instead of the fastest", group=_RUNNING)
-    runtime_device: str = option("CPU", "OpenVINO device", flag="--device", group=_RUNNING)
-    threads: int | None = option(
-        None, "default: the runtime's own choice", kind=COUNT, metavar="N", group=_RUNNING
-    )
-    gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N", group=_RUNNING)
-    again: bool = option(False, "measure afresh what the run holds already", group=_RUNNING)
-    tag: str | None = option(
-        None, "for perplexity_results_TAG.json (default: the text's name)", group=_RUNNING
-    )
-    dtype: str = option("float32", "what PyTorch computes in", group=LOADING)
-    device: str = option("cpu", "PyTorch's", flag="--torch-device", metavar="DEVICE", group=LOADING)
+    limit: int | None = _what(None, "only the first N windows", kind=COUNT)
+    tasks: tuple[str, ...] | None = _tasks(None, "such as arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES)
+    task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
+    task_limit: int | None = _tasks(None, "only the first N examples", kind=COUNT)
+    few_shot: int | None = _tasks(None, "worked examples (default: the task's own)", metavar="N")
+    max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
+    exact: bool = _running(False, "float32 arithmetic instead of the fastest")
+    runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
+    threads: int | None = _running(None, "default: the runtime's own choice", kind=COUNT)
+    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU", metavar="N")
+    again: bool = _running(False, "measure afresh what the run holds already")
+    tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
+    dtype: str = loading("float32", "what PyTorch computes in")
+    device: str = loading("cpu", "PyTorch's", flag="--torch-device", metavar="DEVICE")
 
     @property
     def is_kept(self) -> bool:

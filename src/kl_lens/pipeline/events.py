@@ -29,11 +29,15 @@ class Events:
 
         return nullcontext(Progress())
 
-    def begins(self, settings: Settings) -> None:
-        """A stage of `run`."""
+    def heading(self, text: str) -> None:
+        """What `run` does next."""
 
-    def ends(self, result: object) -> None:
-        """A stage of `run` that is done; None where it was done already."""
+    def stage(self, settings: Settings) -> AbstractContextManager[None]:
+        """Around a stage of `run`."""
+        return nullcontext()
+
+    def result(self, result: object) -> None:
+        """Of a stage of `run`; None where it was done already."""
 
 
 class Stopped(KeyboardInterrupt):

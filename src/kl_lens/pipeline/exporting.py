@@ -11,7 +11,7 @@ from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
 from kl_lens.errors import PlanError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, HeldOut, Loading, command_of, new_run_folder, option
+from kl_lens.pipeline.settings import COUNT, HeldOut, Loading, command_of, grouped, new_run_folder, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
@@ -20,7 +20,7 @@ from kl_lens.targets import TARGETS
 from kl_lens.targets import export as write_files
 from kl_lens.units import parse_names
 
-_OPENVINO, _GGUF = "openvino", "gguf"
+_openvino, _gguf = grouped("openvino"), grouped("gguf")
 Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
 
 
@@ -40,32 +40,25 @@ class ExportSettings(HeldOut, Loading):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     format: str | None = option(None, "one format for everything, instead of a plan", metavar="FORMAT")
     out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
-    device_profile: str = option("cpu", "cpu, gpu, gpu-int4 or npu", group=_OPENVINO)
-    rewrites: str | None = option(
-        None,
-        "cumba, reduba, actiba, or none (default: what the profile asks for)",
-        metavar="LIST",
-        group=_OPENVINO,
+    device_profile: str = _openvino("cpu", "cpu, gpu, gpu-int4 or npu")
+    rewrites: str | None = _openvino(
+        None, "cumba, reduba, actiba, or none (default: what the profile asks for)", metavar="LIST"
     )
-    static_tokens: int | None = option(
-        None, "a static forward without state", kind=COUNT, metavar="N", group=_OPENVINO
-    )
-    without_head: bool = option(False, "end in the last hidden states (static only)", group=_OPENVINO)
-    fallback: bool = option(False, "lower what a profile cannot hold, visibly", group=_OPENVINO)
-    stream: bool = option(
+    static_tokens: int | None = _openvino(None, "a static forward without state", kind=COUNT)
+    without_head: bool = _openvino(False, "end in the last hidden states (static only)")
+    fallback: bool = _openvino(False, "lower what a profile cannot hold, visibly")
+    stream: bool = _gguf(
         False,
         "read the run's checkpoint one tensor at a time, for large models; its weights are then not compared with "
         "the run's (--format always streams)",
-        group=_GGUF,
     )
-    map: bool = option(
+    map: bool = _gguf(
         False,
         "export int8 as q8_0 and int4 as q4_0; the numerics change, so the plan is measured again as llama.cpp "
         "computes it",
-        group=_GGUF,
     )
-    held_out: str = option("wikitext2:valid", metavar="TEXT", group=_GGUF)
-    held_out_windows: int = option(8, kind=COUNT, metavar="N", group=_GGUF)
+    held_out: str = _gguf("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = _gguf(8, kind=COUNT)
 
     @property
     def run_folder(self) -> Path:

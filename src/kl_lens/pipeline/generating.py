@@ -24,7 +24,7 @@ class GenerateSettings(Settings):
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
     prompt: str = option(metavar="TEXT")
-    max_new_tokens: int = option(64, kind=COUNT, metavar="N")
+    max_new_tokens: int = option(64, kind=COUNT)
     temperature: float = option(0.0, "0: always the likeliest token", metavar="T")
     seed: int = option(0, "for a temperature above 0", metavar="S")
     tokenizer: str | None = option(
@@ -33,7 +33,7 @@ class GenerateSettings(Settings):
         metavar="PLACE",
     )
     device: str = option("CPU", "OpenVINO device")
-    threads: int | None = option(None, "default: the runtime's own choice", kind=COUNT, metavar="N")
+    threads: int | None = option(None, "default: the runtime's own choice", kind=COUNT)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
 
 

@@ -15,6 +15,7 @@ from kl_lens.pipeline.settings import (
     OfModel,
     Settings,
     command_of,
+    grouped,
     new_run_folder,
     option,
 )
@@ -27,19 +28,19 @@ from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
-_TEXT, _WHAT, _HOW = "calibration text", "what to measure", "how"
+calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Settings):
     """The text that a model is measured on."""
 
-    text: str = option(
-        "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder", group=_TEXT
+    text: str = calibration_text(
+        "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
-    windows: int = option(64, "how many windows", kind=COUNT, group=_TEXT)
-    window_length: int = option(512, "tokens each", kind=COUNT, metavar="N", group=_TEXT)
-    seed: int = option(42, "chooses the windows", group=_TEXT)
+    windows: int = calibration_text(64, "how many windows", kind=COUNT)
+    window_length: int = calibration_text(512, "tokens each", kind=COUNT)
+    seed: int = calibration_text(42, "chooses the windows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +48,19 @@ class MeasureSettings(Calibration, OfModel):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    formats: tuple[str, ...] = option(("int4", "int8"), "comma-separated", kind=NAMES, group=_WHAT)
-    components: str | None = option(
-        None, "only components whose name matches", metavar="REGEX", group=_WHAT
-    )
-    engine: str = option("fast", "plain is the reference", choices=tuple(ENGINES), group=_HOW)
-    memory_budget: int = option(DEFAULT_MEMORY, "for cached states", kind=SIZE, group=_HOW)
-    as_deployed: str | None = option(
+    formats: tuple[str, ...] = _what(("int4", "int8"), "comma-separated", kind=NAMES)
+    components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
+    engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
+    memory_budget: int = _how(DEFAULT_MEMORY, "for cached states", kind=SIZE)
+    as_deployed: str | None = _how(
         None,
         "also quantize the activations as this target's kernels do: the KL of the file that will run",
         choices=tuple(TARGETS),
-        group=_HOW,
     )
-    anytime: bool = option(
-        False, "stop as soon as the ranking is settled; --windows is the most", group=_HOW
-    )
-    settled_at: float = option(0.9, "Kendall τ that counts as settled", metavar="TAU", group=_HOW)
-    legacy_json: Path | None = option(
-        None, "also write the published layout, one file per bit width", metavar="FILE", group=_HOW
+    anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
+    settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
+    legacy_json: Path | None = _how(
+        None, "also write the published layout, one file per bit width", metavar="FILE"
     )
 
 

@@ -20,6 +20,7 @@ from kl_lens.pipeline.settings import (
     Loading,
     OfRun,
     command_of,
+    grouped,
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
@@ -29,10 +30,10 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.units import spell_share
 
-_PAPER = "the paper's points"
-_GREEDY = "greedy under a quality budget"
-_BUDGET = "exact budgets (any two together; one is minimised under the other)"
-_PROOF = "verify and refine, on held-out text"
+_paper = grouped("the paper's points")
+_quality = grouped("greedy under a quality budget")
+_budget = grouped("exact budgets (any two together; one is minimised under the other)")
+_proof = grouped("verify and refine, on held-out text")
 KL = "kl_teacher_to_student"
 
 
@@ -40,55 +41,42 @@ KL = "kl_teacher_to_student"
 class PlanSettings(HeldOut, Loading, OfRun):
     verb: ClassVar[str] = "plan"
 
-    paper: bool = option(False, "uniform INT8 and INT4, and points 01 to 10", group=_PAPER)
-    gpu: bool = option(False, "the GPU pipeline: INT8 or FP16", group=_PAPER, excludes="pipeline")
-    gpu_int4: bool = option(False, "the GPU pipeline with INT4", group=_PAPER, excludes="pipeline")
-    metric: str | None = option(
+    paper: bool = _paper(False, "uniform INT8 and INT4, and points 01 to 10")
+    gpu: bool = _paper(False, "the GPU pipeline: INT8 or FP16", excludes="pipeline")
+    gpu_int4: bool = _paper(False, "the GPU pipeline with INT4", excludes="pipeline")
+    metric: str | None = _paper(
         None,
         f"what ranks the components (default: {planning.PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
         choices=tuple(planning.RANKING_METRICS),
-        group=_PAPER,
     )
     no_head: bool = option(False, "leave the head at FP16, as the published models do")
     uniform: tuple[str, ...] = option(
         (), "one plan per format, all components alike; for example fp16,int8", kind=NAMES, metavar="FORMATS"
     )
-    gamma: float | None = option(
-        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", group=_GREEDY
+    gamma: float | None = _quality(
+        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G"
     )
-    gamma_exhaustive: float | None = option(
-        None, "the same, one by one, as the paper's algorithm does", metavar="G", group=_GREEDY
+    gamma_exhaustive: float | None = _quality(
+        None, "the same, one by one, as the paper's algorithm does", metavar="G"
     )
-    max_bytes: int | None = option(None, "for example 90MB", kind=SIZE, metavar="SIZE", group=_BUDGET)
-    max_bpw: float | None = option(
-        None, "bits per weight, over all weights", metavar="BITS", group=_BUDGET
-    )
-    max_kl: float | None = option(None, "predicted KL per token", metavar="NATS", group=_BUDGET)
-    max_drop: float | None = option(
+    max_bytes: int | None = _budget(None, "for example 90MB", kind=SIZE)
+    max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
+    max_kl: float | None = _budget(None, "predicted KL per token", metavar="NATS")
+    max_drop: float | None = _budget(
         None,
         "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
         kind=SHARE,
-        metavar="SHARE",
-        group=_BUDGET,
     )
-    max_latency: float | None = option(
-        None, "for example 12ms; needs a profile of the target", kind=TIME, metavar="TIME", group=_BUDGET
-    )
-    profile: str | None = option(
-        None, "which latency profile of the run to use", metavar="NAME", group=_BUDGET
-    )
-    minimise: str | None = option(
-        None, "default: what has no limit", choices=("bytes", "kl", "latency"), group=_BUDGET
-    )
-    formats: tuple[str, ...] = option(
-        (), "comma-separated; default: all measured ones", kind=NAMES, group=_BUDGET
-    )
-    frontier: bool = option(False, "print the whole Pareto frontier of bytes and KL", group=_BUDGET)
-    verify: bool = option(False, "measure the plan as a whole", group=_PROOF)
-    refine: bool = option(False, "improve the plan by measured swaps", group=_PROOF)
-    max_evaluations: int = option(60, kind=COUNT, metavar="N", group=_PROOF)
-    held_out: str = option("wikitext2:valid", metavar="TEXT", group=_PROOF)
-    held_out_windows: int = option(32, kind=COUNT, metavar="N", group=_PROOF)
+    max_latency: float | None = _budget(None, "for example 12ms; needs a profile of the target", kind=TIME)
+    profile: str | None = _budget(None, "which latency profile of the run to use", metavar="NAME")
+    minimise: str | None = _budget(None, "default: what has no limit", choices=("bytes", "kl", "latency"))
+    formats: tuple[str, ...] = _budget((), "comma-separated; default: all measured ones", kind=NAMES)
+    frontier: bool = _budget(False, "print the whole Pareto frontier of bytes and KL")
+    verify: bool = _proof(False, "measure the plan as a whole")
+    refine: bool = _proof(False, "improve the plan by measured swaps")
+    max_evaluations: int = _proof(60, kind=COUNT)
+    held_out: str = _proof("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = _proof(32, kind=COUNT)
     plan: str | None = option(None, "verify or refine this plan of the run", metavar="NAME")
     compare: tuple[str, ...] = option((), "plans side by side", nargs="+", metavar="NAME")
     name: str | None = option(None, "name of the new plan")
@@ -132,9 +120,7 @@ def plan(settings: PlanSettings, bench: Workbench | None = None, events: Events 
         if settings.refine:
             problem = _problem(settings, table)
             plans = [
-                refined(
-                    each, table, problem, *meters.halves, settings.max_evaluations, settings.name, events
-                )
+                refined(each, table, problem, *meters.halves, settings.max_evaluations, settings.name, events)
                 for each in plans
             ]
         if settings.verify or settings.refine:

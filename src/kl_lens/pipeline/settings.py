@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ class Kind:
 
     parse: Callable[[str], Any]
     spell: Callable[[Any], str] = str
+    metavar: str | None = None
 
 
 def _positive(text: str) -> int:
@@ -35,12 +36,12 @@ def _positive(text: str) -> int:
     return value
 
 
-COUNT = Kind(_positive)
-SIZE = Kind(units.parse_bytes, units.spell_bytes)
-SHARE = Kind(units.parse_share, units.spell_share)
-TIME = Kind(units.parse_seconds, units.spell_seconds)
-NAMES = Kind(units.parse_names, ",".join)
-_PLAIN = {str: Kind(str), int: Kind(int), float: Kind(float), Path: Kind(Path)}
+COUNT = Kind(_positive, metavar="N")
+SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
+SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
+TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
+NAMES = Kind(units.parse_names, ",".join, "LIST")
+_PLAIN = {str: Kind(str), int: Kind(int, metavar="N"), float: Kind(float), Path: Kind(Path)}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ def option(default: Any = MISSING, help: str = "", *, positional: bool = False, 
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def grouped(title: str) -> Callable[..., Any]:
+    """`option` for a group of flags under a heading."""
+    return partial(option, group=title)
+
+
 @cache
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
@@ -113,9 +119,8 @@ def options_of(settings: type[Settings]) -> tuple[Option, ...]:
         required = f.default is MISSING
         default = None if required else f.default
         switch = hints[f.name] is bool
-        found.append(
-            Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata)
-        )
+        metadata = {"metavar": kind.metavar} | metadata
+        found.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
     return tuple(found)
 
 
@@ -144,7 +149,7 @@ def command_of(settings: Settings) -> list[str]:
     return [settings.verb, *alone, *flagged]
 
 
-LOADING = "loading the model"
+loading = grouped("loading the model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +157,13 @@ class Loading(Settings):
     """Which model, and how it is opened. Verbs say for themselves where on the command line the model stands."""
 
     model: str | None = option(None, "where the run's model is now, if it moved", metavar="MODEL")
-    revision: str | None = option(None, "branch, tag or commit of a hub id", group=LOADING)
-    tokenizer: str | None = option(
-        None, "folder, tokenizer.json or hub id of another tokenizer", metavar="PLACE", group=LOADING
+    revision: str | None = loading(None, "branch, tag or commit of a hub id")
+    tokenizer: str | None = loading(
+        None, "folder, tokenizer.json or hub id of another tokenizer", metavar="PLACE"
     )
-    dtype: str = option("float32", "what to compute in", group=LOADING)
-    device: str = option("cpu", "where to compute", group=LOADING)
-    trust_remote_code: bool = option(
-        False, "run Python code that comes with the checkpoint", group=LOADING
-    )
+    dtype: str = loading("float32", "what to compute in")
+    device: str = loading("cpu", "where to compute")
+    trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
 
     @property
     def how(self) -> dict[str, Any]:
@@ -193,8 +196,8 @@ class OfModel(Loading):
 class HeldOut(Settings):
     """Text that judges what was made from other text."""
 
-    held_out: str = option("wikitext2:valid", metavar="TEXT", group="held-out text")
-    held_out_windows: int = option(32, kind=COUNT, metavar="N", group="held-out text")
+    held_out: str = option("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = option(32, kind=COUNT)
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
