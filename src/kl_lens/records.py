@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from kl_lens.subjects import Subject
 
 RECORDS_VERSION = 1
 
@@ -190,7 +193,7 @@ class Spread(Record):
 class Profile(Record):
     """How fast and how large an exported file is, on one device with one protocol."""
 
-    subject: str  # "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    subject: Subject  # an artifact
     protocol: str  # "use" (what a user feels) or "benchmark_app" (the published one)
     device: str
     threads: int
@@ -206,7 +209,9 @@ class Profile(Record):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        from kl_lens.subjects import Subject
+
         spreads = {
             key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
         }
-        return cls(**{**data, **spreads})
+        return cls(**{**data, **spreads, "subject": Subject.from_json(data["subject"])})

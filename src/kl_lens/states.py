@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kl_lens.runs import Run
+from kl_lens.subjects import Subject
+from kl_lens.targets import TARGETS
 
 STATE = "state"
 
@@ -15,7 +17,7 @@ STATE = "state"
 def state_of(run: Run, subject: str) -> str | None:
     """A digest of the plan, and of the exported file, that a subject's name stands for now; None for other subjects."""
     target, slash, rest = subject.partition("/")
-    if not slash or target not in ("torch", "openvino", "gguf"):
+    if not slash or target not in ("torch", *TARGETS):
         return None
     plan = rest.split(" as ")[0].split(" (")[0]
     parts: list[Any] = [_assignment(run, plan)]
@@ -28,7 +30,9 @@ def state_of(run: Run, subject: str) -> str | None:
 def is_current(run: Run, record: Mapping[str, Any]) -> bool:
     """Whether a stored record is about what its subject's name stands for now."""
     known = record.get(STATE)
-    return known is None or known == state_of(run, str(record.get("subject")))
+    subject = record.get("subject")
+    name = Subject.from_json(subject).label if isinstance(subject, Mapping) else str(subject)
+    return known is None or known == state_of(run, name)
 
 
 def _assignment(run: Run, plan: str) -> Any:

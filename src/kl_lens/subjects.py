@@ -49,7 +49,7 @@ class Subject(Record):
             return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
         path = settings.pop("path", None)
         name = str(path) if path is not None else f"{self.target}/{self.plan}"
-        return name + _bracketed(settings)
+        return name + bracketed(settings)
 
     @property
     def key(self) -> str:
@@ -60,7 +60,8 @@ class Subject(Record):
         return hash((self.key, self.digest))
 
 
-def _bracketed(settings: Mapping[str, Any]) -> str:
+def bracketed(settings: Mapping[str, Any]) -> str:
+    """What sets a subject apart, behind its name: ` (on GPU, exact)`."""
     words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact"}
     parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
     return f" ({', '.join(parts)})" if parts else ""

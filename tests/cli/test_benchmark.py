@@ -45,7 +45,7 @@ def profiles(folder: Path) -> dict[str, Profile]:
         records = run.load_all("profile")
     assert all(record.pop("provenance")["versions"] for record in records.values())
     found = [profile_from(record) for record in records.values()]
-    return {f"{profile.subject}|{profile.protocol}|{profile.device}": profile for profile in found}
+    return {f"{profile.subject.label}|{profile.protocol}|{profile.device}": profile for profile in found}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
 def test_from_python(used: Path) -> None:
     folder = used / "artifacts/openvino/small"
     profile = kl_lens.benchmark(folder, prompt_lengths=(4,), new_tokens=2, repeats=1, threads=1)
-    assert profile.subject == str(folder)
+    assert profile.subject.label == str(folder)
     assert profile.timings["tokens_per_second"].median > 0
 
 

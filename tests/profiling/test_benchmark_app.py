@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,23 +11,25 @@ import numpy as np
 import pytest
 
 from kl_lens.errors import TargetError
-from kl_lens.profiling.benchmark_app import (
-    AppReport,
-    app_command,
-    data_shape_of,
-    parse_log,
-    reached,
-    run_app,
-    write_report,
-)
+from kl_lens.profiling.benchmark_app import reached, run_app, write_report
 from kl_lens.records import Profile, Spread
+from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
+from kl_lens.targets.published import AppReport
 
 DATA = Path(__file__).parent / "data"
+APP = BenchmarkApp()
+
+
+@pytest.fixture
+def one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of these tests is only a name."""
+    monkeypatch.setattr(BenchmarkApp, "input_shapes", lambda self, place: "input_ids[1,1]")
 
 
 def test_milliseconds_of_a_dynamic_model() -> None:
     text = (DATA / "dynamic.log").read_text()
-    report = parse_log(text)
+    report = APP.read(text)
     for value, line in (
         (report.median_ms, f"Median:        {report.median_ms:.2f} ms"),
         (report.average_ms, f"Average:       {report.average_ms:.2f} ms"),
@@ -43,7 +46,7 @@ def test_milliseconds_of_a_dynamic_model() -> None:
 
 
 def test_a_fast_model_is_reported_in_microseconds() -> None:
-    assert parse_log((DATA / "microseconds.log").read_text()) == AppReport(
+    assert APP.read((DATA / "microseconds.log").read_text()) == AppReport(
         iterations=19240,
         duration_seconds=pytest.approx(1.0),
         median_ms=pytest.approx(0.02603),
@@ -57,14 +60,18 @@ def test_a_fast_model_is_reported_in_microseconds() -> None:
 
 def test_a_failure_gives_the_innermost_reason() -> None:
     with pytest.raises(TargetError, match='Device with "GPU" name is not registered'):
-        parse_log((DATA / "no_device.log").read_text())
+        APP.read((DATA / "no_device.log").read_text())
 
 
-def test_the_command_is_the_published_one() -> None:
-    command = app_command(Path("model.xml"), data_shape="input_ids[1,1]", load_config=Path("settings.json"))
+def test_the_command_is_the_published_one(one_token: None, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    command = APP.command(
+        Path("model.xml"), seconds=60, iterations=50, device="CPU", threads=2, beside=settings
+    )
+    assert json.loads(settings.read_text()) == {"CPU": {"INFERENCE_NUM_THREADS": 2}}
     assert "benchmark_app" in command[0] or "openvino.tools.benchmark.main" in command
     published = "-m model.xml -d CPU -hint latency -t 60 -niter 50 --inference_only TRUE"
-    assert " ".join(command).endswith(f"{published} -data_shape input_ids[1,1] -load_config settings.json")
+    assert " ".join(command).endswith(f"{published} -data_shape input_ids[1,1] -load_config {settings}")
 
 
 @pytest.mark.parametrize(
@@ -78,12 +85,12 @@ def test_both_limits_have_to_be_reached(seconds: float, iterations: int, enough:
 
 def _printed(iterations: int, seconds: float) -> str:
     text = (DATA / "static.log").read_text()
-    report = parse_log(text)
+    report = APP.read(text)
     text = text.replace(f"{report.iterations} iterations\n", f"{iterations} iterations\n")
     return text.replace(f"{1e3 * report.duration_seconds:.2f} ms", f"{1e3 * seconds:.2f} ms")
 
 
-def test_a_run_that_fell_short_is_extended(tmp_path: Path) -> None:
+def test_a_run_that_fell_short_is_extended(one_token: None, tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
 
     def run(command: Sequence[str]) -> tuple[int, str]:
@@ -91,22 +98,25 @@ def test_a_run_that_fell_short_is_extended(tmp_path: Path) -> None:
         asked.append((seconds, iterations))
         return 0, _printed(49, 70.0) if len(asked) == 1 else _printed(90, 121.0)
 
-    report, command = run_app(Path("model.xml"), tmp_path / "log/model.log", run=run)
+    report, command = run_app(APP, Path("model.xml"), tmp_path / "log/model.log", run=run)
     assert asked == [(60, 50), (120, 100)]
     assert (report.iterations, report.duration_seconds) == (90, 121.0)
     assert command[command.index("-t") + 1] == "120"
     assert (tmp_path / "log/model.log").read_text().count("Count:") == 2  # both attempts are kept
 
 
-def test_a_run_that_never_gets_there_is_an_error(tmp_path: Path) -> None:
+def test_a_run_that_never_gets_there_is_an_error(one_token: None, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="did not reach 60 s and 50 iterations"):
-        run_app(Path("model.xml"), tmp_path / "model.log", run=lambda command: (0, _printed(49, 10.0)))
+        run_app(APP, Path("model.xml"), tmp_path / "model.log", run=lambda command: (0, _printed(49, 10.0)))
 
 
-def test_a_failure_leaves_its_log(tmp_path: Path) -> None:
+def test_a_failure_leaves_its_log(one_token: None, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"see .*model\.log"):
         run_app(
-            Path("model.xml"), tmp_path / "model.log", run=lambda command: (1, "[ ERROR ] no such device")
+            APP,
+            Path("model.xml"),
+            tmp_path / "model.log",
+            run=lambda command: (1, "[ ERROR ] no such device"),
         )
     assert "no such device" in (tmp_path / "model.log").read_text()
 
@@ -120,7 +130,7 @@ def test_only_dynamic_inputs_are_given_a_shape(
     ids = ops.parameter(ov.PartialShape(shape), np.int64, name="input_ids")
     ids.output(0).get_tensor().set_names({"input_ids"})
     ov.save_model(ov.Model([ops.result(ops.abs(ids))], [ids]), tmp_path / "model.xml")
-    assert data_shape_of(tmp_path / "model.xml") == expected
+    assert APP.input_shapes(tmp_path / "model.xml") == expected
 
 
 def test_the_report_is_a_table_of_models(tmp_path: Path) -> None:
@@ -136,7 +146,7 @@ def test_the_report_is_a_table_of_models(tmp_path: Path) -> None:
         "throughput_fps": Spread(400.0, 400.0, 400.0, 400),
     }
     profile = Profile(
-        "openvino/kl_point05",
+        Subject(ARTIFACT, "kl_point05", "openvino"),
         "benchmark_app",
         "CPU",
         2,

@@ -8,14 +8,18 @@ import pytest
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
-from kl_lens.profiling.contents import BODY, HEAD, LOOKUP, read_contents
-from kl_lens.profiling.subjects import read_subject
+from kl_lens.profiling.subjects import read_timed
 from kl_lens.records import Plan
-from kl_lens.targets import export
+from kl_lens.targets import export, target_of
+from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents
 from tests.families import VOCABULARY, tiny_model
 
 pytest.importorskip("openvino", reason="needs the extra openvino")
 pytest.importorskip("gguf", reason="needs the extra gguf")
+
+
+def read_contents(place: Path) -> Contents:
+    return target_of(place).contents(place)
 
 
 def exported(family: str, target: str, folder: Path, fmt: str = "fp16") -> LoadedModel:
@@ -66,7 +70,7 @@ def test_quantized_weights_count_at_their_size_on_disk(tmp_path: Path) -> None:
     exported("mamba", "openvino", tmp_path / "int8", "int8")
     half, eighth = (read_contents(tmp_path / name) for name in ("fp16", "int8"))
     saved = half.weight_bytes_per_token - eighth.weight_bytes_per_token
-    sizes = read_subject(tmp_path / "fp16").file_bytes - read_subject(tmp_path / "int8").file_bytes
+    sizes = read_timed(tmp_path / "fp16").file_bytes - read_timed(tmp_path / "int8").file_bytes
     assert saved == pytest.approx(sizes, rel=0.02)  # what else is in the files is the same in both
     assert half.head_parameters == eighth.head_parameters
 
@@ -74,14 +78,14 @@ def test_quantized_weights_count_at_their_size_on_disk(tmp_path: Path) -> None:
 def test_which_artifact_stands_for_fp16_and_which_is_damaged(tmp_path: Path) -> None:
     exported("mamba", "openvino", tmp_path / "fp16")
     exported("mamba", "gguf", tmp_path / "q8_0", "q8_0")
-    assert read_subject(tmp_path / "fp16").is_fp16
+    assert read_timed(tmp_path / "fp16").is_fp16
     (file,) = (tmp_path / "q8_0").glob("*.gguf")
-    assert not read_subject(tmp_path / "q8_0").is_fp16
-    assert not read_subject(file).is_fp16
+    assert not read_timed(tmp_path / "q8_0").is_fp16
+    assert not read_timed(file).is_fp16
     with file.open("ab") as stream:
         stream.write(b"more")
     with pytest.raises(TargetError, match=r"holds \d+ bytes and its record says \d+"):
-        read_subject(tmp_path / "q8_0")
+        read_timed(tmp_path / "q8_0")
     (tmp_path / "fp16/openvino_model.bin").unlink()
     with pytest.raises(TargetError, match=r"openvino_model\.bin is missing"):
-        read_subject(tmp_path / "fp16")
+        read_timed(tmp_path / "fp16")

@@ -8,11 +8,11 @@ import pytest
 
 from kl_lens.errors import TargetError
 from kl_lens.profiling.bound import decode_bound, prefill_bound, prefill_seconds
-from kl_lens.profiling.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
-from kl_lens.profiling.fit import fit_formats
 from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.records import Spread
+from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
+from kl_lens.targets.gguf.fit import fit_formats
 
 
 def machine(cache: int | None = None, at_threads: float | None = None) -> Machine:

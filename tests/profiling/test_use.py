@@ -11,11 +11,13 @@ import pytest
 
 from kl_lens.errors import TargetError
 from kl_lens.profiling import use
-from kl_lens.profiling.contents import BODY, Contents, StoredWeight
 from kl_lens.profiling.machine import Bandwidth, Machine
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.profiling.subjects import Subject
+from kl_lens.profiling.subjects import Timed
 from kl_lens.records import Profile
+from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.targets import describe_target
+from kl_lens.targets.contents import BODY, Contents, StoredWeight
 
 MACHINE = Machine(Bandwidth(1e9, 1e9, 2, 1 << 20, 3), 1e9, None)
 
@@ -76,19 +78,23 @@ def test_prompts_are_the_same_for_everybody() -> None:
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Subject], list[str], dict[str, int | None]]:
+def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict[str, int | None]]:
     """Subjects a (FP16), b and c; the log of who ran when; after how many prompts each breaks."""
     log: list[str] = []
     breaks: dict[str, int | None] = {}
 
-    def load(self: use.Sessions, subject: Subject) -> Ticking:
+    def load(self: use.Sessions, subject: Timed) -> Ticking:
         return Ticking(log, subject.name, breaks.get(subject.name))
 
     contents = Contents((StoredWeight("w", 1000, 500, BODY),), 0, 0)
     monkeypatch.setattr(use.Sessions, "load", load)
-    monkeypatch.setattr(use, "fresh_process", lambda path, **_: MemoryUse(100, 250, 0.5))
-    monkeypatch.setattr(use, "read_contents", lambda path: contents)
-    subjects = [Subject(n, Path(n), "gguf", n, 1000, n == "a") for n in ("a", "b", "c")]
+    monkeypatch.setattr(use, "fresh_process", lambda *_: MemoryUse(100, 250, 0.5))
+    target = describe_target("gguf")
+    monkeypatch.setattr(type(target), "contents", lambda self, path: contents)
+    subjects = [
+        Timed(Subject(ARTIFACT, target="gguf", settings={"path": n}), Path(n), target, 1000, n == "a")
+        for n in ("a", "b", "c")
+    ]
     return subjects, log, breaks
 
 
@@ -136,7 +142,7 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
     (failure,) = results.failures
     assert failure.subject == "b"
     assert "the file is gone (while round 2 of 2)" in failure.reason
-    assert [(p.subject, p.settings["repeats"]) for p in stored] == [
+    assert [(p.subject.label, p.settings["repeats"]) for p in stored] == [
         ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2),
     ]  # fmt: skip
 

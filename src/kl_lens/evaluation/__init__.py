@@ -1,7 +1,6 @@
 """Proof: perplexity, divergence from the original, and tasks, of plans in PyTorch and of the files that ship."""
 
 from kl_lens.evaluation.agreement import Agreement
-from kl_lens.evaluation.artifact_tokenizer import artifact_tokenizer
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
 from kl_lens.evaluation.journal import Journal, read_scores
 from kl_lens.evaluation.published import write_published
@@ -10,7 +9,6 @@ from kl_lens.evaluation.selection import Selection, given_subjects, run_subjects
 from kl_lens.evaluation.subjects import (
     ORIGINAL,
     ArtifactSubject,
-    RuntimeSettings,
     Subject,
     TorchSubject,
     planned_formats,
@@ -18,6 +16,8 @@ from kl_lens.evaluation.subjects import (
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
 from kl_lens.evaluation.texts import EvaluationText, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.targets import RuntimeSettings
+from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [
     "ORIGINAL",

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, PlanError
 from kl_lens.evaluation.subjects import (
     ArtifactSubject,
-    RuntimeSettings,
     Subject,
     TorchSubject,
     planned_formats,
 )
 from kl_lens.runs import ALL_PLANS, Run, named_plans
+from kl_lens.targets import TARGETS, RuntimeSettings, exported_places
 
 TORCH = "torch"
 
@@ -59,12 +58,10 @@ def given_subjects(
 ) -> Selection:
     """Files given by path, each with its PyTorch counterpart when the model is there."""
     selection = Selection()
-    names = (
-        {} if run is None else {_folder(run, n, v).resolve(): n for n, v in run.load_all("artifact").items()}
-    )
+    names = {} if run is None else {p.resolve(): "/".join(key) for key, p in exported_places(run).items()}
     plans = {} if run is None or model is None else _plans(run, Selection())
     for path in paths:
-        place = path.parent if path.suffix == ".gguf" else path
+        place = path.parent if path.is_file() else path
         selection.add_artifact(path, settings, model, names.get(place.resolve()), plans)
     return selection
 
@@ -75,7 +72,7 @@ def run_subjects(
     settings: RuntimeSettings,
     *,
     plans: str = ALL_PLANS,
-    targets: Sequence[str] = (TORCH, "openvino", "gguf"),
+    targets: Sequence[str] = (TORCH, *TARGETS),
 ) -> Selection:
     """A run's plans in PyTorch and its exported files.
 
@@ -99,10 +96,9 @@ def run_subjects(
             selection.subjects.append(
                 TorchSubject(model, f"{TORCH}/{name}", planned_formats(model, assignment))
             )
-    for name, value in run.load_all("artifact").items():
-        target, _, made_from = name.partition("/")
+    for (target, made_from), place in exported_places(run).items():
         if target in targets and (wanted is None or made_from in wanted):
-            selection.add_artifact(_folder(run, name, value), settings, model, name, known)
+            selection.add_artifact(place, settings, model, f"{target}/{made_from}", known)
     return selection
 
 
@@ -116,12 +112,6 @@ def _plans(run: Run, selection: Selection) -> dict[str, dict[str, str]]:
         except KLLensError as error:
             selection.failures[f"{TORCH}/{path.stem}"] = str(error)
     return found
-
-
-def _folder(run: Run, name: str, value: Mapping[str, Any]) -> Path:
-    """Where an artifact is: in the run itself, which may have been moved, or where it was written."""
-    inside = run.folder / "artifacts" / name
-    return inside if inside.is_dir() else Path(value["folder"])
 
 
 def _no_session(subject: ArtifactSubject) -> str | None:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +22,12 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.formats import known_formats
 from kl_lens.records import Artifact
 from kl_lens.sensitivity.perturbation import Kernels
-from kl_lens.targets import Session, deployed, open_session, read_artifact
-from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
+from kl_lens.subjects import bracketed
+from kl_lens.targets import RuntimeSettings, Session, Target, deployed, locate, target_of
 
 ORIGINAL = "original"
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9
-
-
-@dataclass(frozen=True)
-class RuntimeSettings:
-    """How artifacts are run."""
-
-    device: str = "CPU"  # OpenVINO's
-    threads: int | None = None
-    gpu_layers: int = 0  # llama.cpp's
-    exact: bool = False  # float32 arithmetic in place of what a deployment uses
-
-    @property
-    def label(self) -> str:
-        """What sets these apart from the usual ones, for names; threads change speed only."""
-        parts = [f"on {self.device}"] if self.device != "CPU" else []
-        parts += [f"{self.gpu_layers} GPU layers"] if self.gpu_layers else []
-        parts += ["exact"] if self.exact else []
-        return f" ({', '.join(parts)})" if parts else ""
 
 
 class Subject(ABC):
@@ -97,13 +76,14 @@ class TorchSubject(Subject):
 
 
 class ArtifactSubject(Subject):
-    """An exported folder or a .gguf file."""
+    """An exported folder or a bare file."""
 
     def __init__(self, path: Path, settings: RuntimeSettings | None = None, name: str | None = None) -> None:
         self.settings = settings or RuntimeSettings()
-        self.path, self.artifact = _located(path)
+        self.path, self.artifact = locate(path)
+        self._target: Target = target_of(self.path)
         self._plain_name = name or str(path)
-        self.name = self._plain_name + self.settings.label
+        self.name = self._plain_name + bracketed(self.settings.unusual)
         self.files = _files(self.path, self.artifact)
         self._seen = _stamps(self.name, self.files)
         self.identity = _hash(
@@ -112,23 +92,16 @@ class ArtifactSubject(Subject):
                 "device": self.settings.device,
                 "gpu_layers": self.settings.gpu_layers,
                 "exact": self.settings.exact,
-                "runtime": [_library_version(self.target), platform.machine()],
+                "runtime": [self._target.version, platform.machine()],
             }
         )
 
     @property
     def target(self) -> str:
-        return "gguf" if self.artifact is None else self.artifact.target
+        return self._target.name
 
     def open(self) -> Session:
-        settings = self.settings
-        return open_session(
-            self.path,
-            device=settings.device,
-            threads=settings.threads,
-            gpu_layers=settings.gpu_layers,
-            exact=settings.exact,
-        )
+        return self._target.open(self.path, self.settings)
 
     def check(self) -> None:
         if _stamps(self.name, self.files) != self._seen:
@@ -149,39 +122,19 @@ class ArtifactSubject(Subject):
         return TorchSubject(model, name, formats)
 
     def emulated(self, model: LoadedModel) -> TorchSubject | None:
-        """The counterpart with the runtime's activations too; None where those are not modelled.
-
-        They are modelled for llama.cpp on CPU, and for OpenVINO's deployed settings on ARM CPUs.
-        """
-        if self.artifact is None or self.settings.gpu_layers:
-            return None
-        if self.target == "openvino" and (
-            self.settings.exact
-            or self.settings.device != "CPU"
-            or platform.machine() not in ("aarch64", "arm64")
-        ):
+        """The counterpart with the runtime's activations too; None where those are not modelled."""
+        if self.artifact is None:
             return None
         formats = realised_formats(model, self.artifact)
-        if self.target == "openvino" and set(formats.values()) <= {"fp16"}:
-            return None  # no integer kernels, but half-precision arithmetic, which is not modelled
+        if not self._target.models_activations(self.settings, formats):
+            return None
         name = f"torch/{self.artifact.plan} as {self.target} deployed"
         return TorchSubject(model, name, formats, as_deployed=self.target)
 
     def in_float32(self) -> ArtifactSubject | None:
-        """The same file, computed in float32; None where the runtime always rounds (llama.cpp), or this one is it."""
-        if self.target != "openvino" or self.settings.exact:
-            return None
-        return ArtifactSubject(self.path, replace(self.settings, exact=True), self._plain_name)
-
-
-def _library_version(target: str) -> str:
-    """Another version of the runtime may give other numbers: they must not be mixed."""
-    package = {"openvino": "openvino", "gguf": "xllamacpp"}[target]
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        version = "none"
-    return version if target != "gguf" else f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
+        """The same file, computed in float32; None where the runtime has no such arithmetic, or this one is it."""
+        exact = self._target.in_float32(self.settings)
+        return None if exact is None else ArtifactSubject(self.path, exact, self._plain_name)
 
 
 def planned_formats(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, str]:
@@ -198,21 +151,6 @@ def realised_formats(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
     held = {tensor.component: tensor.realised for tensor in artifact.tensors}
     names = {c.name for c in model.anatomy.candidates}
     return {name: held[name] for name in sorted(names) if held.get(name) in known_formats()}
-
-
-def _located(path: Path) -> tuple[Path, Artifact | None]:
-    """The folder and its record, or a .gguf file that has none; a file of an exported folder stands for the folder."""
-    if path.suffix != ".gguf":
-        return path, read_artifact(path)
-    try:
-        artifact = read_artifact(path.parent)
-    except TargetError:
-        artifact = None
-    if artifact is not None and artifact.target == "gguf" and path.name in artifact.files:
-        return path.parent, artifact
-    if not path.is_file():
-        raise TargetError(f"{path}: no such file")
-    return path, None
 
 
 def _files(path: Path, artifact: Artifact | None) -> tuple[Path, ...]:

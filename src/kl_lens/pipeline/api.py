@@ -225,7 +225,7 @@ def benchmark(artifact: Artifact | Path | str, **settings: Any) -> Profile:
         >>> benchmark("out/mamba-4mb", repeats=3).timings["tokens_per_second"].median
     """
     path = _place(artifact)
-    report = profiling.Benchmark(profiling.UseSettings(**settings)).measure({str(path): path})
+    report = profiling.Benchmark(profiling.UseSettings(**settings)).measure([path])
     if report.failures:
         raise TargetError(report.failures[0].reason)
     if not report.profiles:

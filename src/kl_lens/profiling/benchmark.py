@@ -9,21 +9,13 @@ from pathlib import Path
 
 from kl_lens.errors import TargetError
 from kl_lens.profiling import benchmark_app, use
-from kl_lens.profiling.latency import (
-    KIND,
-    PROTOCOL_KIND,
-    LatencyProfile,
-    gguf_latency,
-    openvino_latency,
-    storable,
-)
-from kl_lens.profiling.layers import products_of
 from kl_lens.profiling.machine import Machine, measure_machine
-from kl_lens.profiling.subjects import Failure, Subject, read_subjects
+from kl_lens.profiling.subjects import Failure, Timed, read_all
 from kl_lens.profiling.use import UseSettings
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
 from kl_lens.states import STATE, state_of
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
 
 PROTOCOLS = {
     "use": (use.PROTOCOL,),
@@ -31,6 +23,7 @@ PROTOCOLS = {
     "both": (use.PROTOCOL, benchmark_app.PROTOCOL),
 }
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
+KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of the run's records
 
 
 @dataclass
@@ -50,7 +43,7 @@ class Benchmark:
     """What to measure, and where the results go.
 
     Example:
-        >>> Benchmark(UseSettings(repeats=3)).measure({"mine": Path("model.gguf")}).profiles
+        >>> Benchmark(UseSettings(repeats=3)).measure([Path("out/mamba-4mb")]).profiles
     """
 
     settings: UseSettings = field(default_factory=UseSettings)
@@ -62,10 +55,10 @@ class Benchmark:
     advanced: Callable[[str], None] = lambda what: None
 
     def measure(
-        self, places: dict[str, Path], *, layers: bool = False, formats: Sequence[str] | None = None
+        self, places: Sequence[Path], *, layers: bool = False, formats: Sequence[str] | None = None
     ) -> Report:
-        """Benchmarks artifacts by name; those that cannot be are in the report's failures, the others are done."""
-        subjects, failures = read_subjects(places)
+        """Benchmarks artifacts; those that cannot be are in the report's failures, the others are done."""
+        subjects, failures = read_all(places, self.run)
         notes: list[str] = []
         usable = [s for s in subjects if self._has_place(s, notes)]
         if layers:
@@ -80,32 +73,28 @@ class Benchmark:
             self._measure_layers(usable, report, formats)
         return report
 
-    def _has_place(self, subject: Subject, notes: list[str]) -> bool:
-        if subject.target == "openvino":
-            require_device(self.settings.device)
-        elif self.settings.device != "CPU" and not self.settings.gpu_layers:
-            notes.append(
-                f"{subject.name} left out: llama.cpp takes --gpu-layers N, not --device {self.settings.device}"
-            )
-            return False
-        return True
+    def _has_place(self, subject: Timed, notes: list[str]) -> bool:
+        reason = subject.target.check_device(self.settings.runtime)
+        if reason is not None:
+            notes.append(f"{subject.name} left out: {reason}")
+        return reason is None
 
-    def _runnable(self, subjects: Sequence[Subject]) -> list[Subject]:
+    def _runnable(self, subjects: Sequence[Timed]) -> list[Timed]:
         return [s for s in subjects if s.static_tokens is None and s.with_head]
 
-    def _steps(self, subjects: Sequence[Subject], layers: bool, formats: Sequence[str] | None) -> int:
+    def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
         steps = 0
         if use.PROTOCOL in PROTOCOLS[self.protocol]:
             steps += use.steps_of(self._runnable(subjects), self.settings)
         if benchmark_app.PROTOCOL in PROTOCOLS[self.protocol]:
-            steps += sum(s.target == "openvino" for s in subjects)
-        if layers and any(s.target == "openvino" for s in subjects):
+            steps += sum(s.target.published is not None for s in subjects)
+        if layers:
             table = self._table()
-            wanted = products_of(table.candidates, storable("openvino", formats or table.formats))
-            steps += len(set(wanted.values()))
+            targets = {s.target.name: s.target for s in subjects}.values()
+            steps += sum(target.latency_steps(table, formats or table.formats) for target in targets)
         return max(steps, 1)
 
-    def _measure_use(self, subjects: Sequence[Subject], report: Report) -> None:
+    def _measure_use(self, subjects: Sequence[Timed], report: Report) -> None:
         runnable = self._runnable(subjects)
         for subject in subjects:
             if subject not in runnable:
@@ -119,7 +108,7 @@ class Benchmark:
         report.profiles += found.profiles.values()
         report.failures += found.failures
 
-    def _measure_app(self, subjects: Sequence[Subject], report: Report) -> None:
+    def _measure_app(self, subjects: Sequence[Timed], report: Report) -> None:
         folder = self.folder or (self.run.folder if self.run else Path())
         settings = self.settings
         found = benchmark_app.benchmark_with_app(
@@ -133,8 +122,10 @@ class Benchmark:
             store=self.store,
             advanced=self.advanced,
         )
-        if skipped := [s.name for s in subjects if s.target != "openvino"]:
-            report.notes.append(f"benchmark_app is OpenVINO's: {', '.join(skipped)} not run with it")
+        if skipped := [s for s in subjects if s.target.published is None]:
+            runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
+            names = ", ".join(s.name for s in skipped)
+            report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
         report.profiles += found.profiles.values()
         report.failures += found.failures
         if rows := self._app_profiles(found.profiles):
@@ -148,49 +139,52 @@ class Benchmark:
             if (profile.protocol, profile.device) == (benchmark_app.PROTOCOL, self.settings.device) and (
                 profile.settings["tag"] == self.tag
             ):
-                rows[profile.subject] = profile
+                rows[profile.subject.label] = profile
         return list((rows | new).values())
 
     def _measure_layers(
-        self, subjects: Sequence[Subject], report: Report, formats: Sequence[str] | None
+        self, subjects: Sequence[Timed], report: Report, formats: Sequence[str] | None
     ) -> None:
         assert self.run is not None
-        table = self._table()
-        settings = self.settings
+        table, settings = self._table(), self.settings
         measured = self._measured(subjects, report)
-        targets = dict.fromkeys(s.target for s in subjects)
-        for target in targets:
-            mine = [(s, p) for s, p in measured if s.target == target]
-            if target == "openvino":
-                profile = openvino_latency(
-                    table,
-                    formats or table.formats,
-                    mine,
-                    device=settings.device,
-                    threads=settings.threads,
-                    repeats=settings.repeats,
-                    advanced=self.advanced,
-                )
-            else:
-                try:
-                    profile = gguf_latency(table, mine, device="GPU" if settings.gpu_layers else "CPU")
-                except TargetError as error:
-                    report.failures.append(Failure("gguf, --layers", str(error)))
-                    continue
+        for target in {s.target.name: s.target for s in subjects}.values():
+            request = LatencyRequest(
+                table,
+                formats or table.formats,
+                measured[target.name],
+                settings.runtime,
+                settings.repeats,
+                report.machine.last_level_cache,
+                self.advanced,
+            )
+            try:
+                profile = target.latency(request)
+            except TargetError as error:
+                report.failures.append(Failure(f"{target.name}, --layers", str(error)))
+                continue
             self.run.store(KIND, profile.name, profile.seconds)
             self.run.store(PROTOCOL_KIND, profile.name, profile.protocol | {"provenance": provenance()})
             report.latency.append(profile)
 
-    def _measured(self, subjects: Sequence[Subject], report: Report) -> list[tuple[Subject, Profile]]:
-        """Whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
+    def _measured(self, subjects: Sequence[Timed], report: Report) -> dict[str, list[TimedArtifact]]:
+        """Target → whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
         assert self.run is not None
-        known = {p.subject: p for p in report.profiles if p.protocol == use.PROTOCOL}
+        known = {p.subject.key: p for p in report.profiles if p.protocol == use.PROTOCOL}
         for record in self.run.load_all("profile").values():
             profile = profile_from(record)
             same = profile.protocol == use.PROTOCOL and profile.device == self.settings.device
             if same and self.settings.threads in (None, profile.threads):
-                known.setdefault(profile.subject, profile)
-        return [(s, known[s.name]) for s in subjects if s.name in known]
+                known.setdefault(profile.subject.key, profile)
+        found: dict[str, list[TimedArtifact]] = {s.target.name: [] for s in subjects}
+        for s in subjects:
+            if s.artifact is not None and s.subject.key in known:
+                profile = known[s.subject.key]
+                seconds = profile.timings["seconds_per_token"].median
+                found[s.target.name].append(
+                    TimedArtifact(s.name, s.path, s.artifact, seconds, profile.threads)
+                )
+        return found
 
     def _table(self) -> SensitivityTable:
         if self.run is None:
@@ -201,12 +195,12 @@ class Benchmark:
 
     def store(self, profile: Profile, partial: bool = False) -> None:
         if self.run is not None:
-            name = f"{profile.subject}|{profile.protocol}|{profile.device}"
+            name = f"{profile.subject.key}|{profile.protocol}|{profile.device}"
             if "tag" in profile.settings:
                 name += f"|{profile.settings['tag']}"
             if profile.settings.get("quick"):
                 name += "|quick"
-            about = {STATE: state_of(self.run, profile.subject), "provenance": provenance()}
+            about = {STATE: state_of(self.run, profile.subject.label), "provenance": provenance()}
             # Until the last round it stands beside a finished one of the same name, not in its place.
             if partial:
                 name += "|partial"
@@ -220,17 +214,6 @@ def profile_from(record: dict[str, object]) -> Profile:
     return Profile.from_json(
         {key: value for key, value in record.items() if key not in ("provenance", STATE)}
     )
-
-
-def require_device(device: str) -> None:
-    """Raises TargetError with the devices that OpenVINO finds, when it does not find this one."""
-    from kl_lens.targets.openvino.session import core
-
-    present = core().available_devices
-    if device.split(".")[0] not in {name.split(".")[0] for name in present}:
-        raise TargetError(
-            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
-        )
 
 
 def quick(settings: UseSettings) -> UseSettings:

@@ -1,158 +1,74 @@
-"""The published protocol: OpenVINO's own `benchmark_app`, latency hint, 60 seconds and 50 iterations.
+"""The published protocol: the runtime's own benchmark program, latency hint, 60 seconds and 50 iterations.
 
-Both limits have to be reached. benchmark_app goes on until they are; whether it did is read from its own report, and
-if not it runs again with more. The plugin settings are its defaults, as published: this is not the fastest way to
-run a quantized model (docs/targets.md), it is the comparable one.
+Both limits have to be reached. The program goes on until they are; whether it did is read from its own report, and if
+not it runs again with more.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling.bound import decode_bound
-from kl_lens.profiling.contents import read_contents
 from kl_lens.profiling.machine import Machine, processors
 from kl_lens.profiling.spread import ratio
-from kl_lens.profiling.subjects import Failure, Outcome, Subject, base_of
+from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
 from kl_lens.profiling.use import reason_of
 from kl_lens.records import Profile, Spread
+from kl_lens.subjects import Subject
+from kl_lens.targets.published import AppReport, PublishedProgram
 from kl_lens.writing import write_text
 
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
 ATTEMPTS = 3
 LOG_FOLDER = Path("log/benchmark_log")
-_LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
-_TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-
-
-@dataclass(frozen=True)
-class AppReport:
-    """What benchmark_app printed at its end."""
-
-    iterations: int
-    duration_seconds: float
-    median_ms: float
-    average_ms: float
-    min_ms: float
-    max_ms: float
-    throughput_fps: float
-    threads: int | None = None  # that the plugin chose, where it says
-
-
-def parse_log(text: str) -> AppReport:
-    """Reads a log; latencies are milliseconds, or microseconds when the model is fast."""
-
-    def find(name: str) -> tuple[float, str]:
-        match = re.search(_LINE.format(name=name), text, re.MULTILINE)
-        if match is None:
-            raise TargetError(f"benchmark_app printed no {name!r}: {_complaint(text)}")
-        return float(match[1]), match[2]
-
-    def milliseconds(name: str) -> float:
-        value, unit = find(name)
-        return value * _TO_MILLISECONDS[unit]
-
-    threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
-    return AppReport(
-        iterations=int(find("Count")[0]),
-        duration_seconds=milliseconds("Duration") / 1e3,
-        median_ms=milliseconds("Median"),
-        average_ms=milliseconds("Average"),
-        min_ms=milliseconds("Min"),
-        max_ms=milliseconds("Max"),
-        throughput_fps=find("Throughput")[0],
-        threads=int(threads[1]) if threads else None,
-    )
-
-
-def _complaint(text: str) -> str:
-    """Its last line: where it fails, the innermost reason."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines or ["it printed nothing"])[-1]
 
 
 def reached(report: AppReport, seconds: float, iterations: int) -> bool:
     return report.duration_seconds >= seconds and report.iterations >= iterations
 
 
-def app_command(
-    model: Path,
-    *,
-    device: str = "CPU",
-    seconds: int = SECONDS,
-    iterations: int = ITERATIONS,
-    data_shape: str | None = None,
-    load_config: Path | None = None,
-) -> list[str]:
-    """The command, with the program of this very environment: another OpenVINO would be another benchmark."""
-    beside = Path(sys.executable).parent / "benchmark_app"
-    program = [str(beside)] if beside.is_file() else [sys.executable, "-m", "openvino.tools.benchmark.main"]
-    command = [*program, "-m", str(model), "-d", device, "-hint", "latency"]
-    command += ["-t", str(seconds), "-niter", str(iterations), "--inference_only", "TRUE"]
-    if data_shape:
-        command += ["-data_shape", data_shape]
-    if load_config is not None:
-        command += ["-load_config", str(load_config)]
-    return command
-
-
-def data_shape_of(model: Path) -> str | None:
-    """Shapes for the dynamic inputs of an IR, one token each; None when all its shapes are fixed."""
-    from kl_lens.targets.openvino.session import read_graph
-
-    shapes = []
-    for entry in read_graph(model).inputs:
-        shape = entry.get_partial_shape()
-        if shape.is_dynamic:
-            sizes = ",".join(str(d.get_length()) if d.is_static else "1" for d in shape)
-            shapes.append(f"{entry.get_any_name()}[{sizes}]")
-    return ",".join(shapes) or None
-
-
 def run_app(
-    model: Path,
+    program: PublishedProgram,
+    place: Path,
     log: Path,
     *,
     seconds: int = SECONDS,
     iterations: int = ITERATIONS,
+    device: str = "CPU",
     threads: int | None = None,
     run: Callable[[Sequence[str]], tuple[int, str]] | None = None,
-    **options: Any,
 ) -> tuple[AppReport, list[str]]:
-    """Runs until both limits are reached; the log keeps every attempt. Returns the report and the command it is of.
-
-    A number of threads goes into a file: on its command line benchmark_app does not take one beside a hint.
-    """
+    """Runs until both limits are reached; the log keeps every attempt. Returns the report and the command it is of."""
     run = run or _run
-    if threads is not None:
-        options["load_config"] = log.with_suffix(".json")
-        write_text(options["load_config"], json.dumps({"CPU": {"INFERENCE_NUM_THREADS": threads}}))
     ask_seconds, ask_iterations, texts = seconds, iterations, []
     for _ in range(ATTEMPTS):
-        command = app_command(model, seconds=ask_seconds, iterations=ask_iterations, **options)
+        command = program.command(
+            place,
+            seconds=ask_seconds,
+            iterations=ask_iterations,
+            device=device,
+            threads=threads,
+            beside=log.with_suffix(".json"),
+        )
         code, text = run(command)
         texts.append(f"$ {shlex.join(command)}\n{text}")
         write_text(log, "\n".join(texts))
         if code:
-            raise TargetError(f"benchmark_app failed: {_complaint(text)}; see {log}")
-        report = parse_log(texts[-1])
+            raise TargetError(f"{PROTOCOL} failed: {program.complaint(text)}; see {log}")
+        report = program.read(texts[-1])
         if reached(report, seconds, iterations):
             return report, command
         ask_seconds, ask_iterations = 2 * ask_seconds, 2 * ask_iterations
     raise TargetError(
-        f"benchmark_app did not reach {seconds} s and {iterations} iterations in {ATTEMPTS} attempts; see {log}"
+        f"{PROTOCOL} did not reach {seconds} s and {iterations} iterations in {ATTEMPTS} attempts; see {log}"
     )
 
 
@@ -162,7 +78,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def benchmark_with_app(
-    subjects: Sequence[Subject],
+    subjects: Sequence[Timed],
     machine: Machine,
     folder: Path,
     *,
@@ -173,9 +89,9 @@ def benchmark_with_app(
     store: Callable[[Profile], object] = lambda profile: None,
     advanced: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
-    """Each IR in turn, in a process of its own; logs go to `folder`/log/benchmark_log."""
+    """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
     results = Outcome()
-    subjects = [s for s in subjects if s.target == "openvino"]
+    subjects = [s for s in subjects if s.target.published is not None]
     for subject in subjects:
         try:
             # Ratios are to what was run already; FP16 comes first.
@@ -190,8 +106,8 @@ def benchmark_with_app(
 
 
 def _profile(
-    subject: Subject,
-    base: Subject,
+    subject: Timed,
+    base: Timed,
     results: Outcome,
     machine: Machine,
     folder: Path,
@@ -200,12 +116,11 @@ def _profile(
     threads: int | None,
     quick: bool,
 ) -> Profile:
-    assert subject.artifact is not None
-    model = subject.path / next(name for name in subject.artifact.files if name.endswith(".xml"))
-    shape = data_shape_of(model)
-    log = folder / LOG_FOLDER / f"{_file_name(subject.name)}_{device}_{tag}.log"
+    program = subject.target.published
+    assert program is not None
+    log = folder / LOG_FOLDER / f"{_file_name(subject.subject)}_{device}_{tag}.log"
     seconds = QUICK_SECONDS if quick else SECONDS
-    report, command = run_app(model, log, seconds=seconds, device=device, data_shape=shape, threads=threads)
+    report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
     timings = {
         # benchmark_app gives the extremes, not the quartiles; they are in the settings.
         "latency_ms": Spread(report.median_ms, report.median_ms, report.median_ms, report.iterations),
@@ -215,11 +130,10 @@ def _profile(
     }
     base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
     values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
-    bound = decode_bound(
-        read_contents(subject.path), machine, context=0, tokens_per_second=report.throughput_fps
-    )
+    contents = subject.target.contents(subject.path)
+    bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
     return Profile(
-        subject=subject.name,
+        subject=subject.subject,
         protocol=PROTOCOL,
         device=device,
         threads=report.threads or threads or processors(),
@@ -238,22 +152,25 @@ def _profile(
             "average_ms": report.average_ms,
             "min_ms": report.min_ms,
             "max_ms": report.max_ms,
-            "data_shape": shape,
+            "data_shape": program.input_shapes(subject.path),
             "signature": "1 token, with state" if subject.static_tokens is None else subject.signature,
-            "plugin_settings": "benchmark_app's defaults, as published",
+            "plugin_settings": f"{PROTOCOL}'s defaults, as published",
             "command": command,
             "log": str(log),
             "ratios_to": base.name,
             "ratios_to_fp16": base.is_fp16,
         },
-        runtime={"library": "openvino", "device": device},
+        runtime={"library": subject.target.name, "device": device},
     )
 
 
-def _file_name(subject: str) -> str:
-    """`openvino/p05` → `p05`, as published; what lies elsewhere keeps its whole path, or two could share a log."""
-    plan = subject.removeprefix("openvino/")
-    return re.sub(r"[^\w.-]+", "-", plan).strip("-")
+def _file_name(subject: Subject) -> str:
+    """The plan, as published; what lies elsewhere keeps its whole path, or two could share a log."""
+    return re.sub(r"[^\w.-]+", "-", _model_name(subject)).strip("-")
+
+
+def _model_name(subject: Subject) -> str:
+    return subject.label if "path" in subject.settings or subject.plan is None else subject.plan
 
 
 def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile]) -> Path:
@@ -267,7 +184,7 @@ def write_report(folder: Path, device: str, tag: str, profiles: Sequence[Profile
         settings = profile.settings
         writer.writerow(
             (
-                profile.subject.removeprefix("openvino/"),
+                _model_name(profile.subject),
                 profile.device,
                 f"{profile.timings['latency_ms'].median:.6g}",
                 f"{settings['average_ms']:.6g}",

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kl_lens.profiling.contents import Contents
 from kl_lens.profiling.machine import Machine
 from kl_lens.records import Spread
+from kl_lens.targets.contents import Contents
 
 
 def decode_bound(

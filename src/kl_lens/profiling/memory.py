@@ -7,6 +7,7 @@ Linux lets a child inherit the peak of the process that started it, and a benchm
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Record
+from kl_lens.targets import TARGETS, RuntimeSettings
 
 CHILD = "kl_lens.profiling.peak"
 _STATUS = Path("/proc/self/status")
@@ -47,22 +49,20 @@ class MemoryUse(Record):
 
 
 def fresh_process(
-    path: Path,
-    *,
-    device: str = "CPU",
-    threads: int | None = None,
-    gpu_layers: int = 0,
-    prompt: int = 32,
-    new_tokens: int = 8,
+    place: Path, target: str, settings: RuntimeSettings, *, prompt: int = 32, new_tokens: int = 8
 ) -> MemoryUse:
     """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process."""
-    arguments = [str(path), "--device", device, "--gpu-layers", str(gpu_layers)]
+    arguments = [str(place), "--target", target, TARGETS[target], "--device", settings.device]
+    arguments += ["--gpu-layers", str(settings.gpu_layers)]
     arguments += ["--prompt", str(prompt), "--new-tokens", str(new_tokens)]
-    if threads is not None:
-        arguments += ["--threads", str(threads)]
-    done = subprocess.run([sys.executable, "-m", CHILD, *arguments], capture_output=True, text=True)
+    if settings.threads is not None:
+        arguments += ["--threads", str(settings.threads)]
+    # A target may come from anywhere: what can be imported here can be imported there.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", CHILD, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
         reason = lines[-1] if lines and done.returncode > 0 else f"the process ended with {done.returncode}"
-        raise TargetError(reason if str(path) in reason else f"{path} cannot be loaded: {reason}")
+        raise TargetError(reason if str(place) in reason else f"{place} cannot be loaded: {reason}")
     return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))

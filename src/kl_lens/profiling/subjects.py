@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kl_lens.errors import KLLensError, TargetError
-from kl_lens.profiling.contents import all_floating, check_size
 from kl_lens.records import Artifact, Profile
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.targets import TARGETS, read_artifact
+from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
+from kl_lens.targets.artifacts import artifact_digest
 
 
 @dataclass(frozen=True)
-class Subject:
+class Timed:
     """One artifact that is there and whole."""
 
-    name: str  # "openvino/PLAN", "gguf/PLAN", or the path of a file from elsewhere
+    subject: Subject
     path: Path  # what a session opens
-    target: str
-    plan: str
+    target: Target
     file_bytes: int
     is_fp16: bool  # nothing in it is quantized: the base of ratios
-    artifact: Artifact | None = None  # None for a bare .gguf file
+    artifact: Artifact | None = None  # None for a bare file
+
+    @property
+    def name(self) -> str:
+        return self.subject.label
 
     @property
     def static_tokens(self) -> int | None:
@@ -58,85 +62,74 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
 
 
-def read_subject(path: Path, name: str | None = None) -> Subject:
+Known = Mapping[Path, tuple[str, str]]  # where the run has exported what: folder → (target, plan)
+
+
+def read_timed(path: Path, known: Known | None = None) -> Timed:
     """Raises TargetError that names the artifact when it is missing, damaged or not the size it should have."""
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise TargetError(f"{path}: no such file")
-        return Subject(
-            name or str(path), path, "gguf", path.stem, path.stat().st_size, all_floating(path), None
+    place, artifact = locate(path)
+    target = target_of(place)
+    size = _checked_size(target.weight_file(place), artifact)
+    digest = "" if artifact is None else artifact_digest(artifact)
+    of_run = (known or {}).get(place.resolve())
+    if of_run is not None:
+        subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
+    else:  # known by its path alone
+        plan = None if artifact is None else artifact.plan
+        subject = Subject(ARTIFACT, plan, target.name, {"path": str(path)}, digest)
+    return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
+
+
+def _checked_size(file: Path, artifact: Artifact | None) -> int:
+    """Bytes of the weights' file, which must be those of the record."""
+    size = file.stat().st_size
+    if artifact is not None and size != artifact.realised_bytes:
+        raise TargetError(
+            f"{file} holds {size} bytes and its record says {artifact.realised_bytes}; export the model again"
         )
-    artifact = read_artifact(path)
-    size = check_size(path, artifact)
-    return Subject(
-        name or f"{artifact.target}/{artifact.plan}",
-        path,
-        artifact.target,
-        artifact.plan,
-        size,
-        all_floating(path),
-        artifact,
-    )
+    return size
 
 
-def run_places(
-    run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)
-) -> dict[str, Path]:
-    """Name → folder of what was exported for a run: by its journal, and by what lies in its folder."""
-    places = _all_places(run, targets)
+def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)) -> list[Path]:
+    """Folders of what was exported for a run."""
+    places = exported_places(run)
     wanted = named_plans(plans)
-    chosen = {
-        name: folder
-        for name, folder in places.items()
-        if name.partition("/")[0] in targets and (wanted is None or name.partition("/")[2] in wanted)
-    }
+    chosen = [
+        place
+        for (target, plan), place in places.items()
+        if target in targets and (wanted is None or plan in wanted)
+    ]
     if not chosen:
-        raise TargetError(_nothing(run, plans, targets, places))
+        raise TargetError(_nothing(run, plans, targets, sorted("/".join(key) for key in places)))
     return chosen
 
 
-def named_places(paths: Sequence[Path], run: Run | None) -> dict[str, Path]:
-    """Artifacts that were named by their path; those of the run keep the name that they have there."""
-    places = {} if run is None else _all_places(run, tuple(TARGETS))
-    known = {place.resolve(): name for name, place in places.items()}
-    return {known.get(path.resolve(), str(path)): path for path in paths}
-
-
-def _all_places(run: Run, targets: Sequence[str]) -> dict[str, Path]:
-    places = {}
-    for name, record in run.load_all("artifact").items():
-        inside = run.folder / "artifacts" / name  # a run may have been moved with all that is in it
-        places[name] = inside if inside.is_dir() else Path(record["folder"])
-    for target in targets:
-        for record_file in sorted((run.folder / "artifacts" / target).glob("*/artifact.json")):
-            places.setdefault(f"{target}/{record_file.parent.name}", record_file.parent)
-    return places
-
-
-def _nothing(run: Run, plan: str, targets: Sequence[str], places: dict[str, Path]) -> str:
-    wanted = f"no plan {plan!r} for" if plan != "all" else "nothing for"
-    there = f"; exported are {', '.join(sorted(places))}" if places else ""
-    name = "" if plan == "all" else f" --plan {plan}"
+def _nothing(run: Run, plan: str, targets: Sequence[str], names: Sequence[str]) -> str:
+    wanted = f"no plan {plan!r} for" if plan != ALL_PLANS else "nothing for"
+    there = f"; exported are {', '.join(names)}" if names else ""
+    name = "" if plan == ALL_PLANS else f" --plan {plan}"
     return (
         f"{run.folder} has {wanted} {' or '.join(targets)}{there}; "
         f"export with: kl-lens export --run {run.folder} --target {targets[0]}{name}"
     )
 
 
-def read_subjects(places: dict[str, Path]) -> tuple[list[Subject], list[Failure]]:
+def read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], list[Failure]]:
     """Those that are whole, FP16 first within each target, and those that are not."""
+    known = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
     subjects, failures = [], []
-    for name, path in places.items():
+    for path in places:
         try:
-            subjects.append(read_subject(path, name))
+            subjects.append(read_timed(path, known))
         except KLLensError as error:
+            name = "/".join(known.get(path.resolve(), (str(path),)))
             failures.append(Failure(name, str(error)))
     order = list(TARGETS)
-    subjects.sort(key=lambda s: (order.index(s.target), not s.is_fp16))
+    subjects.sort(key=lambda s: (order.index(s.target.name), not s.is_fp16))
     return subjects, failures
 
 
-def base_of(subject: Subject, subjects: Sequence[Subject]) -> Subject:
+def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
     """What ratios are to: the FP16 subject of the same target and signature, or the first of those if none is FP16."""
-    same = [s for s in subjects if s.target == subject.target and s.signature == subject.signature]
+    same = [s for s in subjects if s.target is subject.target and s.signature == subject.signature]
     return next((s for s in same if s.is_fp16), same[0])

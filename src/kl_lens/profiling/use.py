@@ -17,14 +17,13 @@ import psutil
 
 from kl_lens.errors import KLLensError
 from kl_lens.profiling.bound import decode_bound, prefill_bound
-from kl_lens.profiling.contents import Contents, read_contents
 from kl_lens.profiling.machine import Machine, processors
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.profiling.spread import ratios, spread_of, spreads
-from kl_lens.profiling.subjects import Failure, Outcome, Subject, base_of
+from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
 from kl_lens.records import Profile
-from kl_lens.targets import open_session
-from kl_lens.targets.session import Session
+from kl_lens.targets import RuntimeSettings, Session
+from kl_lens.targets.contents import Contents
 from kl_lens.units import human_bytes
 
 PROTOCOL = "use"
@@ -47,6 +46,10 @@ class UseSettings:
     threads: int | None = None
     gpu_layers: int = 0
     quick: bool = False
+
+    @property
+    def runtime(self) -> RuntimeSettings:
+        return RuntimeSettings(self.device, self.threads, self.gpu_layers)
 
     @property
     def context(self) -> float:
@@ -86,7 +89,7 @@ def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
 class Sessions:
     """The sessions of all subjects: kept open together where memory allows, opened for each turn otherwise."""
 
-    def __init__(self, subjects: Sequence[Subject], settings: UseSettings) -> None:
+    def __init__(self, subjects: Sequence[Timed], settings: UseSettings) -> None:
         self._settings = settings
         need = int(sum(s.file_bytes for s in subjects) * MEMORY_PER_FILE_BYTE)
         free = psutil.virtual_memory().available
@@ -98,14 +101,11 @@ class Sessions:
         )
         self._open: dict[str, Session] = {}
 
-    def load(self, subject: Subject) -> Session:
-        settings = self._settings
-        return open_session(
-            subject.path, device=settings.device, threads=settings.threads, gpu_layers=settings.gpu_layers
-        )
+    def load(self, subject: Timed) -> Session:
+        return subject.target.open(subject.path, self._settings.runtime)
 
     @contextmanager
-    def borrow(self, subject: Subject) -> Iterator[Session]:
+    def borrow(self, subject: Timed) -> Iterator[Session]:
         session = self._open.get(subject.name)
         if session is None:
             session = self.load(subject)
@@ -134,13 +134,13 @@ class _Record:
     runtime: dict[str, Any] = field(default_factory=dict)
 
 
-def steps_of(subjects: Sequence[Subject], settings: UseSettings) -> int:
+def steps_of(subjects: Sequence[Timed], settings: UseSettings) -> int:
     """How many times `advanced` will be called."""
     return len(subjects) * (2 + settings.repeats + 1)
 
 
 def benchmark_use(
-    subjects: Sequence[Subject],
+    subjects: Sequence[Timed],
     settings: UseSettings,
     machine: Machine,
     *,
@@ -156,7 +156,7 @@ def benchmark_use(
     records: dict[str, _Record] = {}
     alive = list(subjects)
 
-    def attempt(what: str, subject: Subject, work: Callable[..., None], *arguments: Any) -> None:
+    def attempt(what: str, subject: Timed, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(subject, *arguments)
         except (KLLensError, RuntimeError, OSError) as error:
@@ -185,20 +185,18 @@ def benchmark_use(
     return results
 
 
-def reason_of(subject: Subject, error: Exception) -> str:
+def reason_of(subject: Timed, error: Exception) -> str:
     """The last line of an error, with the artifact's path in it."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return reason if str(subject.path) in reason else f"{subject.path}: {reason}"
 
 
-def _examine(subject: Subject, records: dict[str, _Record], settings: UseSettings) -> None:
-    memory = fresh_process(
-        subject.path, device=settings.device, threads=settings.threads, gpu_layers=settings.gpu_layers
-    )
-    records[subject.name] = _Record(memory, read_contents(subject.path))
+def _examine(subject: Timed, records: dict[str, _Record], settings: UseSettings) -> None:
+    memory = fresh_process(subject.path, subject.target.name, settings.runtime)
+    records[subject.name] = _Record(memory, subject.target.contents(subject.path))
 
 
-def _time_loads(subject: Subject, sessions: Sessions, records: dict[str, _Record]) -> None:
+def _time_loads(subject: Timed, sessions: Sessions, records: dict[str, _Record]) -> None:
     for number in range(LOADS + 1):
         started = time.perf_counter()
         session = sessions.load(subject)
@@ -208,7 +206,7 @@ def _time_loads(subject: Subject, sessions: Sessions, records: dict[str, _Record
 
 
 def _turn(
-    subject: Subject, sessions: Sessions, records: dict[str, _Record], settings: UseSettings, number: int
+    subject: Timed, sessions: Sessions, records: dict[str, _Record], settings: UseSettings, number: int
 ) -> None:
     record = records[subject.name]
     with sessions.borrow(subject) as session:
@@ -222,8 +220,8 @@ def _turn(
 
 
 def _profile(
-    subject: Subject,
-    base: Subject,
+    subject: Timed,
+    base: Timed,
     records: dict[str, _Record],
     settings: UseSettings,
     machine: Machine,
@@ -238,9 +236,9 @@ def _profile(
     speed = timings["tokens_per_second"].median
     bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
     return Profile(
-        subject=subject.name,
+        subject=subject.subject,
         protocol=PROTOCOL,
-        device=device_of(subject, settings.device, settings.gpu_layers),
+        device=subject.target.device_label(settings.runtime),
         threads=threads_of(record.runtime, settings.threads),
         timings=timings,
         ratios=ratios(record.rounds, records[base.name].rounds),
@@ -261,13 +259,6 @@ def _profile(
         },
         runtime=record.runtime,
     )
-
-
-def device_of(subject: Subject, device: str, gpu_layers: int) -> str:
-    """llama.cpp knows no device names: layers are on a GPU, or they are not."""
-    if subject.target == "gguf":
-        return "GPU" if gpu_layers else "CPU"
-    return device
 
 
 def threads_of(runtime: dict[str, Any], asked: int | None) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,10 +29,10 @@ from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
 from kl_lens.states import is_current
+from kl_lens.targets import TARGETS
 
 KL = "kl_teacher_to_student"
 ORIGINAL = "original"
-TARGETS = ("torch", "openvino", "gguf")
 FRONTIER_POINTS = 160
 _FRONTIER_STATES = 4_000  # enough for a line on paper, and quick on a large model
 
@@ -127,7 +127,7 @@ class RunView:
     def split(self, subject: str) -> Subject:
         """A subject's parts; the longest plan name that fits, since both names and variants may hold blanks."""
         target, slash, rest = subject.partition("/")
-        if target not in TARGETS or not slash:
+        if target not in ("torch", *TARGETS) or not slash:
             return Subject(subject, "", subject, "")
         known = {p.name for p in self.plans} | {name.partition("/")[2] for name in self.artifacts}
         fitting = [name for name in known if rest == name or rest.startswith(f"{name} ")]
@@ -191,6 +191,8 @@ def _profiles(run: Run) -> tuple[Profile, ...]:
     """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
     found: dict[tuple[str, str, str], tuple[int, Profile]] = {}
     for name, profile in _records(run, "profile", Profile):
+        # Reports still split names.
+        profile = replace(profile, subject=profile.subject.label)  # type: ignore[arg-type]
         key = (profile.subject, profile.protocol, profile.device)
         rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
         if key not in found or rank <= found[key][0]:

@@ -1,6 +1,34 @@
 """Files that real runtimes load, and sessions that run them."""
 
-from kl_lens.targets.registry import TARGETS, deployed, export, open_session, read_artifact
+from kl_lens.targets.artifacts import exported_places, read_artifact
+from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.registry import (
+    TARGETS,
+    deployed,
+    describe_target,
+    export,
+    get_target,
+    locate,
+    open_session,
+    register,
+    target_of,
+)
 from kl_lens.targets.session import Session
 
-__all__ = ["TARGETS", "Session", "deployed", "export", "open_session", "read_artifact"]
+__all__ = [
+    "TARGETS",
+    "RuntimeSettings",
+    "Session",
+    "StockRecipe",
+    "Target",
+    "deployed",
+    "describe_target",
+    "export",
+    "exported_places",
+    "get_target",
+    "locate",
+    "open_session",
+    "read_artifact",
+    "register",
+    "target_of",
+]

@@ -10,12 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kl_lens.errors import UnsupportedError
+from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
-from kl_lens.records import Artifact, Plan
+from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.targets.artifacts import read_artifact, write_record
+from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
@@ -51,13 +56,31 @@ class StockRecipe:
     origin: str  # whose rule it is
 
 
+@dataclass(frozen=True)
+class ExportOption:
+    """A setting of a target's export: a keyword of `export`, and a flag of the command line."""
+
+    keyword: str
+    flag: str  # --static-tokens
+    help: str
+    kind: str = "switch"  # switch, text, number, or names (separated by commas; `none` for none at all)
+    given: Any = True  # a switch: what the keyword becomes when the flag is there
+
+
 class Target(ABC):
-    """One runtime: what it holds, how it is exported to, run, and understood."""
+    """One runtime: what it holds, how it is exported to, run, timed and understood.
+
+    Its module loads without the runtime's packages; they come in with the methods that need them.
+    """
 
     name: ClassVar[str]  # gguf: as typed
     title: ClassVar[str]  # llama.cpp: as shown
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
     packages: ClassVar[tuple[str, ...]]  # that must be there; the last one's version is the runtime's
+    options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
+    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
+    published: PublishedProgram | None = None  # the benchmark that publications quote
 
     def require(self) -> None:
         """Raises UnsupportedError that says what to install."""
@@ -68,6 +91,10 @@ class Target(ABC):
             raise UnsupportedError(
                 f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
             ) from error
+
+    def prepare(self) -> None:
+        """Loads its libraries, so that what is weighed afterwards is the model alone."""
+        self.require()
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -95,17 +122,39 @@ class Target(ABC):
 
     # -- files ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`) whole, or leaves what was there before."""
+        artifact = self.write(model, plan, folder, **options)
+        write_record(folder, artifact)
+        return artifact
+
+    @abstractmethod
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        """Writes the files alone; an older record of the folder must not outlive the files it is about."""
+
+    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
+        """One format for everything in a checkpoint that is not opened; only where the target streams."""
+        raise TargetError(f"{self.title} needs the whole model in memory; it cannot stream {folder}")
 
     def owns(self, path: Path) -> bool:
-        """Whether a bare file, without a record beside it, is of this target."""
+        """Whether a file, by its name, is of this target also without a record beside it."""
         return False
+
+    def record(self, place: Path) -> Artifact | None:
+        """The record of an exported folder; None for a bare file."""
+        return None if self.owns(place) else read_artifact(place)
 
     @abstractmethod
     def weight_file(self, place: Path) -> Path:
         """The file that holds the weights, of an exported folder or a bare file."""
+
+    def is_all_floating(self, place: Path) -> bool:
+        """Whether nothing in it is quantized, so that it can stand for FP16."""
+        return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
+
+    @abstractmethod
+    def contents(self, place: Path) -> Contents:
+        """What one token reads of it."""
 
     @abstractmethod
     def shipped_digests(self, place: Path) -> dict[str, str]:
@@ -118,20 +167,34 @@ class Target(ABC):
         """A session. `cold`: as on the first day, without anything compiled earlier."""
 
     @property
-    @abstractmethod
     def version(self) -> str:
         """Of the runtime; another version may give other numbers."""
+        try:
+            return metadata.version(self.packages[-1])
+        except metadata.PackageNotFoundError:
+            return "none"
 
     def check_device(self, settings: RuntimeSettings) -> str | None:
         """None, or why artifacts are left out with these settings; TargetError for a device that is not there."""
         return None
 
     def device_label(self, settings: RuntimeSettings) -> str:
+        """The device that a profile names."""
         return settings.device
 
     def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
         """The same with float32 arithmetic; None where the runtime has none, or these are it."""
         return None
+
+    # -- timing --------------------------------------------------------------------------------------------
+
+    def latency(self, request: LatencyRequest) -> LatencyProfile:
+        """Seconds of every component in every format; TargetError where they cannot be had."""
+        raise TargetError(f"{self.title}: nothing here measures a latency table for it")
+
+    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
+        """How often `latency` will report that it advanced."""
+        return 0
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

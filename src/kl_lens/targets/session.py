@@ -37,3 +37,21 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free the runtime's memory."""
+
+
+@runtime_checkable
+class TokenizingSession(Session, Protocol):
+    """A session that can tokenize by the vocabulary inside its file."""
+
+    @property
+    def end_token(self) -> int | None:
+        """Behind which a text is over, where the file names one."""
+
+    def require_vocabulary(self) -> None:
+        """Raises TargetError when this very file holds no vocabulary."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Without beginning or end tokens."""
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; half a character becomes U+FFFD."""

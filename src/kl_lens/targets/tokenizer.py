@@ -1,4 +1,4 @@
-"""Text for a session: the tokenizer beside an exported model, or the one inside it, without transformers."""
+"""The tokenizer beside an exported model, the one inside it, or another: light for a session, whole for evaluation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kl_lens.errors import TargetError
-from kl_lens.targets.session import Session
+from kl_lens.targets.registry import target_of
+from kl_lens.targets.session import Session, TokenizingSession
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -24,28 +25,87 @@ class ArtifactTokenizer:
 
 
 def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
-    """The tokenizer of a session.
+    """The tokenizer of a session, without transformers where possible.
 
     Args:
         session: of the artifact; one of llama.cpp can tokenize by itself.
-        artifact: an exported folder or a .gguf file.
+        artifact: an exported folder or a bare file.
         place: a folder, a tokenizer.json or a hub id to use instead of what comes with the artifact. transformers
             loads only for a hub id, and for a folder without tokenizer.json.
     """
-    where = Path(place) if place else artifact
-    if where.suffix == ".json":
-        return _from_file(where)
-    folder = where.parent if where.suffix == ".gguf" else where
-    if (folder / TOKENIZER_FILE).is_file():
-        return _from_file(folder / TOKENIZER_FILE)
+    if (file := _file(artifact, place)) is not None:
+        return _from_file(file)
     if place:
         return _from_transformers(place)
-    if not hasattr(session, "tokenize"):
-        raise TargetError(f"{folder} holds no tokenizer; pass one with --tokenizer")
-    inside: Any = session
-    end = inside.file.metadata.get("tokenizer.ggml.eos_token_id")
-    ends = frozenset() if end is None else frozenset([int(end)])
-    return ArtifactTokenizer(inside.tokenize, inside.detokenize, ends)
+    if not isinstance(session, TokenizingSession):
+        raise _none_at(artifact)
+    end = session.end_token
+    return ArtifactTokenizer(
+        session.tokenize, session.detokenize, frozenset() if end is None else frozenset([end])
+    )
+
+
+class Openable(Protocol):
+    """An artifact that can be opened: evaluation's subjects are."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def open(self) -> Session: ...
+
+
+class VocabularyTokenizer:
+    """The vocabulary inside a file, read by its runtime, with as much of transformers' interface as we use."""
+
+    bos_token_id = None
+
+    def __init__(self, session: TokenizingSession) -> None:
+        self._session = session
+        self.eos_token_id = session.end_token
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(token) for token in self._session.tokenize(text)]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return str(self._session.detokenize(ids))
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+
+def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
+    """The same for evaluation: transformers' own, which knows special tokens too, or the vocabulary inside the file."""
+    if place and Path(place).is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_file=place)
+    if place:
+        return _transformers_tokenizer(place)
+    if (file := _file(subject.path, None)) is not None:
+        return _transformers_tokenizer(str(file.parent))
+    if not target_of(subject.path).holds_vocabulary:
+        raise _none_at(subject.path)
+    session = subject.open()
+    assert isinstance(session, TokenizingSession)
+    try:
+        session.require_vocabulary()
+    except TargetError:
+        session.close()
+        raise
+    return VocabularyTokenizer(session)
+
+
+def _file(artifact: Path, place: str | None) -> Path | None:
+    """The file of a tokenizer: the one that is named, or the one in the folder of what is named."""
+    where = Path(place) if place else artifact
+    if where.suffix == ".json":
+        return where
+    folder = where.parent if where.is_file() else where
+    return folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else None
+
+
+def _none_at(artifact: Path) -> TargetError:
+    return TargetError(f"{artifact} holds no tokenizer; pass one with --tokenizer")
 
 
 def _from_file(path: Path) -> ArtifactTokenizer:
@@ -95,18 +155,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_transformers(place: str) -> ArtifactTokenizer:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=Path(place).is_dir())
-    except Exception as error:  # a broken file, no such folder, no such hub id, no network
-        reason = str(error).strip().partition("\n")[0]
-        raise TargetError(
-            f"{place} holds no tokenizer that can be read ({reason}); give a folder, a tokenizer.json or a hub id"
-        ) from error
+    tokenizer = _transformers_tokenizer(place)
     end = tokenizer.eos_token_id
     return ArtifactTokenizer(
         encode=lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
     )
+
+
+def _transformers_tokenizer(place: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(place, local_files_only=Path(place).is_dir())
+    except Exception as error:  # a broken file, no such folder, no such hub id, no network
+        reason = str(error).strip().partition("\n")[0]
+        raise TargetError(
+            f"{place} holds no tokenizer that can be read ({reason}); give a folder, a tokenizer.json or a hub id"
+        ) from error

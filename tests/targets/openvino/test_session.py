@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kl_lens.errors import TargetError
+from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import open_session
-from kl_lens.targets.openvino.session import CACHE_FOLDER, RECORD_FILE, deployment_settings
+from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings
 from tests.families import token_ids
 
 IDS = token_ids(1, 20)[0].tolist()
@@ -97,7 +98,7 @@ def test_bad_tokens(exported: Callable, ids: list[int]) -> None:
 
 
 def test_folders_that_are_no_artifact(tmp_path) -> None:
-    with pytest.raises(TargetError, match=r"artifact.json is missing"):
+    with pytest.raises(TargetError, match=r"it has no artifact.json"):
         open_session(tmp_path)
     (tmp_path / RECORD_FILE).write_text("{}")
     with pytest.raises(TargetError, match="cannot be read"):

@@ -11,6 +11,7 @@ from kl_lens.reporting.numbers import count, number, size
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.scales import by_span
 from kl_lens.reporting.svg import SHAPES, Mark, Plot, figure, legend
+from kl_lens.targets import TARGETS
 
 # Timing → (title, axis, factor). Names with @N (prompt length) match without it.
 TIMINGS: dict[str, tuple[str, str, float]] = {
@@ -27,7 +28,7 @@ Label = Callable[[Profile], str]
 
 def target_of(profile: Profile) -> str:
     target = profile.subject.partition("/")[0]
-    return target if target in ("openvino", "gguf", "torch") else "other file"
+    return target if target in TARGETS else "other file"
 
 
 def bound_of(profile: Profile, timing: str) -> float | None:

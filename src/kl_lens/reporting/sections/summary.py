@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from kl_lens.records import Profile
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import TARGETS, RunView
+from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import count, fixed_with_error, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
+from kl_lens.targets import TARGETS
 
 TITLE = "The answer"
 

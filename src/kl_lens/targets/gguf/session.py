@@ -118,9 +118,14 @@ class GGUFSession:
         self.reset()
         return self._feed(ids, every=True)
 
+    @property
+    def end_token(self) -> int | None:
+        end = self.file.metadata.get("tokenizer.ggml.eos_token_id")
+        return None if end is None else int(end)
+
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """llama.cpp's own tokenization with what the file holds, without beginning or end tokens."""
-        self._require_vocabulary()
+        self.require_vocabulary()
         data = text.encode()
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()
@@ -133,7 +138,7 @@ class GGUFSession:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD."""
-        self._require_vocabulary()
+        self.require_vocabulary()
         array = (ctypes.c_int32 * len(tokens))(*tokens)
         room = 16 * len(tokens) + 64
         for _ in range(2):
@@ -174,7 +179,7 @@ class GGUFSession:
             raise TargetError(f"{self.path}: this session is closed")
         return self._context
 
-    def _require_vocabulary(self) -> None:
+    def require_vocabulary(self) -> None:
         """llama.cpp aborts the process when it is asked for the tokens of a file without a vocabulary."""
         if self.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
             raise TargetError(f"{self.path} holds no tokenizer; pass one with --tokenizer")

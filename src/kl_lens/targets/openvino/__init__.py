@@ -5,20 +5,24 @@ session = open_session(folder)
 logits = session.prefill(ids)
 """
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kl_lens.lazy import lazy_names
-from kl_lens.targets.openvino.session import OpenVINOSession, open_session
+from kl_lens.records import Artifact, Plan
 
 if TYPE_CHECKING:
-    from kl_lens.targets.openvino.convert import export
+    from kl_lens.checkpoints import LoadedModel
     from kl_lens.targets.openvino.profiles import PROFILES, DeviceProfile
+    from kl_lens.targets.openvino.session import OpenVINOSession, open_session
 else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "kl_lens.targets.openvino.convert": ["export"],
             "kl_lens.targets.openvino.profiles": ["PROFILES", "DeviceProfile"],
+            "kl_lens.targets.openvino.session": ["OpenVINOSession", "open_session"],
         },
     )
 
@@ -30,6 +34,13 @@ __all__ = [
     "open_session",
     "supported_families",
 ]
+
+
+def export(model: LoadedModel, plan: Plan, folder: Path | str, **options: Any) -> Artifact:
+    """The files and their record; the options are those of `kl_lens.targets.openvino.convert.export`."""
+    from kl_lens.targets.registry import get_target
+
+    return get_target("openvino").export(model, plan, Path(folder), **options)
 
 
 def supported_families() -> tuple[str, ...]:

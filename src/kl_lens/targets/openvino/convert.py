@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -21,12 +20,13 @@ import transformers
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
+from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, build_graph
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     CACHE_FOLDER,
-    RECORD_FILE,
+    HEAD_NODE,
     compile_graph,
     log_softmax,
     read_graph,
@@ -34,7 +34,6 @@ from kl_lens.targets.openvino.session import (
 )
 
 IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
-HEAD_NODE = "lm_head"
 UNPLANNED = ("fp16", "fp32")
 ACTIBA_TOKENS = 128
 _NONE = torch.empty(0, 0)
@@ -53,7 +52,7 @@ def export(
     unplanned: str = "fp16",
     sample_ids: Sequence[int] | None = None,
 ) -> Artifact:
-    """Writes `openvino_model.xml/.bin`, the tokenizer, the configuration and `artifact.json` to a folder.
+    """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder; `Target.export` the record.
 
     Args:
         model: the opened model, in float32 on the CPU.
@@ -119,10 +118,9 @@ def export(
         artifact = _artifact(
             model, plan, realised, placed, files, (place / IR_FILE).with_suffix(".bin"), settings
         )
-        (place / RECORD_FILE).write_text(json.dumps(artifact.to_json(), indent=1))
         shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
-        (folder / RECORD_FILE).unlink(missing_ok=True)
-        for name in (*files, RECORD_FILE):  # the record last: a folder that has one is complete
+        (folder / RECORD_FILE).unlink(missing_ok=True)  # the new one comes behind the files
+        for name in files:
             os.replace(place / name, folder / name)
     return artifact
 

@@ -107,7 +107,7 @@ def realise(
         wanted = Recipe.parse(planned.get(component.name, BASELINE))
         chosen, reason = wanted, None
         if component.name in planned:
-            chosen, reason = _lowered(wanted, component.shape, profile)
+            chosen, reason = lowered(wanted, component.shape, profile)
         if reason is not None and not fallback:
             problems.append(f"{component.name}: {reason}")
         result[component.name] = Realised(component.name, str(wanted), chosen, reason)
@@ -119,7 +119,8 @@ def realise(
     return result
 
 
-def _lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Recipe, str | None]:
+def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Recipe, str | None]:
+    """What a device holds of a weight by this recipe, and why it is not the recipe itself (or None)."""
     fmt = wanted.grid
     if (reason := profile.holds(fmt)) is not None:
         # The nearest width that the device holds and that is not narrower.

@@ -20,9 +20,11 @@ import openvino.opset13 as ops
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.latency import format_of
 from kl_lens.targets.session import Logits
 
-RECORD_FILE = "artifact.json"
+HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
 CACHE_FOLDER = ".compiled"
 # Seconds; the iGPU compiler is known to hang on Mamba-2.
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
@@ -44,7 +46,7 @@ WHOLE_ROW = "18446744073709551615"
 def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
     """What is fastest for an artifact with weights in these formats, as far as measured (docs/targets.md)."""
     settings = dict(DEPLOYED)
-    integers = [get_format(name) for name in formats if name.startswith("int")]
+    integers = [get_format(format_of(name)) for name in formats if name.startswith("int")]
     if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
         # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
@@ -79,22 +81,14 @@ def open_session(
         settings: plugin settings on top of the others, for experiments.
     """
     folder = Path(folder)
-    record = folder / RECORD_FILE
-    if not record.is_file():
-        raise TargetError(
-            f"{folder} is no exported OpenVINO model: {RECORD_FILE} is missing; run `kl-lens export`"
-        )
-    try:
-        artifact = Artifact.from_json(json.loads(record.read_text()))
-    except (ValueError, TypeError, KeyError) as error:
-        raise TargetError(f"{record} cannot be read: {error}; export the model again") from error
+    artifact = read_artifact(folder)
     if artifact.target != "openvino":
         raise TargetError(f"{folder} holds a {artifact.target} artifact, not an OpenVINO one")
     if not artifact.settings.get("with_head", True):
         raise TargetError(
             f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
         )
-    graph = read_graph(folder / next(name for name in artifact.files if name.endswith(".xml")))
+    graph = read_graph(graph_file(folder))
     static = artifact.settings.get("static_tokens")
     if static is None:
         _choose_rows(graph)
@@ -229,9 +223,9 @@ def _choose_rows(graph: ov.Model) -> None:
 
     Done on loading, so that the IR on disk keeps the plain signature: ids in, logits out.
     """
-    head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == "lm_head"), None)
+    head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == HEAD_NODE), None)
     if head is None:
-        raise TargetError("this IR has no node named lm_head; export the model again")
+        raise TargetError(f"this IR has no node named {HEAD_NODE}; export the model again")
     rows = ops.parameter(ov.PartialShape([-1]), np.int64)
     rows.set_friendly_name("rows")
     rows.output(0).get_tensor().set_names({"rows"})
@@ -245,6 +239,13 @@ def _choose_rows(graph: ov.Model) -> None:
 def core() -> ov.Core:
     """One for all: each new one looks for plugins and devices again."""
     return ov.Core()
+
+
+def graph_file(place: Path) -> Path:
+    """The graph of an exported folder; a file is one itself."""
+    if place.suffix == ".xml":
+        return place
+    return place / next(name for name in read_artifact(place).files if name.endswith(".xml"))
 
 
 def read_graph(path: Path) -> ov.Model:
@@ -280,12 +281,7 @@ def compile_graph(
     settings: dict[str, Any] | None = None,
 ) -> ov.CompiledModel:
     """Compiles for a device that is there, within a time limit."""
-    runtime = core()
-    present = runtime.available_devices
-    if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
-        raise TargetError(
-            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
-        )
+    require_device(device)
     properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
     if device != "CPU":  # the others know nothing of these two
         properties.pop("KV_CACHE_PRECISION", None)
@@ -299,7 +295,7 @@ def compile_graph(
 
     def work() -> None:
         try:
-            outcome.append(runtime.compile_model(graph, device, properties))
+            outcome.append(core().compile_model(graph, device, properties))
         except BaseException as error:
             outcome.append(error)
 
@@ -316,6 +312,15 @@ def compile_graph(
     if isinstance(result, BaseException):
         raise TargetError(f"OpenVINO cannot compile for {device}: {_first_line(result)}") from result
     return result
+
+
+def require_device(device: str) -> None:
+    """Raises TargetError with the devices that OpenVINO finds, when it does not find this one."""
+    present = core().available_devices
+    if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
+        raise TargetError(
+            f"OpenVINO finds no device {device!r} here; it finds {', '.join(present) or 'none'}"
+        )
 
 
 def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path | None:

@@ -14,20 +14,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
 import torch
 
 from kl_lens.formats import Format, get_format
-from kl_lens.profiling.machine import MIB, last_level_cache
-from kl_lens.profiling.spread import spread_of
 from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Spread
+from kl_lens.records import Component
+from kl_lens.targets.openvino.constants import WeightMap, place_weights
+from kl_lens.targets.openvino.profiles import BASELINE, Realised
+from kl_lens.targets.openvino.session import compile_graph, deployment_settings, read_graph
 from kl_lens.weights import GivenWeights, WeightStore
 
 MOST_COPIES = 32
-MOST_BYTES = 512 * MIB  # of float32 weights while a graph is built
+MOST_BYTES = 512 << 20  # of float32 weights while a graph is built
 LEAST_SECONDS = 0.02  # of one timing; short products are repeated until they fill it
 
 
@@ -57,14 +59,14 @@ def time_products(
     device: str = "CPU",
     threads: int | None = None,
     repeats: int = 5,
+    cache: int | None = None,
     advanced: Callable[[str], None] = lambda what: None,
-) -> dict[Product, Spread]:
-    """Seconds of each product; formats of one shape take turns."""
+) -> dict[Product, list[float]]:
+    """Seconds of each product in every round; formats of one shape take turns."""
     products = list(dict.fromkeys(products))
-    cache = last_level_cache()
     quantized = {p.format for p in products if p.format != "fp16"}
     overhead = _Timer(_empty_graph(), 1, device, threads, set())
-    found: dict[Product, Spread] = {}
+    found: dict[Product, list[float]] = {}
     shapes = dict.fromkeys((p.rows, p.columns) for p in products)
     for shape in shapes:
         timers = {}
@@ -80,19 +82,13 @@ def time_products(
             for product, timer in timers.items():
                 rounds[product].append(max(timer.seconds() - call, 1e-9) / timer.copies)
         for product, values in rounds.items():
-            found[product] = spread_of(values)
+            found[product] = values
             advanced(f"{product.rows} × {product.columns} in {product.format}")
     return found
 
 
-def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
+def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> ov.Model:
     """`copies` independent products with random weights, as an export would store them."""
-    import openvino as ov
-    import openvino.opset13 as ops
-
-    from kl_lens.targets.openvino.constants import WeightMap, place_weights
-    from kl_lens.targets.openvino.profiles import BASELINE, Realised
-
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
     components, nodes, inputs, results = [], {}, [], []
@@ -113,11 +109,8 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
     return graph
 
 
-def _empty_graph() -> Any:
+def _empty_graph() -> ov.Model:
     """What a call costs that does next to nothing."""
-    import openvino as ov
-    import openvino.opset13 as ops
-
     x = ops.parameter([1, 1, 8], np.float32, name="x")
     return ov.Model([ops.result(ops.relu(x))], [x], "nothing")
 
@@ -125,11 +118,9 @@ def _empty_graph() -> Any:
 class _Timer:
     """A compiled graph with its inputs in place."""
 
-    def __init__(self, graph: Any, copies: int, device: str, threads: int | None, formats: set[str]) -> None:
-        import openvino as ov
-
-        from kl_lens.targets.openvino.session import compile_graph, deployment_settings, read_graph
-
+    def __init__(
+        self, graph: ov.Model, copies: int, device: str, threads: int | None, formats: set[str]
+    ) -> None:
         self.copies = copies
         settings = deployment_settings(formats) if device == "CPU" else None
         with tempfile.TemporaryDirectory() as folder:

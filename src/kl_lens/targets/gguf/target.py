@@ -1,0 +1,169 @@
+"""llama.cpp as a target: one GGUF file for a plan, run by whatever llama.cpp library is found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.formats import Format
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.session import Session
+
+if TYPE_CHECKING:
+    from kl_lens.checkpoints import LoadedModel
+
+SUFFIX = ".gguf"
+
+
+class GGUFTarget(Target):
+    name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
+    streams = holds_vocabulary = True
+
+    def prepare(self) -> None:
+        from kl_lens.targets.gguf.library import find_library
+
+        self.require()
+        find_library()
+
+    # -- what it can hold ----------------------------------------------------------------------------------
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        from kl_lens.targets.gguf.export import FORMATS, STAND_INS
+
+        if fmt.name not in STAND_INS:
+            return f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
+        return fmt.fits(shape)
+
+    @property
+    def menu(self) -> tuple[str, ...]:
+        return ("q4_k", "q5_k", "q6_k", "q8_0", "fp16")
+
+    @property
+    def translations(self) -> Mapping[str, str]:
+        from kl_lens.targets.gguf.export import DEFAULT_MAP
+
+        return DEFAULT_MAP
+
+    def unsupported(self, model_type: str) -> str | None:
+        from kl_lens.targets.gguf.architectures import supported_architectures
+
+        known = supported_architectures()
+        return (
+            None
+            if model_type in known
+            else f"llama.cpp knows no {model_type} models; it knows {', '.join(known)}"
+        )
+
+    def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
+        from kl_lens.targets.gguf.stock import stock_recipes
+
+        return stock_recipes(model.anatomy)
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        from kl_lens.targets.gguf.export import export
+
+        return export(model, plan, folder, **options)
+
+    def uniform_plan(self, folder: Path, format_name: str) -> Plan:
+        from kl_lens.targets.gguf.export import uniform_plan
+
+        return uniform_plan(folder, format_name)
+
+    def owns(self, path: Path) -> bool:
+        return path.suffix == SUFFIX
+
+    def weight_file(self, place: Path) -> Path:
+        if self.owns(place):
+            return place
+        return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
+
+    def is_all_floating(self, place: Path) -> bool:
+        """By the file itself: one from elsewhere has no record."""
+        from kl_lens.targets.gguf.header import check_file
+
+        return all(entry.type.lower() in FLOATS for entry in check_file(self.weight_file(place)).tensors)
+
+    def contents(self, place: Path) -> Contents:
+        from kl_lens.targets.gguf.contents import file_contents
+        from kl_lens.targets.gguf.header import check_file
+
+        return file_contents(check_file(self.weight_file(place)))
+
+    def shipped_digests(self, place: Path) -> dict[str, str]:
+        import numpy as np
+
+        from kl_lens.targets.gguf.header import check_file
+        from kl_lens.weights.store import bytes_digest
+
+        file = self.weight_file(place)
+        data = np.memmap(file, np.uint8, "r")
+        return {
+            entry.name: bytes_digest(data[entry.offset : entry.offset + entry.bytes])
+            for entry in check_file(file).tensors
+        }
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.gguf.session import open_session
+
+        return open_session(
+            self.weight_file(place),
+            threads=settings.threads,
+            gpu_layers=settings.gpu_layers,
+            exact_attention=settings.exact,
+        )
+
+    @property
+    def version(self) -> str:
+        """Of the wheel that brings a library along, and where another one is named, that one's place."""
+        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
+
+        try:
+            version = metadata.version("xllamacpp")
+        except metadata.PackageNotFoundError:
+            version = "none"
+        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
+
+    def check_device(self, settings: RuntimeSettings) -> str | None:
+        if settings.device == "CPU" or settings.gpu_layers:
+            return None
+        return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"
+
+    def device_label(self, settings: RuntimeSettings) -> str:
+        """llama.cpp knows no device names: layers are on a GPU, or they are not."""
+        return "GPU" if settings.gpu_layers else "CPU"
+
+    # -- timing --------------------------------------------------------------------------------------------
+
+    def latency(self, request: LatencyRequest) -> LatencyProfile:
+        from kl_lens.targets.gguf.header import check_file
+        from kl_lens.targets.gguf.latency import fitted_latency, require_artifacts
+
+        require_artifacts(request, self.name)
+        file = check_file(self.weight_file(request.measured[0].place))
+        device = self.device_label(request.settings)
+        return fitted_latency(request, file, f"{self.name}-{device}", device)
+
+    # -- what its kernels do -------------------------------------------------------------------------------
+
+    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+        return not settings.gpu_layers
+
+    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+        from kl_lens.recipes import resolve
+        from kl_lens.targets.gguf.activations import as_deployed
+
+        shapes = {c.name: c.shape for c in model.anatomy.components}
+        realised = {name: str(resolve(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
+        return as_deployed(model.model, realised)

@@ -1,0 +1,80 @@
+"""OpenVINO's own `benchmark_app`: its command line and its output.
+
+The plugin settings are its defaults, as published: this is not the fastest way to run a quantized model
+(docs/targets.md), it is the comparable one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from kl_lens.errors import TargetError
+from kl_lens.targets.published import AppReport, PublishedProgram
+from kl_lens.writing import write_text
+
+_LINE = r"\[ INFO \]\s+{name}:\s+([0-9.]+) (us|ms|s|iterations|FPS)\s*$"
+_TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+class BenchmarkApp(PublishedProgram):
+    def input_shapes(self, place: Path) -> str | None:
+        """Dynamic inputs get one token each."""
+        from kl_lens.targets.openvino.session import graph_file, read_graph
+
+        shapes = []
+        for entry in read_graph(graph_file(place)).inputs:
+            shape = entry.get_partial_shape()
+            if shape.is_dynamic:
+                sizes = ",".join(str(d.get_length()) if d.is_static else "1" for d in shape)
+                shapes.append(f"{entry.get_any_name()}[{sizes}]")
+        return ",".join(shapes) or None
+
+    def command(
+        self, place: Path, *, seconds: int, iterations: int, device: str, threads: int | None, beside: Path
+    ) -> list[str]:
+        """With the program of this very environment: another OpenVINO would be another benchmark.
+
+        A number of threads goes into a file: on its command line benchmark_app does not take one beside a hint.
+        """
+        from kl_lens.targets.openvino.session import graph_file
+
+        program = Path(sys.executable).parent / "benchmark_app"
+        words = (
+            [str(program)] if program.is_file() else [sys.executable, "-m", "openvino.tools.benchmark.main"]
+        )
+        words += ["-m", str(graph_file(place)), "-d", device, "-hint", "latency"]
+        words += ["-t", str(seconds), "-niter", str(iterations), "--inference_only", "TRUE"]
+        if shapes := self.input_shapes(place):
+            words += ["-data_shape", shapes]
+        if threads is not None:
+            write_text(beside, json.dumps({"CPU": {"INFERENCE_NUM_THREADS": threads}}))
+            words += ["-load_config", str(beside)]
+        return words
+
+    def read(self, text: str) -> AppReport:
+        """Latencies are printed in milliseconds, or in microseconds when the model is fast."""
+
+        def find(name: str) -> tuple[float, str]:
+            match = re.search(_LINE.format(name=name), text, re.MULTILINE)
+            if match is None:
+                raise TargetError(f"benchmark_app printed no {name!r}: {self.complaint(text)}")
+            return float(match[1]), match[2]
+
+        def milliseconds(name: str) -> float:
+            value, unit = find(name)
+            return value * _TO_MILLISECONDS[unit]
+
+        threads = re.search(r"INFERENCE_NUM_THREADS: (\d+)", text)
+        return AppReport(
+            iterations=int(find("Count")[0]),
+            duration_seconds=milliseconds("Duration") / 1e3,
+            median_ms=milliseconds("Median"),
+            average_ms=milliseconds("Average"),
+            min_ms=milliseconds("Min"),
+            max_ms=milliseconds("Max"),
+            throughput_fps=find("Throughput")[0],
+            threads=int(threads[1]) if threads else None,
+        )

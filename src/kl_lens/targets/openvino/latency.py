@@ -1,0 +1,83 @@
+"""A latency table for OpenVINO: every weight's product timed alone, the rest from artifacts that were timed whole.
+
+The rest (scans, norms, sampling, the runtime itself) is the time of the components that no plan decides about.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from kl_lens.formats import get_format
+from kl_lens.records import Component, SensitivityTable
+from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest
+from kl_lens.targets.openvino.products import Product, products_of, time_products
+
+
+def wanted_products(table: SensitivityTable, formats: Sequence[str]) -> dict[tuple[str, str], Product]:
+    """(component, format) → the product that stands for it, of all components that are multiplied with."""
+    multiplied = [c for c in table.candidates if c.name != table.embedding or table.embedding == table.head]
+    return products_of(multiplied, formats)
+
+
+def product_latency(request: LatencyRequest, formats: Sequence[str], name: str) -> LatencyProfile:
+    table, settings = request.table, request.settings
+    wanted = wanted_products(table, formats)
+    times = time_products(
+        wanted.values(),
+        model_parameters=sum(c.parameters for c in table.components),
+        device=settings.device,
+        threads=settings.threads,
+        repeats=request.repeats,
+        cache=request.cache_bytes,
+        advanced=request.advanced,
+    )
+    seconds: dict[str, dict[str, float]] = {}
+    for component in table.candidates:
+        row = {fmt: wanted[component.name, fmt] for fmt in formats if (component.name, fmt) in wanted}
+        seconds[component.name] = {
+            fmt: statistics.median(times[product]) * _products(component) for fmt, product in row.items()
+        } or {  # rows are looked up: next to nothing
+            fmt: 0.0 for fmt in formats if get_format(fmt).fits(component.shape) is None
+        }
+    profile = LatencyProfile(
+        name,
+        seconds,
+        {
+            "method": "each weight's product with one token, alone in a compiled graph",
+            "device": settings.device,
+            "threads": settings.threads,
+            "repeats": request.repeats,
+            "formats": list(formats),
+            "products": [
+                {"rows": p.rows, "columns": p.columns, "format": p.format, "seconds": rounds}
+                for p, rounds in times.items()
+            ],
+        },
+    )
+    _settle_rest(profile, request)
+    return profile
+
+
+def _settle_rest(profile: LatencyProfile, request: LatencyRequest) -> None:
+    """What whole models take beyond their products: the median over those that were benchmarked."""
+    measured = [whole for whole in request.measured if not whole.artifact.settings.get("static_tokens")]
+    if not measured:
+        profile.protocol["rest"] = (
+            "not known: no artifact was benchmarked; times are those of the weights alone"
+        )
+        return
+    over = [whole.seconds_per_token - profile.predicted(whole.realised) for whole in measured]
+    rest = max(0.0, statistics.median(over))
+    profile.protocol["rest"] = f"median of {len(over)} artifacts, measured minus predicted"
+    profile.protocol["rest_seconds"] = rest
+    # Time that no plan can change is that of the components that no plan decides about, in equal parts.
+    fixed = [c.name for c in request.table.components if not c.quantizable]
+    profile.seconds.update({name: {FP16: rest / len(fixed)} for name in fixed})
+    profile.check(measured)
+
+
+def _products(component: Component) -> int:
+    """How many products of its last two dimensions one token makes with a component: experts × blocks that use it."""
+    experts = component.shape[0] if len(component.shape) == 3 else 1
+    return experts * max(1, len(component.blocks))

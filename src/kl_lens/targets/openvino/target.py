@@ -1,0 +1,163 @@
+"""OpenVINO as a target: IRs with NNCF's integers, sessions on every device that it finds."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.errors import TargetError
+from kl_lens.formats import Format
+from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.base import ExportOption, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.contents import Contents
+from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of, storable
+from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
+from kl_lens.targets.session import Session
+
+if TYPE_CHECKING:
+    import torch
+
+    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.formats import Quantized
+
+_ARM = ("aarch64", "arm64")
+_BACKUP = "int8"
+_NNCF = (
+    "NNCF's compress_weights with ratio 1.0: embedding and head in 8 bits (symmetric ones, where its own backup has "
+    "zero points), the rest in {}; where columns do not divide, the groups of its mode ADJUST"
+)
+
+
+class OpenVINOTarget(Target):
+    name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
+    published = BenchmarkApp()
+    options = (
+        ExportOption(
+            "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
+        ),
+        ExportOption(
+            "rewrites",
+            "--rewrites",
+            "cumba, reduba, actiba, or none (default: what the profile asks for)",
+            "names",
+        ),
+        ExportOption("static_tokens", "--static-tokens", "a static forward without state", "number"),
+        ExportOption(
+            "with_head", "--without-head", "end in the last hidden states (static only)", given=False
+        ),
+        ExportOption("fallback", "--fallback", "lower what a profile cannot hold, visibly"),
+    )
+
+    # -- what it can hold ----------------------------------------------------------------------------------
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        from kl_lens.recipes import Recipe
+        from kl_lens.targets.openvino.profiles import PROFILES, lowered
+
+        return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
+
+    @property
+    def menu(self) -> tuple[str, ...]:
+        return ("int4-g32", "int4-g64", "int4-g128", "int8", "fp16")
+
+    def unsupported(self, model_type: str) -> str | None:
+        from kl_lens.targets.openvino.capture import FAMILIES
+
+        known = ", ".join(FAMILIES)
+        return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
+
+    def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
+        from kl_lens.recipes import resolve
+
+        anatomy = model.anatomy
+        outer = {anatomy.embedding, anatomy.head}
+        every = {c.name: _BACKUP for c in anatomy.candidates}
+        found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM")]
+        for size in (128, 64):
+            inner = {
+                c.name: str(resolve(f"int4-g{size}", c.shape)[0])
+                for c in anatomy.candidates
+                if c.name not in outer
+            }
+            origin = _NNCF.format(f"INT4_SYM with groups of {size}")
+            found.append(StockRecipe(f"INT4_SYM-g{size}", every | inner, origin))
+        return tuple(found)
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        from kl_lens.targets.openvino.convert import export
+
+        if isinstance(model, Path):
+            raise TargetError("OpenVINO's converter needs the whole model; open it first")
+        return export(model, plan, folder, **options)
+
+    def weight_file(self, place: Path) -> Path:
+        return place / next(name for name in read_artifact(place).files if name.endswith(".bin"))
+
+    def contents(self, place: Path) -> Contents:
+        from kl_lens.targets.openvino.contents import graph_contents
+
+        return graph_contents(place, read_artifact(place))
+
+    def shipped_digests(self, place: Path) -> dict[str, str]:
+        from kl_lens.targets.openvino.constants import read_back
+        from kl_lens.targets.openvino.session import graph_file, read_graph
+        from kl_lens.weights.store import bytes_digest
+
+        held = read_back(read_graph(graph_file(place)))
+        names = {tensor.runtime_name for tensor in read_artifact(place).tensors} & set(held)
+        return {name: bytes_digest(*(part for part in held[name][1:] if part is not None)) for name in names}
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.openvino.session import open_session
+
+        return open_session(
+            place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=not cold
+        )
+
+    def check_device(self, settings: RuntimeSettings) -> str | None:
+        from kl_lens.targets.openvino.session import require_device
+
+        require_device(settings.device)
+        return None
+
+    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+        return None if settings.exact else replace(settings, exact=True)
+
+    # -- timing --------------------------------------------------------------------------------------------
+
+    def latency(self, request: LatencyRequest) -> LatencyProfile:
+        from kl_lens.targets.openvino.latency import product_latency
+
+        formats = storable(self, request.table, request.recipes)
+        return product_latency(request, formats, f"{self.name}-{request.settings.device}")
+
+    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
+        from kl_lens.targets.openvino.latency import wanted_products
+
+        return len(set(wanted_products(table, storable(self, table, recipes)).values()))
+
+    # -- what its kernels do -------------------------------------------------------------------------------
+
+    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+        """The integer kernels of ARM processors; a file without integers runs in half precision, not modelled."""
+        deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
+        return deployed and not {format_of(recipe) for recipe in recipes.values()} <= {FP16}
+
+    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+        from kl_lens.targets.openvino.deployed import as_deployed
+
+        return as_deployed(model.model, recipes)
+
+    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
+        from kl_lens.targets.openvino.deployed import kernel_values
+
+        return kernel_values(fmt, quantized)

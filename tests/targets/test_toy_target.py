@@ -1,0 +1,212 @@
+"""A third target in one file and one registration, taken through every verb: nothing else knows its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kl_lens.cli.main import main
+from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.formats import Format
+from kl_lens.profiling.benchmark import profile_from
+from kl_lens.recipes import Recipe, resolve
+from kl_lens.records import Artifact, ExportedTensor, Plan
+from kl_lens.runs import Run
+from kl_lens.targets import RuntimeSettings, Target, describe_target, get_target, register, target_of
+from kl_lens.targets.contents import BODY, HEAD, Contents, StoredWeight
+from kl_lens.targets.registry import TARGETS
+from kl_lens.targets.session import Logits
+from kl_lens.weights.store import bytes_digest
+from tests.cli.conftest import tiny_folder as tiny_folder
+
+NAME = "toy"
+WEIGHTS = "weights.npz"
+
+
+class ToySession:
+    """The stored weights in transformers; every call runs the whole sequence."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder)
+        ).eval()
+        with np.load(folder / WEIGHTS) as stored:
+            self._model.load_state_dict({name: torch.from_numpy(stored[name]) for name in stored})
+        self._fed: list[int] = []
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return {"library": NAME, "version": "1", "device": "CPU", "threads": 1}
+
+    def reset(self) -> None:
+        self._fed = []
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        return self._run([*self._fed, *ids])[-1]
+
+    def step(self, token: int) -> Logits:
+        return self.prefill([token])
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        return self._run(list(ids))
+
+    def close(self) -> None:
+        self._fed = []
+
+    @torch.no_grad()
+    def _run(self, ids: list[int]) -> Logits:
+        self._fed = ids
+        return self._model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+class ToyTarget(Target):
+    """Every format's float32 values in one npz file."""
+
+    name, title, extra, packages = NAME, "Toy", NAME, ("torch",)
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        return fmt.fits(shape)
+
+    @property
+    def menu(self) -> tuple[str, ...]:
+        return ("int4", "int8", "fp16")
+
+    def unsupported(self, model_type: str) -> str | None:
+        return None
+
+    def write(self, model: Any, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        arrays = {name: tensor.numpy() for name, tensor in model.model.state_dict().items()}
+        tensors = []
+        for component in model.anatomy.components:
+            recipe, reason = Recipe("fp16"), None
+            if component.quantizable:
+                recipe, reason = resolve(plan.assignment.get(component.name, "fp16"), component.shape)
+                arrays[component.weight] = model.weights.values(component.name, recipe).numpy()
+            planned = plan.assignment.get(component.name, "fp16")
+            data = arrays[component.weight]
+            tensors.append(
+                ExportedTensor(
+                    component.name,
+                    component.weight,
+                    planned,
+                    str(recipe) if component.quantizable else "fp32",
+                    data.nbytes,
+                    reason,
+                    bytes_digest(data),
+                )
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / WEIGHTS, **arrays)
+        model.config.save_pretrained(folder)
+        size = (folder / WEIGHTS).stat().st_size
+        files = (WEIGHTS, "config.json")
+        return Artifact(
+            NAME, plan.name, files, tuple(tensors), plan.bytes or size, size, model.name, model.fingerprint
+        )
+
+    def weight_file(self, place: Path) -> Path:
+        return place / WEIGHTS
+
+    def contents(self, place: Path) -> Contents:
+        with np.load(self.weight_file(place)) as stored:
+            weights = [
+                StoredWeight(n, stored[n].nbytes, stored[n].size, HEAD if n == "lm_head.weight" else BODY)
+                for n in stored
+            ]
+        return Contents(tuple(weights), 0, 0)
+
+    def shipped_digests(self, place: Path) -> dict[str, str]:
+        with np.load(self.weight_file(place)) as stored:
+            return {name: bytes_digest(stored[name]) for name in stored}
+
+    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> ToySession:
+        return ToySession(place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    register(NAME, f"{__name__}:ToyTarget")
+    yield
+    TARGETS.pop(NAME)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measured, planned, exported, evaluated, benchmarked and reported, by the verbs themselves."""
+    run = tmp_path_factory.mktemp("toy") / "run"
+    here, text = ["--run", str(run)], str(tiny_folder / "text.txt")
+    windows = ["--windows", "2", "--window-length", "32"]
+    assert main(["measure", str(tiny_folder), *here, "--text", text, *windows]) == 0
+    assert main(["plan", *here, "--max-bpw", "9", "--name", "small"]) == 0
+    assert main(["plan", *here, "--uniform", "fp16"]) == 0
+    assert main(["export", *here, "--target", NAME]) == 0
+    judge = ["--perplexity", "wikitext2:test", "--divergence", "--window", "32", "--limit", "2"]
+    assert main(["evaluate", *here, "--targets", f"torch,{NAME}", *judge]) == 0
+    short = ["--threads", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1"]
+    assert main(["benchmark", *here, "--targets", NAME, *short]) == 0
+    assert main(["report", *here]) == 0
+    return run
+
+
+def test_the_file_holds_what_was_planned(finished: Path) -> None:
+    folder = finished / "artifacts" / NAME / "small"
+    record = json.loads((folder / "artifact.json").read_text())
+    plan = json.loads((finished / "plans/small.json").read_text())["assignment"]
+    held = {t["component"]: t["realised"] for t in record["tensors"]}
+    assert {name: held[name] for name in plan} == plan
+    assert record["target"] == target_of(folder).name == NAME
+    shipped = target_of(folder).shipped_digests(folder)
+    assert all(shipped[t["runtime_name"]] == t["digest"] for t in record["tensors"])
+
+
+def test_it_is_judged_beside_pytorch_and_agrees(finished: Path) -> None:
+    with Run.open(finished) as run:
+        verdicts = [value["verdict"] for value in run.load_all("agreement").values()]
+    assert verdicts == ["agrees"] * 2
+
+
+def test_it_is_timed_against_its_own_fp16(finished: Path) -> None:
+    with Run.open(finished) as run:
+        found = [profile_from(record) for record in run.load_all("profile").values()]
+    profiles = {profile.subject.label: profile for profile in found}
+    assert set(profiles) == {f"{NAME}/small", f"{NAME}/uniform_fp16"}
+    small = profiles[f"{NAME}/small"]
+    assert (small.subject.target, small.subject.plan) == (NAME, "small")
+    assert small.settings["ratios_to"] == f"{NAME}/uniform_fp16"
+    assert small.peak_memory_bytes > 0
+    assert small.bound["weight_bytes_per_token"] == pytest.approx(small.file_bytes, rel=0.1)
+
+
+def test_the_report_shows_it(finished: Path) -> None:
+    assert f"{NAME}/small" in (finished / "report.html").read_text()
+
+
+def test_what_it_does_not_have_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["benchmark", "--run", str(finished), "--targets", NAME, "--plan", "small", "--layers"]
+    arguments += ["--protocol", "benchmark_app", "--threads", "1"]
+    assert main(arguments) == 1
+    output = capsys.readouterr()
+    assert "Toy has no benchmark_app" in output.out
+    assert "Toy: nothing here measures a latency table for it" in output.err
+    with pytest.raises(UnsupportedError, match="what Toy does to activations is not modelled"):
+        get_target(NAME).activations(None, {})  # type: ignore[arg-type]
+
+
+def test_unknown_targets_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TargetError, match=r"no target is called 'onnx'; there are .*toy"):
+        get_target("onnx")
+    monkeypatch.setattr(ToyTarget, "packages", ("no_such_package",))
+    assert describe_target(NAME).title == "Toy"
+    with pytest.raises(UnsupportedError, match=r"pip install 'kl-lens\[toy\]'"):
+        get_target(NAME)
