@@ -43,3 +43,17 @@ class TargetError(KLLensError):
 
 class UnsupportedError(TargetError):
     """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, in one line."""
+    return _lines(error)[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The same of a library that tells where it was first, and what is wrong in the end."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

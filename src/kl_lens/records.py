@@ -5,12 +5,10 @@ Nothing here imports another room of the house; every other room may import this
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from kl_lens.subjects import Subject
+from typing import Any, Self
 
 RECORDS_VERSION = 1
 
@@ -160,11 +158,69 @@ class Artifact(Record):
         return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})
 
 
+ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
+
+
+@dataclass(frozen=True)
+class Subject(Record):
+    """What was judged or timed: the original, a plan computed in PyTorch, or an exported artifact.
+
+    `settings` holds what sets it apart from the usual one of that plan and target: `{"exact": True}`,
+    `{"device": "GPU"}`, `{"activations": "deployed"}`, and for a file from outside the run its `{"path": …}`.
+    """
+
+    what: str  # original, plan, artifact
+    plan: str | None = None
+    target: str | None = None  # of an artifact; of a plan: the target whose stored weights it computes with
+    settings: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""  # of the recipes, or of the artifact's record, that were judged
+
+    @property
+    def label(self) -> str:
+        """For people: `original`, `torch/small`, `torch/small as gguf`, `gguf/small (exact)`, a path."""
+        if self.what == ORIGINAL:
+            return ORIGINAL
+        settings = dict(self.settings)
+        path = settings.pop("path", None)
+        if self.what == PLAN:
+            stored = f" as {self.target}" if self.target else ""
+            return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
+        return (f"{self.target}/{self.plan}" if path is None else str(path)) + _bracketed(settings)
+
+    @property
+    def key(self) -> str:
+        """The same for the same subject in whatever state: all but the digest."""
+        return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
+
+    @property
+    def own_plan(self) -> str | None:
+        """The run's plan that this is about; None for the original and for files from outside the run."""
+        return None if self.what == ORIGINAL or "path" in self.settings else self.plan
+
+    @property
+    def is_usual(self) -> bool:
+        """A plan by itself, or a file run as it is deployed: no stand-in, no arithmetic of its own."""
+        return not (set(self.settings) - {"path"}) and (self.what != PLAN or self.target is None)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.digest))
+
+
+def _bracketed(settings: Mapping[str, Any]) -> str:
+    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact"}
+    parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def subject_from(value: Subject | Mapping[str, Any]) -> Subject:
+    return value if isinstance(value, Subject) else Subject.from_json(value)
+
+
 @dataclass(frozen=True)
 class Score(Record):
     """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
 
-    subject: str  # "original", "torch/PLAN", "openvino/PLAN", "gguf/PLAN", or the path of another file
+    subject: Subject
     kind: str  # perplexity, divergence, task
     what: str  # the text ("wikitext2:test") or the task ("arc_easy")
     values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
@@ -176,7 +232,7 @@ class Score(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         values = {name: Estimate(**value) for name, value in data["values"].items()}
-        return cls(**{**data, "values": values})
+        return cls(**{**data, "values": values, "subject": subject_from(data["subject"])})
 
 
 @dataclass(frozen=True)
@@ -193,7 +249,7 @@ class Spread(Record):
 class Profile(Record):
     """How fast and how large an exported file is, on one device with one protocol."""
 
-    subject: Subject  # an artifact
+    subject: Subject
     protocol: str  # "use" (what a user feels) or "benchmark_app" (the published one)
     device: str
     threads: int
@@ -209,9 +265,7 @@ class Profile(Record):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        from kl_lens.subjects import Subject
-
         spreads = {
             key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
         }
-        return cls(**{**data, **spreads, "subject": Subject.from_json(data["subject"])})
+        return cls(**{**data, **spreads, "subject": subject_from(data["subject"])})

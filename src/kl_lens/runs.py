@@ -8,21 +8,28 @@ is refused with the difference named, and one that asks for more adds to what is
 from __future__ import annotations
 
 import json
+import logging
 import platform
+import re
 import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from kl_lens.errors import RunError
-from kl_lens.records import Component, Measurement, SensitivityTable
+from kl_lens.errors import PlanError, RunError
+from kl_lens.records import Component, Measurement, SensitivityTable, Subject
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
+from kl_lens.subjects import checked_plan_name
 from kl_lens.units import parse_names
 from kl_lens.version import __version__
+
+# Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects.
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -40,6 +47,11 @@ CREATE TABLE IF NOT EXISTS effort (
     PRIMARY KEY (role, component, format));
 CREATE TABLE IF NOT EXISTS records (
     kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
+CREATE TABLE IF NOT EXISTS results (
+    kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
+    created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
+CREATE TABLE IF NOT EXISTS pieces (
+    kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT);
 """
 
@@ -53,6 +65,14 @@ _MEANINGS = {
     "dtype": "the compute dtype",
     "activations": "what is measured (weights alone, or as deployed)",
 }
+
+
+class Result(NamedTuple):
+    """One result about a subject: a score, a profile, a verdict, a sample of text."""
+
+    subject: Subject
+    name: str  # sets it apart from others of its kind about this subject
+    value: Any
 
 
 class Run:
@@ -78,8 +98,7 @@ class Run:
             connection = sqlite3.connect(folder / "run.sqlite", timeout=30)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
-            connection.executescript(_SCHEMA)
-            connection.commit()
+            _bring_up_to_date(folder, connection)
         except sqlite3.DatabaseError as error:
             raise RunError(
                 f"{folder / 'run.sqlite'} is no journal of KL Lens ({error}); use another --run"
@@ -305,22 +324,114 @@ class Run:
         ).fetchall()
         return {name: json.loads(value) for name, value in rows}
 
+    # -- results about subjects ------------------------------------------------------------------------
+
+    def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
+        """A result in the place of an earlier one of that name about the same subject in the same state."""
+        with self._db:
+            self._db.execute(
+                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (kind, *_columns(subject), name, json.dumps(value), time.time()),
+            )
+
+    def results(self, kind: str) -> list[Result]:
+        """All of a kind, of whatever state; `kl_lens.subjects.current_results` leaves out what has changed since."""
+        rows = self._db.execute(
+            "SELECT what, plan, target, settings, digest, name, value FROM results WHERE kind = ? "
+            "ORDER BY created, rowid",
+            (kind,),
+        ).fetchall()
+        return [
+            Result(
+                Subject(what, plan or None, target or None, json.loads(settings), digest),
+                name,
+                json.loads(value),
+            )
+            for what, plan, target, settings, digest, name, value in rows
+        ]
+
+    def forget_result(self, kind: str, subject: Subject, name: str) -> None:
+        same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
+        with self._db:
+            self._db.execute(
+                f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?",
+                (kind, *_columns(subject), name),
+            )
+
+    def forget_results(self, kind: str) -> None:
+        with self._db:
+            self._db.execute("DELETE FROM results WHERE kind = ?", (kind,))
+
+    def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
+        """What results are made of, under an identity: a hash of all that makes the numbers, whoever they are about."""
+        with self._db:
+            self._db.execute(
+                "INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", (kind, identity, name, json.dumps(value))
+            )
+
+    def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
+        row = self._db.execute(
+            "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?", (kind, identity, name)
+        ).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def artifact_folder(self, name: str) -> Path:
+        """Where the artifact `TARGET/PLAN` is: in the run itself, which may have moved, or where it was written."""
+        inside = self.folder / "artifacts" / name
+        record = self.load("artifact", name)
+        return inside if record is None or inside.is_dir() else Path(record["folder"])
+
     def imported(self) -> list[Measurement]:
         """Measurements that others published, read by `import-legacy`."""
         return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
+
+
+def _columns(subject: Subject) -> tuple[str, ...]:
+    settings = json.dumps(subject.settings, sort_keys=True)
+    return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
+
+
+def _bring_up_to_date(folder: Path, connection: sqlite3.Connection) -> None:
+    """Makes the tables. Of an earlier version's journal everything is kept but what was filed under labels."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > SCHEMA_VERSION:
+        raise RunError(
+            f"{folder / 'run.sqlite'} was written by a later version of KL Lens; update KL Lens or use another --run"
+        )
+    if version < SCHEMA_VERSION:
+        connection.executescript(_SCHEMA)
+        kinds = ("score", "profile")
+        counts = [
+            connection.execute("SELECT count(*) FROM records WHERE kind = ?", (kind,)).fetchone()[0]
+            for kind in kinds
+        ]
+        with connection:
+            # Otherwise `kl-lens run` would take the benchmark for done.
+            connection.execute("DELETE FROM records WHERE kind = 'stage' AND name = 'benchmark'")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if any(counts):
+            logging.getLogger(__name__).warning(
+                "%s was made by an earlier version: its measurements and plans are used, its %d scores and %d profiles "
+                "are not; make them again with kl-lens evaluate and kl-lens benchmark",
+                folder,
+                *counts,
+            )
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:
     """Plans as a command line names them: `small,large`; None for `all`."""
     if text == ALL_PLANS:
         return None
-    return parse_names(text)
+    names = tuple(checked_plan_name(name) for name in parse_names(text))
+    if not names:
+        raise PlanError(f"{text!r} names no plan; write small, or small,large, or {ALL_PLANS}")
+    return names
 
 
 def provenance() -> dict[str, Any]:
     """Versions and machine: what a sceptic wants to know beside a number."""
     versions = {"kl-lens": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "numba", "openvino", "nncf", "gguf", "xllamacpp"):
+    for package in _packages():
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -331,3 +442,14 @@ def provenance() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "command": sys.argv[1:],
     }
+
+
+@cache
+def _packages() -> tuple[str, ...]:
+    """What this package says it works with, its extras' packages among them, but for the developers' tools."""
+    try:
+        lines = metadata.requires("kl-lens") or []
+    except metadata.PackageNotFoundError:  # run from its source
+        lines = []
+    names = [re.split(r"[^\w.-]", line)[0] for line in lines if not re.search("extra == .dev", line)]
+    return tuple(dict.fromkeys(name for name in names if name != "kl-lens"))

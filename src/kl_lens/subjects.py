@@ -1,18 +1,44 @@
-"""Who a result is about: one record for evaluation, profiling and reporting, and whether it is still what it was."""
+"""Who a result is about, and whether that still is what it was.
+
+A result stays in the run under its subject's digest. What a plan or an artifact is now is read from the run folder
+alone, without the model; results with another digest are of an earlier state and are not shown.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import PlanError
-from kl_lens.records import Record
+from kl_lens.errors import KLLensError, PlanError
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 
-ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
+if TYPE_CHECKING:
+    from kl_lens.runs import Result, Run
+
+__all__ = [
+    "ARTIFACT",
+    "ORIGINAL",
+    "PLAN",
+    "Subject",
+    "artifact_digest",
+    "checked_plan_name",
+    "current_digest",
+    "current_results",
+    "file_digest",
+    "is_current",
+    "outside_path",
+    "own_artifact",
+    "plan_digest",
+]
+
 _PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+_RECORD_FILE = "artifact.json"
+_UNCHANGED = "fp16"  # what a component has that a plan does not name
 
 
 def checked_plan_name(name: str) -> str:
@@ -24,44 +50,109 @@ def checked_plan_name(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Subject(Record):
-    """What was judged or timed: the original, a plan computed in PyTorch, or an exported artifact.
+# -- digests -------------------------------------------------------------------------------------------------
 
-    `settings` holds what sets it apart from the usual one of that plan and target: `{"exact": True}`,
-    `{"device": "GPU"}`, `{"activations": "deployed"}`, and for a file from outside the run its `{"path": …}`.
+
+def plan_digest(assignment: Mapping[str, str], fingerprint: str | None) -> str:
+    """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not."""
+    from kl_lens.recipes import spelled  # loads torch, which a run folder alone does not need
+
+    recipes = {name: spelled(recipe) for name, recipe in assignment.items()}
+    chosen = sorted(item for item in recipes.items() if item[1] != _UNCHANGED)
+    return _digest([fingerprint, chosen])
+
+
+def artifact_digest(artifact: Artifact) -> str:
+    """Of an artifact: its tensors with the digests of their bytes, its settings, its model."""
+    tensors = [
+        [t.component, t.runtime_name, t.realised, t.bytes, t.digest, t.weights] for t in artifact.tensors
+    ]
+    # How long the export took is no part of what it made.
+    settings = {name: value for name, value in artifact.settings.items() if not name.startswith("export_")}
+    return _digest([artifact.target, artifact.model_fingerprint, tensors, settings])
+
+
+def file_digest(path: Path) -> str:
+    """Of a file's content: of a bare file from outside the run, which has no record."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+# -- what is there now ---------------------------------------------------------------------------------------
+
+
+def own_artifact(plan: str, target: str, artifact: Artifact) -> Subject:
+    """A run's own artifact, as it is deployed."""
+    return Subject(ARTIFACT, plan, target, digest=artifact_digest(artifact))
+
+
+def outside_path(path: Path) -> str:
+    """How a file from outside the run is called: never like the run's own `TARGET/PLAN`, or `original`."""
+    return os.path.abspath(path)
+
+
+def is_current(run: Run, subject: Subject) -> bool:
+    """Whether a result is about what its subject's name stands for now."""
+    return subject.digest == current_digest(run, subject)
+
+
+def current_results(run: Run, kind: str) -> list[Result]:
+    """The run's results of a kind that are about what is there now, in the order in which they were stored."""
+    now: dict[str, str | None] = {}
+    found = []
+    for result in run.results(kind):
+        key = result.subject.key
+        if key not in now:
+            now[key] = current_digest(run, result.subject)
+        if now[key] == result.subject.digest:
+            found.append(result)
+    return found
+
+
+def current_digest(run: Run, subject: Subject) -> str | None:
+    """The digest of what a subject's name stands for now; None where that is gone, or not of the run's plan any more.
+
+    A file from outside the run that is no longer there keeps its digest: nothing else has taken its name.
     """
-
-    what: str  # original, plan, artifact
-    plan: str | None = None
-    target: str | None = None  # of an artifact; of a plan: the target whose stored weights it computes with
-    settings: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""  # of the recipes and weights, or of the files, that were judged
-
-    @property
-    def label(self) -> str:
-        """For people: `original`, `torch/small`, `torch/small as gguf`, `gguf/small (exact)`, a path."""
-        if self.what == ORIGINAL:
-            return ORIGINAL
-        settings = dict(self.settings)
-        if self.what == PLAN:
-            stored = f" as {self.target}" if self.target else ""
-            return f"torch/{self.plan}{stored}" + (" deployed" if "activations" in settings else "")
-        path = settings.pop("path", None)
-        name = str(path) if path is not None else f"{self.target}/{self.plan}"
-        return name + bracketed(settings)
-
-    @property
-    def key(self) -> str:
-        """The same for the same subject in whatever state: all but the digest."""
-        return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
-
-    def __hash__(self) -> int:
-        return hash((self.key, self.digest))
+    if subject.what == ORIGINAL:
+        known = run.identity.get("model_fingerprint")
+        return subject.digest if known is None else plan_digest({}, known)
+    if "path" in subject.settings:
+        path = Path(subject.settings["path"])
+        if path.is_file():
+            return file_digest(path)
+        there = _read_artifact(path)
+        return subject.digest if there is None else artifact_digest(there)
+    plan = _plan_now(run, subject.plan or "")
+    if subject.target is None:
+        return plan
+    name = f"{subject.target}/{subject.plan}"
+    record = run.load("artifact", name) or {}
+    if plan is not None and record.get("of_plan", plan) != plan:  # the plan was changed since the export
+        return None
+    artifact = _read_artifact(run.artifact_folder(name))
+    return None if artifact is None else artifact_digest(artifact)
 
 
-def bracketed(settings: Mapping[str, Any]) -> str:
-    """What sets a subject apart, behind its name: ` (on GPU, exact)`."""
-    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact"}
-    parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
-    return f" ({', '.join(parts)})" if parts else ""
+def _plan_now(run: Run, name: str) -> str | None:
+    """The digest of the run's plan of this name as its file says it; None without such a plan."""
+    identity = run.identity
+    aliases = {alias: c["name"] for c in identity.get("components", []) for alias in c.get("tied_with", ())}
+    try:
+        path = run.folder / "plans" / f"{checked_plan_name(name)}.json"
+        lines = json.loads(path.read_text(encoding="utf-8"))["assignment"].items()
+        assignment = {aliases.get(component, component): recipe for component, recipe in lines}
+        return plan_digest(assignment, identity.get("model_fingerprint"))
+    except (KLLensError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _read_artifact(folder: Path) -> Artifact | None:
+    try:
+        return Artifact.from_json(json.loads((folder / _RECORD_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -15,6 +15,7 @@ from kl_lens.cli.main import main
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.records import Plan, Profile
 from kl_lens.runs import Run
+from kl_lens.subjects import current_results
 from kl_lens.targets import export
 from tests.families import tiny_model
 
@@ -42,9 +43,9 @@ def run_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def profiles(folder: Path) -> dict[str, Profile]:
     with Run.open(folder) as run:
-        records = run.load_all("profile")
-    assert all(record.pop("provenance")["versions"] for record in records.values())
-    found = [profile_from(record) for record in records.values()]
+        records = [result.value for result in current_results(run, "profile")]
+    assert all(record.pop("provenance")["versions"] for record in records)
+    found = [profile_from(record) for record in records]
     return {f"{profile.subject.label}|{profile.protocol}|{profile.device}": profile for profile in found}
 
 

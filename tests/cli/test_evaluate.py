@@ -116,7 +116,7 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
         assert main(["evaluate", *command, *SHORT]) == 130
     assert "goes on from there" in capsys.readouterr().err
     with Run.open(run_folder) as run:
-        assert [score.subject for score in read_scores(run)] == ["original"]
+        assert [score.subject.label for score in read_scores(run)] == ["original"]
     resumed = evaluated(capsys, *command)
     fresh = evaluated(capsys, *command, "--again")
     assert [s["values"] for s in resumed["scores"]] == [s["values"] for s in fresh["scores"]]
@@ -137,7 +137,11 @@ def test_a_damaged_artifact_is_named_and_the_rest_is_kept(
     assert "openvino/small" in complaint
     assert "torch/small" in captured.out
     with Run.open(run_folder) as run:
-        assert {score.subject for score in read_scores(run)} >= {"original", "torch/small", "torch/large"}
+        assert {score.subject.label for score in read_scores(run)} >= {
+            "original",
+            "torch/small",
+            "torch/large",
+        }
 
 
 def test_the_table_says_what_the_numbers_mean(run_folder: Path, held_out: str, capsys) -> None:
@@ -199,6 +203,8 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
+        (["--plan", "best (v2)"], "'best (v2)' is no name for a plan"),
+        (["--plan", ","], "',' names no plan"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
         (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--max-drop", "much"], "--max-drop"),

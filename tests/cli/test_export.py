@@ -90,7 +90,8 @@ def test_a_mapped_plan_is_measured_again_as_the_runtime_computes_it(
     (record,) = json.loads(capsys.readouterr().out)
     measured = record["measured"]
     with Run.open(planned) as run:
-        assert run.load("mapped", "gguf/small") == measured
+        (found,) = run.results("mapped")
+        assert (found.subject.label, found.value) == ("gguf/small", measured)
     model = load("reference:mamba")
     windows = evaluation_windows("wikitext2:test", model.require_tokenizer(), length=32, limit=4)
     session = open_session(tmp_path / "small", threads=1)

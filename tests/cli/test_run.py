@@ -12,6 +12,7 @@ import yaml
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.pipeline import command_of
 from kl_lens.runs import Run
+from kl_lens.subjects import current_results
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -41,11 +42,11 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         assert run.load("ranking", "latest")
         artifacts = run.load_all("artifact")
         assert {"openvino/uniform_fp16", "openvino/recommended"} <= set(artifacts)
-        scored = {value["subject"] for value in run.load_all("score").values()}
+        scored = {result.subject.label for result in current_results(run, "score")}
         assert {"original", "torch/recommended", "openvino/recommended"} <= scored
-        timed = {value["subject"] for value in run.load_all("profile").values()}
+        timed = {result.subject.label for result in current_results(run, "profile")}
         assert "openvino/recommended" in timed
-        samples = {value["subject"] for value in run.load_all("generation").values()}
+        samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", "openvino/recommended"}
         verbs = [entry["command"][1] for entry in run.commands()]
     order = ["run", "measure", "rank", "plan", "export", "evaluate", "benchmark"]

@@ -10,7 +10,7 @@ import pytest
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TextError
-from kl_lens.evaluation import Journal, TaskEvaluator, TorchSession, TorchSubject, read_scores
+from kl_lens.evaluation import Journal, JudgedModel, TaskEvaluator, TorchSession, read_scores
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
@@ -133,7 +133,7 @@ def test_an_interrupted_task_goes_on(
 ) -> None:
     monkeypatch.setattr("kl_lens.evaluation.language_model.ANSWERS_TOGETHER", 4)
     (task,) = chosen_tasks(task_data, ["arc_easy"])
-    subjects = [TorchSubject(model), TorchSubject(model, "torch/x", {"backbone.embeddings": "int4"})]
+    subjects = [JudgedModel(model), JudgedModel.of_plan(model, "x", {"backbone.embeddings": "int4"})]
     asked: list[str] = []
 
     def stop(_: float, what: str) -> None:
@@ -145,7 +145,7 @@ def test_an_interrupted_task_goes_on(
         stopped = TaskEvaluator(Journal(run), model.tokenizer, progress=Progress(advanced=stop))
         with pytest.raises(KeyboardInterrupt):
             stopped.judge_task(subjects, task)
-        assert [score.subject for score in read_scores(run)] == ["original"]
+        assert [score.subject.label for score in read_scores(run)] == ["original"]
         calls = _counted(monkeypatch)
         resumed = TaskEvaluator(Journal(run), model.tokenizer).judge_task(subjects, task)
         assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left

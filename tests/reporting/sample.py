@@ -6,9 +6,11 @@ looks like a figure; nothing of it was measured.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,24 @@ import numpy as np
 
 from kl_lens import planning
 from kl_lens.formats import get_format
-from kl_lens.records import Artifact, Component, Estimate, ExportedTensor, Plan, Profile, Score, Spread
+from kl_lens.records import (
+    ARTIFACT,
+    ORIGINAL,
+    PLAN,
+    Artifact,
+    Component,
+    Estimate,
+    ExportedTensor,
+    Plan,
+    Profile,
+    Score,
+    Spread,
+    Subject,
+)
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.ranking import Point, Ranking, rank
+from kl_lens.subjects import current_digest
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 WINDOWS, TOKENS = 4, 64
@@ -82,10 +98,19 @@ def make_run(
         if "benchmark" in stages:
             _benchmark(run, plans)
         if "generate" in stages:
-            for subject in ("original", "openvino/recommended"):
-                value = {"subject": subject, "prompt": prompt, "text": f" is long, says {subject}."}
-                run.store("generation", subject, value)
+            for subject in (about(run, "original"), about(run, "openvino", "recommended")):
+                value = {"prompt": prompt, "text": f" is long, says {subject.label}."}
+                run.store_result("generation", subject, prompt, value)
     return folder
+
+
+def about(run: Run, what: str, plan: str | None = None) -> Subject:
+    """A subject as it is now: the original, a plan in `torch`, or the run's artifact of a target."""
+    if what == "torch" or plan is None:
+        subject = Subject(PLAN if plan else ORIGINAL, plan)
+    else:
+        subject = Subject(ARTIFACT, plan, what)
+    return replace(subject, digest=current_digest(run, subject) or "")
 
 
 def store_points(run: Run) -> None:
@@ -187,26 +212,41 @@ def add_records(run: Run) -> None:
 def _evaluate(run: Run, plans: Sequence[Plan]) -> None:
     protocol = {"dataset": "wikitext2", "split": "test", "window": 512, "stride": 256, "fingerprint": "abc"}
     runtime = {"library": "openvino", "version": "1.0"}
-    subjects: list[tuple[str, float]] = [("original", 0.0)]
+    subjects = [(about(run, "original"), 0.0)]
     for plan in plans:
-        subjects += [(f"{t}/{plan.name}", plan.predicted_kl or 0.0) for t in ("torch", "openvino")]
+        _export(run, "openvino", plan)
+        subjects += [(about(run, t, plan.name), plan.predicted_kl or 0.0) for t in ("torch", "openvino")]
     for subject, kl in subjects:
         values = {"token_perplexity": Estimate(26.0 * math.exp(0.5 * kl), 0.8)}
-        if subject != "original":
+        if subject.what != ORIGINAL:
             values["token_perplexity_change"] = Estimate(26.0 * math.expm1(0.5 * kl), 0.02 + 2 * kl)
             divergence = {"kl_mean": Estimate(1.1 * kl, 0.04 * kl), "same_top": Estimate(1 - kl)}
             _score(
                 run, Score(subject, "divergence", "wikitext2:test", divergence, 4096, protocol, runtime, 1.0)
             )
         _score(run, Score(subject, "perplexity", "wikitext2:test", values, 4096, protocol, runtime, 1.0))
-    for subject in ("original", "openvino/recommended"):
+    for subject in (about(run, "original"), about(run, "openvino", "recommended")):
         for task in ("arc_easy", "lambada"):
             values = {"acc": Estimate(0.413, 0.012)}
             _score(run, Score(subject, "task", task, values, 200, {"few_shot": 0}, runtime, 1.0))
 
 
 def _score(run: Run, score: Score) -> None:
-    run.store("score", f"{score.subject}|{score.kind}|{score.what}|d", score.to_json() | {"provenance": {}})
+    name = f"{score.kind}|{score.what}|d"
+    run.store_result("score", score.subject, name, score.to_json() | {"provenance": {}})
+
+
+def _export(run: Run, target: str, plan: Plan) -> int:
+    """An artifact's record, without its files; gives back its size."""
+    assert plan.bytes is not None
+    size = plan.bytes + 900
+    tensors = tuple(ExportedTensor(c, c, f, f, 1) for c, f in plan.assignment.items())
+    artifact = Artifact(target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16)
+    folder = run.folder / "artifacts" / target / plan.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "artifact.json").write_text(json.dumps(artifact.to_json()))
+    run.store("artifact", f"{target}/{plan.name}", artifact.to_json() | {"folder": "elsewhere"})
+    return size
 
 
 def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
@@ -214,23 +254,13 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
     everything = [Plan("fp16", {}, "nothing quantized", 0.0, whole), *plans]
     for target, bandwidth, share in (("openvino", 9e9, 0.6), ("gguf", 9e9, 0.45)):
         for plan in everything:
-            assert plan.bytes is not None
-            size = plan.bytes + 900
-            tensors = tuple(ExportedTensor(c, c, f, f, 1) for c, f in plan.assignment.items())
-            artifact = Artifact(
-                target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16
-            )
-            run.store("artifact", f"{target}/{plan.name}", artifact.to_json() | {"folder": "elsewhere"})
-            run.store(
-                "profile",
-                f"{target}/{plan.name}|use|CPU",
-                _profile(f"{target}/{plan.name}", size, whole, bandwidth, share).to_json()
-                | {"provenance": {}},
-            )
-
+            size = _export(run, target, plan)
+            subject = about(run, target, plan.name)
+            profile = _profile(subject, size, whole, bandwidth, share)
+            run.store_result("profile", subject, "use|CPU", profile.to_json() | {"provenance": {}})
     for plan in everything:
         assert plan.bytes is not None
-        subject = f"openvino/{plan.name}"
+        subject = about(run, "openvino", plan.name)
         latency, rate = plan.bytes / 1e4, 1e6 / plan.bytes
         timings = {
             "latency_ms": Spread(latency, 0.9 * latency, 1.1 * latency, 9),
@@ -239,10 +269,10 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
         profile = Profile(
             subject, "benchmark_app", "GPU.0", 1, timings, {}, None, plan.bytes, {}, {"repeats": 9}, {}
         )
-        run.store("profile", f"{subject}|benchmark_app|GPU.0", profile.to_json())
+        run.store_result("profile", subject, "benchmark_app|GPU.0", profile.to_json())
 
 
-def _profile(subject: str, size: int, whole: int, bandwidth: float, share: float) -> Profile:
+def _profile(subject: Subject, size: int, whole: int, bandwidth: float, share: float) -> Profile:
     rate = share * bandwidth / size
 
     def spread(value: float) -> Spread:
@@ -259,6 +289,6 @@ def _profile(subject: str, size: int, whole: int, bandwidth: float, share: float
              "share": share, "prefill_seconds@128": 10 / rate, "fits_in_cache": 1.0}  # fmt: skip
     return Profile(
         subject, "use", "CPU", 2, timings, {"tokens_per_second": ratio, "seconds_per_token": ratio}, 120_000_000, size,
-        bound, {"repeats": 5, "ratios_to": f"{subject.partition('/')[0]}/fp16", "ratios_to_fp16": True},
+        bound, {"repeats": 5, "ratios_to": f"{subject.target}/fp16", "ratios_to_fp16": True},
         {"library": "openvino", "version": "1.0"},
     )  # fmt: skip

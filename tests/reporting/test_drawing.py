@@ -36,6 +36,13 @@ def test_a_linear_scale_holds_its_values_and_has_readable_ticks(values: list[flo
     assert 2 <= len(labels) <= 12
 
 
+@pytest.mark.parametrize("values", [[5e-324], [5e-324, 1e-323], [0.0], [1e300], [1e9, 1e9 + 1e-7]])
+def test_a_linear_scale_has_ticks_however_small_its_span(values: list[float]) -> None:
+    scale = linear(values).placed(0, 100)
+    assert all(scale.holds(v) for v in values)
+    assert 2 <= len(scale.ticks()) <= 12
+
+
 def test_a_scale_turns_logarithmic_where_values_span_decades() -> None:
     assert by_span([20.0, 25.0]).kind == "linear"
     assert by_span([20.0, 4589.0]).kind == "log"

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from kl_lens.errors import RunError
+from kl_lens.records import ARTIFACT, Subject
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run
 from tests.reporting.document import Element, read
-from tests.reporting.sample import NOISE, make_run, store_points
+from tests.reporting.sample import NOISE, about, make_run, store_points
 
 MakePage = Callable[..., str]
 SECTIONS = ["answer", "sensitivity", "prediction", "sizes", "speed", "details", "provenance"]
@@ -114,10 +115,9 @@ def test_each_device_and_protocol_has_its_own_figures(sample_page: str) -> None:
 def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
     with Run.open(folder) as run:
-        for name, value in run.load_all("profile").items():
-            run.store(
-                "profile", name, value | {"settings": {"ratios_to_fp16": False, "ratios_to": "gguf/small"}}
-            )
+        for subject, name, value in run.results("profile"):
+            settings = {"ratios_to_fp16": False, "ratios_to": "gguf/small"}
+            run.store_result("profile", subject, name, value | {"settings": settings})
         page = write_report(run).read_text(encoding="utf-8")
     assert "Speed against the FP16 file" not in section(page, "answer").words
     assert "no ratio is given" in section(page, "speed").words
@@ -126,10 +126,12 @@ def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None
 def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
     with Run.open(folder) as run:
-        name = "openvino/recommended|perplexity|wikitext2:test|d"
-        score = run.load("score", name)
-        score["values"]["token_perplexity_change"]["standard_error"] = 9.0
-        run.store("score", name, score)
+        (found,) = [
+            r for r in run.results("score")
+            if r.subject.label == "openvino/recommended" and r.name.startswith("perplexity")
+        ]  # fmt: skip
+        found.value["values"]["token_perplexity_change"]["standard_error"] = 9.0
+        run.store_result("score", *found)
         page = write_report(run).read_text(encoding="utf-8")
     assert "which may be chance" in section(page, "answer").words
 
@@ -239,8 +241,11 @@ def test_a_hostile_model_name_and_prompt_stay_text(make_page: MakePage, text: st
 def test_hostile_names_of_components_and_subjects_stay_text(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", kinds=("in_proj", "<img src=x onerror=alert(1)>"))
     with Run.open(folder) as run:
-        for name, value in run.load_all("profile").items():
-            run.store("profile", name, value | {"subject": HOSTILE[1], "device": HOSTILE[0]})
+        for _, name, value in run.results("profile"):
+            subject = Subject(ARTIFACT, settings={"path": HOSTILE[1]})
+            run.store_result(
+                "profile", subject, name, value | {"subject": subject.to_json(), "device": HOSTILE[0]}
+            )
         page = write_report(run).read_text(encoding="utf-8")
     tree = read(page)
     assert tree.all("img") == []
@@ -287,8 +292,9 @@ def test_a_large_model_stays_below_three_megabytes(tmp_path: Path) -> None:
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", stages=("plan",))
     with Run.open(folder) as run:
-        run.store("score", "torch/x|perplexity|t|d", {"subject": "torch/x"})
-        with pytest.raises(RunError, match=r"score 'torch/x\|perplexity\|t\|d' cannot be read"):
+        subject = about(run, "torch", "small")
+        run.store_result("score", subject, "perplexity|t|d", {"subject": subject.to_json()})
+        with pytest.raises(RunError, match=r"score 'perplexity\|t\|d' cannot be read"):
             write_report(run)
 
 

@@ -27,7 +27,7 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_weight_files, read_config
-from kl_lens.errors import CheckpointError, FormatError
+from kl_lens.errors import CheckpointError, FormatError, first_line
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
@@ -210,9 +210,7 @@ def _download(repo: str, revision: str | None) -> Path:
             f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(
-            f"{repo}{at} could not be fetched from the hub: {_first_line(error)}"
-        ) from error
+        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error
 
 
 def _load_transformers(
@@ -241,7 +239,7 @@ def _load_transformers(
             ignore_mismatched_sizes=True,
         )
     except (SafetensorError, OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} could not be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"{folder} could not be loaded: {first_line(error)}") from error
     _refuse_bad_tensors(folder, info)
     return model
 
@@ -281,7 +279,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
             place, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
-        raise CheckpointError(f"the tokenizer in {place} could not be read: {_first_line(error)}") from error
+        raise CheckpointError(f"the tokenizer in {place} could not be read: {first_line(error)}") from error
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -297,8 +295,3 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _and_more(items: list[Any]) -> str:
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

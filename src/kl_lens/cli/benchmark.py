@@ -16,7 +16,7 @@ from kl_lens.units import human_bytes, human_seconds
 def as_json(result: BenchmarkResult) -> dict[str, Any]:
     report = result.report
     return {
-        "profiles": [profile.to_json() for profile in report.profiles],
+        "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
         "latency": {profile.name: profile.seconds for profile in report.latency},
@@ -61,7 +61,7 @@ def _use_table(profiles: list[Profile]) -> Table:
     for p in profiles:
         ratio = p.ratios["tokens_per_second"]
         table.add_row(
-            p.subject,
+            p.subject.label,
             human_bytes(p.file_bytes),
             f"{p.timings['load_seconds'].median:.2f}",
             *(f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}" for n in lengths),
@@ -83,7 +83,7 @@ def _app_table(profiles: list[Profile]) -> Table:
     for p in profiles:
         s = p.settings
         table.add_row(
-            p.subject,
+            p.subject.label,
             s["signature"],
             human_bytes(p.file_bytes),
             f"{p.timings['latency_ms'].median:.2f}",

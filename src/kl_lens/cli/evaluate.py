@@ -11,18 +11,24 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.pipeline.evaluating import EvaluateResult
-from kl_lens.records import Estimate, Score
+from kl_lens.records import Estimate, Score, Subject
 
 
 def as_json(result: EvaluateResult) -> dict[str, Any]:
     return {
-        "scores": [score.to_json() for score in result.outcome.scores],
-        "agreements": [agreement.to_json() for agreement in result.outcome.agreements],
+        "scores": [_labelled(score) for score in result.outcome.scores],
+        "agreements": [_labelled(agreement) for agreement in result.outcome.agreements],
         "verdicts": result.verdicts,
         "failures": result.failures,
         "notes": result.notes,
         "files": [str(path) for path in result.written],
     }
+
+
+def _labelled(record: Score | Agreement) -> dict[str, Any]:
+    """A record as JSON for people: subjects by their labels."""
+    labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
+    return record.to_json() | labels
 
 
 def show(result: EvaluateResult) -> None:
@@ -44,7 +50,7 @@ def show(result: EvaluateResult) -> None:
             labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
             changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in found.differences.items()]
             out.print(
-                f"[bold red]{found.subject} DISAGREES with {found.compared_with}[/] on the same windows: "
+                f"[bold red]{found.subject.label} DISAGREES with {found.compared_with.label}[/] on the same windows: "
                 f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again."
                 " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
                 soft_wrap=True,
@@ -73,7 +79,7 @@ def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
     values = {score.subject: score.values for score in scores}
     for score in scores:
         row = [
-            score.subject,
+            score.subject.label,
             estimate(score.values["token_perplexity"]),
             estimate(score.values.get("token_perplexity_change"), "+.3f"),
             estimate(score.values["word_perplexity"], ".2f"),
@@ -104,7 +110,7 @@ def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
     for score in scores:
         found = score.values
         table.add_row(
-            score.subject,
+            score.subject.label,
             *(
                 estimate(found[name], ".4g")
                 for name in ("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max")
@@ -122,7 +128,7 @@ def _tasks(scores: list[Score], limit: float | None) -> Table:
         found = {name: _percent(value) for name, value in score.values.items()}
         row = [
             score.what,
-            score.subject,
+            score.subject.label,
             str(score.tokens),
             *(estimate(found.get(name), ".2f") for name in ("acc", "acc_norm")),
             *(estimate(found.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),

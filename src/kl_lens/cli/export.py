@@ -8,6 +8,7 @@ from typing import Any
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.exporting import ExportResult, Measured
 from kl_lens.records import Artifact
+from kl_lens.targets import describe_target
 from kl_lens.units import human_bytes
 
 
@@ -37,8 +38,9 @@ def show(result: ExportResult) -> None:
     out.print(table)
     if result.measured:
         first = next(iter(result.measured.values()))
+        title = describe_target(result.artifacts[0][1].target).title
         out.print(
-            "KL as exported: the mapped formats with the activations that the runtime's kernels see, on "
+            f"KL as exported: the mapped formats with the activations that {title}'s kernels see, on "
             f"{first['measured_on']}; the original's perplexity there is {first['original_perplexity']:.3f}."
         )
     place = shlex.quote(str(result.artifacts[0][0]))

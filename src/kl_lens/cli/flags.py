@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kl_lens.errors import KLLensError
-from kl_lens.pipeline.settings import Option, Settings, options_of
+from kl_lens.pipeline.settings import Option, Settings, options_of, values_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
@@ -37,7 +37,8 @@ def _behaviour(option: Option) -> dict[str, Any]:
     if option.flag:
         found |= {"dest": option.name, "required": option.required}
     if option.is_switch:
-        return found | {"action": "store_true"}
+        const = True if option.bare is None else option.bare
+        return found | {"action": "store_const", "const": const}
     if option.kind.parse is not str:
         found["type"] = _named(option)
     for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
@@ -81,8 +82,7 @@ def _frozen(value: Any) -> Any:
 def as_yaml(settings: Settings) -> str:
     """The settings under the names of their flags, those left empty not named."""
     values = {}
-    for option in options_of(type(settings)):
-        value = getattr(settings, option.name)
+    for option, value in values_of(settings):
         if value is not None and (value != () or value != option.default):
             plain = isinstance(value, bool | int | float) and str(value) == option.kind.spell(value)
             values[option.title] = value if plain else option.spelled(value)

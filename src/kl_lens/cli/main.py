@@ -17,7 +17,7 @@ set_defaults()
 
 from kl_lens.cli.console import Terminal, print_json  # noqa: E402
 from kl_lens.errors import KLLensError  # noqa: E402
-from kl_lens.pipeline.settings import Settings  # noqa: E402
+from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
 from kl_lens.pipeline.verbs import perform, settings_of  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
 
@@ -94,7 +94,8 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
     settings = settings_of(arguments.verb)
     file = getattr(arguments, "config", None)
-    return settings(**(file_values(settings, file) if file else {}) | typed_values(settings, arguments))
+    from_file = file_values(settings, file) if file else {}
+    return with_values(settings, from_file | typed_values(settings, arguments))
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.running import UNIFORM_FP16, RunResult, RunSettings
-from kl_lens.records import Estimate, Profile, Score
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Score, Subject
 from kl_lens.reporting.answer import speed_ratio
-from kl_lens.reporting.data import ORIGINAL, RunView, collect
+from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run
 from kl_lens.units import human_bytes
@@ -51,9 +51,9 @@ def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table
     numbers = ("size", "of FP16", "token perplexity", "KL from the original", "× FP16 speed", "peak memory")
     table = new_table(f"{view.model}: plans as files", ("plan", "runtime"), numbers)
     for target in targets:
-        base = view.subject_bytes(f"{target}/{UNIFORM_FP16}")
+        base = view.subject_bytes(_subject(target, UNIFORM_FP16))
         for name in plans:
-            subject = f"{target}/{name}"
+            subject = _subject(target, name)
             size = view.subject_bytes(subject)
             profile = _profile(view, subject)
             ratio = None if profile is None else speed_ratio(profile)
@@ -74,7 +74,7 @@ def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table
 
 
 def _remarks(view: RunView) -> list[str]:
-    original = _score(view, ORIGINAL, "perplexity")
+    original = _score(view, Subject(ORIGINAL), "perplexity")
     if original is None:
         return []
     value = original.values["token_perplexity"]
@@ -95,10 +95,10 @@ def _sentence(view: RunView, name: str, targets: Sequence[str]) -> str:
 
 def _kept(view: RunView, name: str, targets: Sequence[str], max_drop: float) -> list[str]:
     """Whether the limit that the plan was made for holds on the evaluation text."""
-    original = _value(view, ORIGINAL, "perplexity", "token_perplexity")
+    original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
     lines = []
     for target in targets:
-        change = _value(view, f"{target}/{name}", "perplexity", "token_perplexity_change")
+        change = _value(view, _subject(target, name), "perplexity", "token_perplexity_change")
         if change is not None and original is not None:
             rise, error = change.value / original.value, change.standard_error / original.value
             verdict = "kept" if rise <= max_drop else "NOT kept"
@@ -114,9 +114,9 @@ def _size(view: RunView, plan: PlanView) -> str:
 
 
 def _quality(view: RunView, name: str, targets: Sequence[str]) -> str:
-    original = _value(view, ORIGINAL, "perplexity", "token_perplexity")
+    original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
     for target in targets:
-        found = _value(view, f"{target}/{name}", "perplexity", "token_perplexity")
+        found = _value(view, _subject(target, name), "perplexity", "token_perplexity")
         if found is not None and original is not None:
             return f"; token perplexity {found.value:.3f} in {target} against {original.value:.3f}"
     return ""
@@ -131,7 +131,7 @@ def _held_out(plan: PlanView) -> str:
 def _speed(view: RunView, name: str, targets: Sequence[str]) -> str:
     found = []
     for target in targets:
-        profile = _profile(view, f"{target}/{name}")
+        profile = _profile(view, _subject(target, name))
         ratio = None if profile is None else speed_ratio(profile)
         if profile is not None and ratio is not None:
             speed = profile.timings["tokens_per_second"].median
@@ -139,18 +139,22 @@ def _speed(view: RunView, name: str, targets: Sequence[str]) -> str:
     return "; " + ", ".join(found) if found else ""
 
 
-def _score(view: RunView, subject: str, kind: str) -> Score | None:
-    found = [s for s in view.scores if s.subject == subject and s.kind == kind]
+def _subject(target: str, plan: str) -> Subject:
+    return Subject(PLAN, plan) if target == "torch" else Subject(ARTIFACT, plan, target)
+
+
+def _score(view: RunView, subject: Subject, kind: str) -> Score | None:
+    found = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
     return found[-1] if found else None
 
 
-def _value(view: RunView, subject: str, kind: str, name: str) -> Estimate | None:
+def _value(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
     score = _score(view, subject, kind)
     return None if score is None else score.values.get(name)
 
 
-def _profile(view: RunView, subject: str) -> Profile | None:
-    found = [p for p in view.profiles if p.subject == subject and p.protocol == "use"]
+def _profile(view: RunView, subject: Subject) -> Profile | None:
+    found = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
     return found[-1] if found else None
 
 

@@ -3,16 +3,10 @@
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
 from kl_lens.evaluation.journal import Journal, read_scores
+from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel, planned_recipes
 from kl_lens.evaluation.published import write_published
 from kl_lens.evaluation.scoring import divergence_values, perplexity_values, score_text
 from kl_lens.evaluation.selection import Selection, given_subjects, run_subjects
-from kl_lens.evaluation.subjects import (
-    ORIGINAL,
-    ArtifactSubject,
-    Subject,
-    TorchSubject,
-    planned_formats,
-)
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
 from kl_lens.evaluation.texts import EvaluationText, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
@@ -20,25 +14,24 @@ from kl_lens.targets import RuntimeSettings
 from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [
-    "ORIGINAL",
     "Agreement",
-    "ArtifactSubject",
     "EvaluationText",
     "Evaluator",
     "Journal",
+    "Judged",
+    "JudgedArtifact",
+    "JudgedModel",
     "Outcome",
     "RuntimeSettings",
     "Selection",
-    "Subject",
     "TaskEvaluator",
     "TorchSession",
-    "TorchSubject",
     "artifact_tokenizer",
     "divergence_values",
     "evaluate_text",
     "given_subjects",
     "perplexity_values",
-    "planned_formats",
+    "planned_recipes",
     "prepare_text",
     "read_scores",
     "run_subjects",

@@ -13,7 +13,7 @@ large as said above.
 
 If both hold, the file *agrees*. Runtimes however also round activations to 8 bits on the way into their integer
 kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
-with the activations that the runtime's kernels see (`kl_lens.targets.deployed`); if the rule holds now, the file
+with the activations that the runtime's kernels see (`Target.activations`); if the rule holds now, the file
 *agrees as deployed*: it holds the weights that were measured, and the difference to plain PyTorch is what this runtime
 costs. Where that does not settle it (half-precision arithmetic, kernels that are not modelled), a runtime that can is
 asked to compute the same file in float32; if the rule holds then, the file *agrees in float32*. Otherwise the file
@@ -33,7 +33,7 @@ from scipy.stats import t
 
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.records import Estimate, Record
+from kl_lens.records import Estimate, Record, Subject, subject_from
 
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
@@ -49,11 +49,9 @@ IN_FLOAT32 = "agrees in float32"
 class Agreement(Record):
     """An artifact beside its PyTorch counterpart."""
 
-    subject: str
-    counterpart: str  # the same weights in PyTorch
-    compared_with: (
-        str  # what decided: the counterpart, that with the runtime's activations, or the file in float32
-    )
+    subject: Subject
+    counterpart: Subject  # the same weights in PyTorch
+    compared_with: Subject  # what decided: the counterpart, that as deployed, or the file in float32
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
@@ -61,7 +59,8 @@ class Agreement(Record):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         differences = {name: Estimate(**value) for name, value in data["differences"].items()}
-        return cls(**{**data, "differences": differences})
+        subjects = {name: subject_from(data[name]) for name in ("subject", "counterpart", "compared_with")}
+        return cls(**{**data, **subjects, "differences": differences})
 
 
 def differences(

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError
+from kl_lens.errors import KLLensError, TargetError, first_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
-from kl_lens.evaluation.journal import AGREEMENT, RUNTIME, WINDOW, Journal
+from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
+from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
 from kl_lens.evaluation.scoring import WindowScore, divergence_values, perplexity_values, score_window
-from kl_lens.evaluation.subjects import ArtifactSubject, Subject, TorchSubject
 from kl_lens.evaluation.texts import EvaluationText
-from kl_lens.records import Score
+from kl_lens.records import Score, Subject
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 from kl_lens.targets import Session
@@ -29,7 +29,7 @@ class Outcome:
 
     scores: list[Score] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # subject → why it could not be judged
+    failures: dict[str, str] = field(default_factory=dict)  # label → why it could not be judged
 
     def add(self, other: Outcome) -> None:
         self.scores += other.scores
@@ -50,11 +50,11 @@ class Evaluator:
             there are perplexities alone.
 
     Example:
-        >>> outcome = Evaluator(Journal(run), TorchSubject(model)).judge_text(subjects, text)
+        >>> outcome = Evaluator(Journal(run), JudgedModel(model)).judge_text(subjects, text)
     """
 
     def __init__(
-        self, journal: Journal, original: TorchSubject | None = None, progress: Progress | None = None
+        self, journal: Journal, original: JudgedModel | None = None, progress: Progress | None = None
     ) -> None:
         self.journal = journal
         self.original = original
@@ -67,7 +67,7 @@ class Evaluator:
 
     def judge_text(
         self,
-        subjects: Sequence[Subject],
+        subjects: Sequence[Judged],
         text: EvaluationText,
         *,
         perplexity: bool = True,
@@ -85,32 +85,32 @@ class Evaluator:
         ]
         done = sum(
             window.targets
-            for subject in order
-            for window in self._known(subject, text, divergence and subject is not self.original).values()
+            for judged in order
+            for window in self._known(judged, text, divergence and judged is not self.original).values()
         )
         self.progress.started(float(text.targets * len(order)), float(done))
         windows: dict[str, list[WindowScore]] = {}  # by identity
-        for subject in order:
+        for judged in order:
             try:
-                scores = self._windows(subject, text, divergence and subject is not self.original)
+                scores = self._windows(judged, text, divergence and judged is not self.original)
             except RUNTIME_ERRORS as error:
-                if isinstance(subject, TorchSubject):
+                if isinstance(judged, JudgedModel):
                     raise
-                outcome.failures[subject.name] = first_line(error)
+                outcome.failures[judged.label] = first_line(error)
                 continue
-            windows[subject.identity] = scores
-            outcome.scores += self._scores(subject, text, scores, windows, perplexity, divergence)
-        names = {subject.identity: subject.name for subject in order}
-        for subject in order:
-            if isinstance(subject, ArtifactSubject) and subject.identity in windows:
+            windows[judged.identity] = scores
+            outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence)
+        subjects_of = {judged.identity: judged.subject for judged in order}
+        for judged in order:
+            if isinstance(judged, JudgedArtifact) and judged.identity in windows:
                 try:
-                    found = self._agreement(subject, text, windows, names, divergence)
+                    found = self._agreement(judged, text, windows, subjects_of, divergence)
                 except RUNTIME_ERRORS as error:
-                    outcome.failures[subject.name] = f"not compared with PyTorch: {first_line(error)}"
+                    outcome.failures[judged.label] = f"not compared with PyTorch: {first_line(error)}"
                     continue
                 if found is not None:
                     outcome.agreements.append(found)
-                    self.journal.store(AGREEMENT, subject, f"{text.label}|{text.digest}", found.to_json())
+                    self.journal.store_agreement(found, f"{text.label}|{text.digest}")
         return outcome
 
     def close(self) -> None:
@@ -118,41 +118,41 @@ class Evaluator:
             self._teacher.close()
             self._teacher = None
 
-    def _known(self, subject: Subject, text: EvaluationText, divergence: bool) -> dict[int, WindowScore]:
+    def _known(self, judged: Judged, text: EvaluationText, divergence: bool) -> dict[int, WindowScore]:
         found = {}
         for index, item in enumerate(text.items):
-            score = self.journal.window(subject, item, divergence=divergence)
+            score = self.journal.window(judged, item, divergence=divergence)
             if score is not None:
                 found[index] = score
         return found
 
-    def _windows(self, subject: Subject, text: EvaluationText, divergence: bool) -> list[WindowScore]:
+    def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
         """The scores of all windows: those the journal has, and the others now."""
-        found = self._known(subject, text, divergence)
+        found = self._known(judged, text, divergence)
         missing = [index for index in range(len(text.items)) if index not in found]
         if missing:
-            subject.check()
-            session = self._teacher_session() if subject is self.original else subject.open()
+            judged.check()
+            session = self._teacher_session() if judged is self.original else judged.open()
             try:
-                self.journal.store(RUNTIME, subject, "", session.description)
+                self.journal.store(RUNTIME, judged, "", session.description)
                 for index in missing:
-                    found[index] = self._score(subject, session, text, index, divergence)
+                    found[index] = self._score(judged, session, text, index, divergence)
             finally:
                 if session is not self._teacher:
                     session.close()
         return [found[index] for index in range(len(text.items))]
 
     def _score(
-        self, subject: Subject, session: Session, text: EvaluationText, index: int, divergence: bool
+        self, judged: Judged, session: Session, text: EvaluationText, index: int, divergence: bool
     ) -> WindowScore:
         begin = time.perf_counter()
         item = text.items[index]
         score = score_window(session, item, self._teacher_session() if divergence else None)
         # A file that is gone or has changed meanwhile may still be mapped in part: its numbers do not count.
-        subject.check()
+        judged.check()
         score = replace(score, seconds=time.perf_counter() - begin)
-        self.journal.store(WINDOW, subject, item.key, score.to_json())
-        self.progress.advanced(float(item.targets), f"{subject.name}, window {index + 1}")
+        self.journal.store(WINDOW, judged, item.key, score.to_json())
+        self.progress.advanced(float(item.targets), f"{judged.label}, window {index + 1}")
         return score
 
     def _teacher_session(self) -> Session:
@@ -163,19 +163,19 @@ class Evaluator:
 
     def _scores(
         self,
-        subject: Subject,
+        judged: Judged,
         text: EvaluationText,
         scores: Sequence[WindowScore],
         windows: dict[str, list[WindowScore]],
         perplexity: bool,
         divergence: bool,
     ) -> list[Score]:
-        runtime = self.journal.run.load(RUNTIME, f"{subject.identity}|") or {}
+        runtime = self.journal.runtime(judged)
         made: list[Score] = []
 
         def add(kind: str, values: dict[str, Any]) -> None:
             score = Score(
-                subject=subject.name,
+                subject=judged.subject,
                 kind=kind,
                 what=text.label,
                 values=values,
@@ -184,73 +184,69 @@ class Evaluator:
                 runtime=runtime,
                 seconds=sum(s.seconds for s in scores),
             )
-            self.journal.store_score(subject, score)
+            self.journal.store_score(score)
             made.append(score)
 
         if perplexity:
-            others = self.original is not None and subject is not self.original
+            others = self.original is not None and judged is not self.original
             base = windows[self.original.identity] if others and self.original is not None else None
             add("perplexity", perplexity_values(scores, base))
-        if divergence and subject is not self.original:
+        if divergence and judged is not self.original:
             add("divergence", divergence_values(scores))
         return made
 
     def _agreement(
         self,
-        subject: ArtifactSubject,
+        judged: JudgedArtifact,
         text: EvaluationText,
         windows: dict[str, list[WindowScore]],
-        names: dict[str, str],
+        subjects: dict[str, Subject],
         divergence: bool,
     ) -> Agreement | None:
-        """`windows` and `names` are those of all judged subjects, by identity."""
+        """`windows` and `subjects` are those of all that was judged, by identity."""
         if self.model is None:
             return None
-        counterpart = subject.counterpart(self.model)
+        counterpart = judged.counterpart(self.model)
         if counterpart is None or counterpart.identity not in windows:
             return None
-        name = names.get(counterpart.identity, counterpart.name)
-        found = rule.differences(windows[subject.identity], windows[counterpart.identity])
-        verdict, beside_name = rule.AGREES, name
+        same_weights = subjects.get(counterpart.identity, counterpart.subject)
+        ours, theirs = windows[judged.identity], windows[counterpart.identity]
+        found = rule.differences(ours, theirs)
+        verdict, decided_by = rule.AGREES, same_weights
         if not rule.within(found):
             verdict = rule.DISAGREES
-            emulated = subject.emulated(self.model)
+            emulated = judged.emulated(self.model)
             if emulated is not None:
-                again = self._compared_anew(subject, emulated, name, text, divergence)
-                found, beside_name = rule.differences(windows[subject.identity], again), emulated.name
+                again = self._compared_anew(judged, emulated, same_weights, text, divergence)
+                found, decided_by = rule.differences(ours, again), emulated.subject
                 verdict = rule.AS_DEPLOYED if rule.within(found) else verdict
-            exact = None if verdict == rule.AS_DEPLOYED else subject.in_float32()
+            exact = None if verdict == rule.AS_DEPLOYED else judged.in_float32()
             if exact is not None:
-                again = self._compared_anew(subject, exact, name, text, divergence)
-                found, beside_name = rule.differences(again, windows[counterpart.identity]), exact.name
+                again = self._compared_anew(judged, exact, same_weights, text, divergence)
+                found, decided_by = rule.differences(again, theirs), exact.subject
                 verdict = rule.IN_FLOAT32 if rule.within(found) else verdict
         changes = {name: change for name, (change, _) in found.items()}
-        return Agreement(subject.name, name, beside_name, text.label, verdict, changes)
+        return Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
 
     def _compared_anew(
-        self, subject: Subject, other: Subject, name: str, text: EvaluationText, divergence: bool
+        self, judged: Judged, other: Judged, same_weights: Subject, text: EvaluationText, divergence: bool
     ) -> list[WindowScore]:
         """The windows of what stands in for one side of a comparison that did not come out even."""
-        self.progress.message(f"{subject.name} differs from {name}: looking at {other.name}")
+        self.progress.message(f"{judged.label} differs from {same_weights.label}: looking at {other.label}")
         done = sum(window.targets for window in self._known(other, text, divergence).values())
         self.progress.started(float(text.targets), float(done))
         return self._windows(other, text, divergence)
 
 
-def evaluate_text(subject: Subject, text: EvaluationText, original: LoadedModel | None = None) -> Score:
-    """One subject on one text, without a run; with the original, also the changes against it and the KL from it."""
+def evaluate_text(judged: Judged, text: EvaluationText, original: LoadedModel | None = None) -> Score:
+    """One model on one text, without a run; with the original, also the changes against it and the KL from it."""
     with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
-        evaluator = Evaluator(Journal(run), None if original is None else TorchSubject(original))
+        evaluator = Evaluator(Journal(run), None if original is None else JudgedModel(original))
         try:
-            outcome = evaluator.judge_text([subject], text, divergence=original is not None)
+            outcome = evaluator.judge_text([judged], text, divergence=original is not None)
         finally:
             evaluator.close()
     if outcome.failures:
-        raise TargetError(f"{subject.name}: {outcome.failures[subject.name]}")
-    found = [score for score in outcome.scores if score.subject == subject.name]
+        raise TargetError(f"{judged.label}: {outcome.failures[judged.label]}")
+    found = [score for score in outcome.scores if score.subject == judged.subject]
     return replace(found[0], values={name: v for score in found for name, v in score.values.items()})
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from kl_lens.evaluation.agreement import Agreement
+from kl_lens.evaluation.judged import Judged
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.evaluation.subjects import Subject
 from kl_lens.evaluation.texts import TextWindow, protocol_digest
 from kl_lens.records import Score
 from kl_lens.runs import Run, provenance
-from kl_lens.states import STATE, is_current, state_of
+from kl_lens.subjects import current_results
 
 SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
     "score", "score_window", "score_runtime", "task_answers", "task_examples", "agreement",
@@ -17,7 +18,7 @@ SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
 
 
 class Journal:
-    """Reads and writes a run's scores. Pieces are filed under a subject's identity, scores under its name.
+    """Reads and writes a run's scores. Pieces are filed under what is judged by identity, scores under its subject.
 
     With `again`, pieces that were there before this command are not used; those it makes itself are.
     """
@@ -25,30 +26,34 @@ class Journal:
     def __init__(self, run: Run, *, again: bool = False) -> None:
         self.run = run
         self._again = again
-        self._fresh: set[tuple[str, str]] = set()
+        self._fresh: set[tuple[str, str, str]] = set()
 
-    def load(self, kind: str, subject: Subject, name: str) -> Any | None:
-        key = f"{subject.identity}|{name}"
-        if self._again and (kind, key) not in self._fresh:
+    def load(self, kind: str, judged: Judged, name: str) -> Any | None:
+        if self._again and (kind, judged.identity, name) not in self._fresh:
             return None
-        return self.run.load(kind, key)
+        return self.run.load_piece(kind, judged.identity, name)
 
-    def store(self, kind: str, subject: Subject, name: str, value: Any) -> None:
-        key = f"{subject.identity}|{name}"
-        self.run.store(kind, key, value)
-        self._fresh.add((kind, key))
+    def store(self, kind: str, judged: Judged, name: str, value: Any) -> None:
+        self.run.store_piece(kind, judged.identity, name, value)
+        self._fresh.add((kind, judged.identity, name))
 
-    def window(self, subject: Subject, window: TextWindow, *, divergence: bool) -> WindowScore | None:
+    def window(self, judged: Judged, window: TextWindow, *, divergence: bool) -> WindowScore | None:
         """A window's score, when the run holds one with all that is asked for."""
-        found = self.load(WINDOW, subject, window.key)
+        found = self.load(WINDOW, judged, window.key)
         if found is None or (divergence and found["token_kl"] is None):
             return None
         return WindowScore.from_json(found)
 
-    def store_score(self, subject: Subject, score: Score) -> None:
-        name = f"{score.subject}|{score.kind}|{score.what}|{protocol_digest(score.protocol)}"
-        about = {"identity": subject.identity, STATE: state_of(self.run, score.subject)}
-        self.run.store(SCORE, name, score.to_json() | about | {"provenance": provenance()})
+    def runtime(self, judged: Judged) -> dict[str, Any]:
+        """What computed its pieces, whenever that was."""
+        return dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
+
+    def store_score(self, score: Score) -> None:
+        name = f"{score.kind}|{score.what}|{protocol_digest(score.protocol)}"
+        self.run.store_result(SCORE, score.subject, name, score.to_json() | {"provenance": provenance()})
+
+    def store_agreement(self, agreement: Agreement, text: str) -> None:
+        self.run.store_result(AGREEMENT, agreement.subject, text, agreement.to_json())
 
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
@@ -56,11 +61,8 @@ def read_scores(run: Run, kind: str | None = None) -> list[Score]:
 
     Those of a plan or a file that has changed since are left out.
     """
-    found = []
-    for value in run.load_all(SCORE).values():
-        if not is_current(run, value):
-            continue
-        fields = {name: value[name] for name in Score.__dataclass_fields__}
-        if kind is None or fields["kind"] == kind:
-            found.append(Score.from_json(fields))
-    return found
+    scores = [
+        Score.from_json({name: result.value[name] for name in Score.__dataclass_fields__})
+        for result in current_results(run, SCORE)
+    ]
+    return [score for score in scores if kind in (None, score.kind)]

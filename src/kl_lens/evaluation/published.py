@@ -18,7 +18,7 @@ def write_published(run: Run, model: str, text: EvaluationText, tag: str | None 
     A plan computed in PyTorch is a point under its own name; files are `TARGET/PLAN`.
     """
     points = {
-        score.subject.removeprefix("torch/"): score.values["token_perplexity"].value
+        score.subject.label.removeprefix("torch/"): score.values["token_perplexity"].value
         for score in read_scores(run, "perplexity")
         if protocol_digest(score.protocol) == text.digest
     }

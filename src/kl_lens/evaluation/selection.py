@@ -1,4 +1,4 @@
-"""Which subjects a command is about: a run's plans and exported files, or files given by path."""
+"""Which models a command is about: a run's plans and exported files, or files given by path."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from pathlib import Path
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, PlanError
-from kl_lens.evaluation.subjects import (
-    ArtifactSubject,
-    Subject,
-    TorchSubject,
-    planned_formats,
-)
+from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.targets import TARGETS, RuntimeSettings, exported_places
+from kl_lens.subjects import checked_plan_name, is_current
+from kl_lens.targets import RuntimeSettings, exported_places
 
 TORCH = "torch"
 
 
 @dataclass
 class Selection:
-    """Subjects in the order in which they are judged; each artifact behind its PyTorch counterpart."""
+    """Who is judged, in order; each artifact behind its PyTorch counterpart."""
 
-    subjects: list[Subject] = field(default_factory=list)
+    subjects: list[Judged] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # what cannot be judged at all, and why
     notes: list[str] = field(default_factory=list)  # what is left out on purpose
 
@@ -35,22 +31,25 @@ class Selection:
         settings: RuntimeSettings,
         model: LoadedModel | None,
         name: str | None = None,
-        plans: Mapping[str, Mapping[str, str]] | None = None,
+        plan: Mapping[str, str] | None = None,
+        run: Run | None = None,
     ) -> None:
+        """An exported folder or a file; `name`, `TARGET/PLAN`, when it is the run's own, with its plan's assignment."""
         try:
-            subject = ArtifactSubject(path, settings, name)
-            reason = _no_session(subject)
+            judged = JudgedArtifact(path, settings, None if name is None else name.partition("/")[2])
+            reason = _no_session(judged)
             if reason is not None:
-                self.notes.append(f"{subject.name} is not evaluated: {reason}")
+                self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
-            plan = None if subject.artifact is None else (plans or {}).get(subject.artifact.plan)
-            counterpart = None if model is None else subject.counterpart(model, plan)
+            counterpart = None if model is None else judged.counterpart(model, plan)
         except (KLLensError, OSError) as error:
             self.failures[name or str(path)] = str(error)
             return
+        if run is not None and not is_current(run, judged.subject):
+            self.notes.append(f"{judged.label} is of an earlier state of its plan; export it again")
         if counterpart is not None and all(s.identity != counterpart.identity for s in self.subjects):
             self.subjects.append(counterpart)
-        self.subjects.append(subject)
+        self.subjects.append(judged)
 
 
 def given_subjects(
@@ -58,11 +57,13 @@ def given_subjects(
 ) -> Selection:
     """Files given by path, each with its PyTorch counterpart when the model is there."""
     selection = Selection()
-    names = {} if run is None else {p.resolve(): "/".join(key) for key, p in exported_places(run).items()}
+    places = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
     plans = {} if run is None or model is None else _plans(run, Selection())
     for path in paths:
-        place = path.parent if path.is_file() else path
-        selection.add_artifact(path, settings, model, names.get(place.resolve()), plans)
+        key = places.get((path.parent if path.is_file() else path).resolve())
+        name = None if key is None else "/".join(key)
+        plan = None if key is None else plans.get(key[1])
+        selection.add_artifact(path, settings, model, name, plan, None if key is None else run)
     return selection
 
 
@@ -72,14 +73,14 @@ def run_subjects(
     settings: RuntimeSettings,
     *,
     plans: str = ALL_PLANS,
-    targets: Sequence[str] = (TORCH, *TARGETS),
+    targets: Sequence[str] | None = None,
 ) -> Selection:
     """A run's plans in PyTorch and its exported files.
 
     Args:
         plans: names of plans, separated by commas, or `all`.
-        targets: `torch` for plans in PyTorch, and names of targets for files. A file brings its PyTorch
-            counterpart along, asked for or not: without it nobody knows whether the file is what was measured.
+        targets: `torch` for plans in PyTorch, and names of targets for files; all unless given. A file brings its
+            PyTorch counterpart along, asked for or not: without it nobody knows whether the file is what was measured.
     """
     selection = Selection()
     known = _plans(run, selection)
@@ -91,14 +92,13 @@ def run_subjects(
                 or f"{run.folder} has no plan {plan!r}; it has {', '.join(sorted(known)) or 'none'}"
             )
     chosen = {name: known[name] for name in (known if wanted is None else wanted)}
-    if TORCH in targets:
+    if targets is None or TORCH in targets:
         for name, assignment in chosen.items():
-            selection.subjects.append(
-                TorchSubject(model, f"{TORCH}/{name}", planned_formats(model, assignment))
-            )
+            selection.subjects.append(JudgedModel.of_plan(model, name, assignment))
     for (target, made_from), place in exported_places(run).items():
-        if target in targets and (wanted is None or made_from in wanted):
-            selection.add_artifact(place, settings, model, f"{target}/{made_from}", known)
+        if (targets is None or target in targets) and (wanted is None or made_from in wanted):
+            name = f"{target}/{made_from}"
+            selection.add_artifact(place, settings, model, name, known.get(made_from), run)
     return selection
 
 
@@ -108,14 +108,14 @@ def _plans(run: Run, selection: Selection) -> dict[str, dict[str, str]]:
     found = {}
     for path in sorted((run.folder / "plans").glob("*.json")):
         try:
-            found[path.stem] = planning.read_plan(path, components).assignment
+            found[checked_plan_name(path.stem)] = planning.read_plan(path, components).assignment
         except KLLensError as error:
             selection.failures[f"{TORCH}/{path.stem}"] = str(error)
     return found
 
 
-def _no_session(subject: ArtifactSubject) -> str | None:
-    settings = {} if subject.artifact is None else subject.artifact.settings
+def _no_session(judged: JudgedArtifact) -> str | None:
+    settings = {} if judged.artifact is None else judged.artifact.settings
     if not settings.get("with_head", True):
         return "it was exported without its head, for benchmark_app"
     if settings.get("static_tokens"):

@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kl_lens.evaluation.evaluator import RUNTIME_ERRORS, Outcome, first_line
+from kl_lens.errors import first_line
+from kl_lens.evaluation.evaluator import RUNTIME_ERRORS, Outcome
 from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, Journal
-from kl_lens.evaluation.subjects import ORIGINAL, Subject, TorchSubject
+from kl_lens.evaluation.judged import Judged, JudgedModel
 from kl_lens.evaluation.task_data import LocalTask
 from kl_lens.evaluation.tasks import TaskExamples, protocol_of, require_lm_eval, run_task, task_values
 from kl_lens.evaluation.texts import protocol_digest
-from kl_lens.records import Score
+from kl_lens.records import ORIGINAL, Score
 from kl_lens.sensitivity.sweep import Progress
 
 
@@ -45,14 +46,14 @@ class TaskEvaluator:
         self.few_shot = few_shot
         self.progress = progress or Progress()
 
-    def judge_task(self, subjects: Sequence[Subject], task: LocalTask | str) -> Outcome:
+    def judge_task(self, subjects: Sequence[Judged], task: LocalTask | str) -> Outcome:
         """Scores of all subjects on one task; the original, when it is among them, comes first."""
         outcome = Outcome()
         protocol = protocol_of(task, self.limit, self.few_shot) | {"max_length": self.max_length}
-        order = sorted(subjects, key=lambda subject: subject.name != ORIGINAL)
+        order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
         original: dict[str, TaskExamples] = {}
         begun = False
-        for position, subject in enumerate(order):
+        for position, judged in enumerate(order):
 
             def announce(requests: int, position: int = position) -> None:
                 nonlocal begun
@@ -62,58 +63,58 @@ class TaskEvaluator:
 
             begin = time.perf_counter()
             try:
-                found = self._examples(subject, task, protocol, announce)
+                found = self._examples(judged, task, protocol, announce)
             except RUNTIME_ERRORS as error:
-                if isinstance(subject, TorchSubject):
+                if isinstance(judged, JudgedModel):
                     raise
-                outcome.failures[subject.name] = first_line(error)
+                outcome.failures[judged.label] = first_line(error)
                 continue
-            if subject.name == ORIGINAL:
+            if judged.subject.what == ORIGINAL:
                 original = found
             for examples in found.values():
-                score = self._score(subject, examples, original.get(examples.task), protocol)
+                score = self._score(judged, examples, original.get(examples.task), protocol)
                 score = Score(**{**vars(score), "seconds": time.perf_counter() - begin})
-                self.journal.store_score(subject, score)
+                self.journal.store_score(score)
                 outcome.scores.append(score)
         return outcome
 
     def _examples(
-        self, subject: Subject, task: LocalTask | str, protocol: dict[str, Any], announce: Any
+        self, judged: Judged, task: LocalTask | str, protocol: dict[str, Any], announce: Any
     ) -> dict[str, TaskExamples]:
         digest = protocol_digest(protocol)
-        known = self.journal.load(EXAMPLES, subject, digest)
+        known = self.journal.load(EXAMPLES, judged, digest)
         if known is None:
             from kl_lens.evaluation.language_model import SessionLM
 
-            subject.check()
-            session = subject.open()
+            judged.check()
+            session = judged.open()
             try:
-                self.journal.store(RUNTIME, subject, "", session.description)
+                self.journal.store(RUNTIME, judged, "", session.description)
                 model = SessionLM(
                     session,
                     self.tokenizer,
                     max_length=self.max_length,
-                    answers=_Kept(self.journal, subject),
-                    advanced=lambda count: self.progress.advanced(float(count), subject.name),
+                    answers=_Kept(self.journal, judged),
+                    advanced=lambda count: self.progress.advanced(float(count), judged.label),
                 )
                 examples = run_task(model, task, limit=self.limit, few_shot=self.few_shot, requests=announce)
-                subject.check()
+                judged.check()
             finally:
                 session.close()
             known = [one.to_json() for one in examples]
-            self.journal.store(EXAMPLES, subject, digest, known)
+            self.journal.store(EXAMPLES, judged, digest, known)
         return {one["task"]: TaskExamples.from_json(one) for one in known}
 
     def _score(
         self,
-        subject: Subject,
+        judged: Judged,
         examples: TaskExamples,
         original: TaskExamples | None,
         protocol: Mapping[str, Any],
     ) -> Score:
-        base = None if subject.name == ORIGINAL else original
+        base = None if judged.subject.what == ORIGINAL else original
         return Score(
-            subject=subject.name,
+            subject=judged.subject,
             kind="task",
             what=examples.task,
             values=task_values(examples, base),
@@ -124,21 +125,21 @@ class TaskEvaluator:
                 "version": examples.version,
                 "chance": examples.chance,
             },
-            runtime=self.journal.run.load(RUNTIME, f"{subject.identity}|") or {},
+            runtime=self.journal.runtime(judged),
             seconds=0.0,
         )
 
 
 class _Kept:
-    """A subject's answers in the journal."""
+    """Somebody's answers in the journal."""
 
-    def __init__(self, journal: Journal, subject: Subject) -> None:
+    def __init__(self, journal: Journal, judged: Judged) -> None:
         self._journal = journal
-        self._subject = subject
+        self._judged = judged
 
     def load(self, key: str) -> Any | None:
-        return self._journal.load(ANSWERS, self._subject, key)
+        return self._journal.load(ANSWERS, self._judged, key)
 
     def store(self, key: str, value: Any) -> None:
-        self._subject.check()
-        self._journal.store(ANSWERS, self._subject, key, value)
+        self._judged.check()
+        self._journal.store(ANSWERS, self._judged, key, value)

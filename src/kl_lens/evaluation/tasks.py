@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kl_lens.errors import KLLensError, TextError
+from kl_lens.errors import KLLensError, TextError, first_line
 from kl_lens.evaluation import statistics
-from kl_lens.evaluation.evaluator import first_line
 from kl_lens.evaluation.task_data import LocalTask, write_config
 from kl_lens.records import Estimate, Record
 

@@ -192,16 +192,17 @@ def evaluate(
         >>> evaluate(artifact, text=kl.text.wikitext2("test"), limit=20).values["token_perplexity"]
     """
     if isinstance(subject, LoadedModel):
-        formats = evaluation.planned_formats(subject, plan.assignment) if plan else None
-        name = f"torch/{plan.name}" if plan else evaluation.ORIGINAL
-        judged: evaluation.Subject = evaluation.TorchSubject(subject, name, formats)
+        judged: evaluation.Judged = (
+            evaluation.JudgedModel.of_plan(subject, plan.name, plan.assignment)
+            if plan
+            else evaluation.JudgedModel(subject)
+        )
         tokenizer = subject.require_tokenizer()
     else:
         settings = evaluation.RuntimeSettings(device, threads, gpu_layers, exact)
-        judged = evaluation.ArtifactSubject(_place(subject), settings)
-        tokenizer = (
-            evaluation.artifact_tokenizer(judged) if original is None else original.require_tokenizer()
-        )
+        file = evaluation.JudgedArtifact(_place(subject), settings)
+        judged = file
+        tokenizer = evaluation.artifact_tokenizer(file) if original is None else original.require_tokenizer()
     prepared = evaluation.prepare_text(text, tokenizer, window=window, stride=stride, limit=limit)
     return evaluation.evaluate_text(judged, prepared, original)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import ClassVar
 from kl_lens import profiling
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, checked_names, command_of, grouped, option
+from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, chosen_targets, command_of, grouped, option
 from kl_lens.runs import ALL_PLANS, Run
-from kl_lens.targets import TARGETS
 from kl_lens.units import parse_names
 
 _use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
@@ -38,7 +38,7 @@ class BenchmarkSettings(OfRun):
     )
     run: str | None = option(None, "the run folder; results are kept there", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] = option(tuple(TARGETS), kind=NAMES)
+    targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
     device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
     threads: int | None = option(None, "default: all processors", kind=COUNT)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
@@ -90,16 +90,15 @@ class BenchmarkResult:
 def benchmark(
     settings: BenchmarkSettings, bench: object = None, events: Events | None = None
 ) -> BenchmarkResult:
-    checked_names("--targets", settings.targets, tuple(TARGETS), "target")
+    targets = chosen_targets(settings.targets)
     with ExitStack() as stack:
         run = None
         if settings.run or not settings.artifacts:
             run = stack.enter_context(Run.open(settings.run_folder))
-        if settings.artifacts:
-            places = profiling.named_places(settings.artifacts, run)
-        else:
+        places: Sequence[Path] = settings.artifacts
+        if not places:
             assert run is not None
-            places = profiling.run_places(run, plans=settings.plan, targets=settings.targets)
+            places = profiling.run_places(run, plans=settings.plan, targets=targets)
         progress = stack.enter_context((events or Events()).progress("benchmark"))
         measuring = profiling.Benchmark(
             settings=settings.use,

@@ -22,7 +22,7 @@ from kl_lens.pipeline.settings import (
     SHARE,
     Loading,
     OfRun,
-    checked_names,
+    chosen_targets,
     command_of,
     grouped,
     loading,
@@ -30,7 +30,6 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.runs import ALL_PLANS, Run
-from kl_lens.targets import TARGETS
 
 DEFAULT_TEXT = "wikitext2:test"
 TORCH = "torch"
@@ -50,8 +49,8 @@ class EvaluateSettings(Loading, OfRun):
         metavar="ARTIFACT",
     )
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    targets: tuple[str, ...] = option(
-        (TORCH, *TARGETS), "torch: plans in PyTorch; the others: exported files", kind=NAMES
+    targets: tuple[str, ...] | None = option(
+        None, "torch (plans in PyTorch), and targets (exported files); default: all", kind=NAMES
     )
     perplexity: str | None = _what(
         None,
@@ -106,7 +105,7 @@ class EvaluateResult:
             return []
         return [
             {
-                "subject": s.subject,
+                "subject": s.subject.label,
                 "task": s.what,
                 "max_drop": self.max_drop,
                 "verdict": judge(s.values["acc_drop"], self.max_drop),
@@ -129,7 +128,7 @@ class EvaluateResult:
 def evaluate(
     settings: EvaluateSettings, bench: Workbench | None = None, events: Events | None = None
 ) -> EvaluateResult:
-    checked_names("--targets", settings.targets, (TORCH, *TARGETS), "target")
+    chosen_targets(settings.targets, TORCH)
     if settings.tasks is not None:
         if not settings.tasks:
             raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
@@ -163,7 +162,7 @@ class _Evaluation:
             raise KLLensError(next(iter(self.result.failures.values()), "there is nothing to evaluate"))
         self.tokenizer = self._tokenizer()
         self.journal = evaluation.Journal(run, again=settings.again)
-        self.original = None if self.model is None else evaluation.TorchSubject(self.model)
+        self.original = None if self.model is None else evaluation.JudgedModel(self.model)
 
     def judged(self) -> EvaluateResult:
         with going_on(self.run.folder if self.settings.is_kept else None):
@@ -200,7 +199,7 @@ class _Evaluation:
         if self.model is not None:
             return self.model.require_tokenizer()
         first = self.selection.subjects[0]
-        assert isinstance(first, evaluation.ArtifactSubject)
+        assert isinstance(first, evaluation.JudgedArtifact)
         return evaluation.artifact_tokenizer(first, self.settings.tokenizer)
 
     def _texts(self) -> dict[str, set[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,17 +11,63 @@ from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
 from kl_lens.errors import PlanError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, HeldOut, Loading, command_of, grouped, new_run_folder, option
+from kl_lens.pipeline.settings import (
+    COUNT,
+    HeldOut,
+    Kind,
+    Loading,
+    Option,
+    command_of,
+    grouped,
+    new_run_folder,
+    option,
+)
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS
+from kl_lens.subjects import own_artifact, plan_digest
+from kl_lens.targets import TARGETS, describe_target, get_target
 from kl_lens.targets import export as write_files
 from kl_lens.units import parse_names
 
-_openvino, _gguf = grouped("openvino"), grouped("gguf")
+_mapped = grouped("formats of other targets")
 Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
+_KINDS = {
+    "switch": Kind(str),
+    "text": Kind(str, metavar="NAME"),
+    "number": COUNT,
+    "names": Kind(
+        lambda text: tuple(name for name in parse_names(text) if name != "none"),
+        lambda names: ",".join(names) or "none",
+        "LIST",
+    ),
+}
+
+
+def _target_options(within: str) -> list[Option]:
+    """What the exports of the targets can be told, each flag once."""
+    found: dict[str, Option] = {}
+    for name in TARGETS:
+        for each in describe_target(name).options:
+            kind = _KINDS[each.kind]
+            switch = each.kind == "switch"
+            found.setdefault(
+                each.flag,
+                Option(
+                    each.keyword,
+                    each.flag,
+                    kind,
+                    None,
+                    each.help,
+                    kind.metavar,
+                    name,
+                    is_switch=switch,
+                    bare=each.given if switch else None,
+                    within=within,
+                ),
+            )
+    return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +82,23 @@ class ExportSettings(HeldOut, Loading):
         metavar="MODEL",
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    target: str = option(choices=tuple(TARGETS))
+    target: str = option(choices=TARGETS)
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     format: str | None = option(None, "one format for everything, instead of a plan", metavar="FORMAT")
     out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
-    device_profile: str = _openvino("cpu", "cpu, gpu, gpu-int4 or npu")
-    rewrites: str | None = _openvino(
-        None, "cumba, reduba, actiba, or none (default: what the profile asks for)", metavar="LIST"
-    )
-    static_tokens: int | None = _openvino(None, "a static forward without state", kind=COUNT)
-    without_head: bool = _openvino(False, "end in the last hidden states (static only)")
-    fallback: bool = _openvino(False, "lower what a profile cannot hold, visibly")
-    stream: bool = _gguf(
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
+    stream: bool = option(
         False,
-        "read the run's checkpoint one tensor at a time, for large models; its weights are then not compared with "
-        "the run's (--format always streams)",
+        "read the run's checkpoint one tensor at a time, for large models and targets that can; its weights are then "
+        "not compared with the run's (--format always streams where it can)",
     )
-    map: bool = _gguf(
+    map: bool = _mapped(
         False,
-        "export int8 as q8_0 and int4 as q4_0; the numerics change, so the plan is measured again as llama.cpp "
-        "computes it",
+        "export formats that the target does not have as its own (int8 as q8_0, int4 as q4_0); the numerics change, so "
+        "the plan is measured again as the runtime computes it",
     )
-    held_out: str = _gguf("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _gguf(8, kind=COUNT)
+    held_out: str = _mapped("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = _mapped(8, kind=COUNT)
 
     @property
     def run_folder(self) -> Path:
@@ -66,20 +106,10 @@ class ExportSettings(HeldOut, Loading):
 
     @property
     def target_options(self) -> dict[str, Any]:
-        if self.target == "gguf":
-            from kl_lens.targets.gguf import DEFAULT_MAP
-
-            return {"format_map": DEFAULT_MAP} if self.map else {}
-        rewrites = None
-        if self.rewrites is not None:
-            rewrites = [name for name in parse_names(self.rewrites) if name != "none"]
-        return {
-            "device_profile": self.device_profile,
-            "rewrites": rewrites,
-            "static_tokens": self.static_tokens,
-            "with_head": not self.without_head,
-            "fallback": self.fallback,
-        }
+        """The options that the target knows, as its export takes them."""
+        target = get_target(self.target)
+        found = {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
+        return found | ({"format_map": target.translations} if self.map and target.translations else {})
 
 
 @dataclass(frozen=True)
@@ -109,12 +139,11 @@ def _whole_model(settings: ExportSettings, bench: Workbench) -> tuple[Path, Arti
         )
     extra = settings.target_options
     model: LoadedModel | Path
-    if settings.target == "gguf":
+    target = get_target(settings.target)
+    if target.streams:
         # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
-        from kl_lens.targets.gguf import uniform_plan
-
         model = resolve(settings.model, revision=settings.revision)
-        plan, name = uniform_plan(model, settings.format), settings.model
+        plan, name = target.uniform_plan(model, settings.format), settings.model
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
     else:
@@ -157,8 +186,9 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
 def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel | Path:
     if not settings.stream:
         return bench.model_of(run, settings)
-    if settings.target != "gguf":
-        raise PlanError("--stream is for --target gguf; OpenVINO's converter needs the whole model")
+    target = get_target(settings.target)
+    if not target.streams:
+        raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
     return resolve(settings.model or run.identity["source"], revision=settings.revision)
 
 
@@ -170,17 +200,20 @@ def _written(
     if isinstance(model, Path):
         extra["fingerprint"] = run.identity["model_fingerprint"]
     artifact = write_files(model, plan, settings.target, folder, **extra)
-    record = artifact.to_json() | {"folder": str(folder.resolve())}
-    run.store("artifact", f"{settings.target}/{plan.name}", record)
+    about = {
+        "folder": str(folder.resolve()),
+        "of_plan": plan_digest(plan.assignment, run.identity["model_fingerprint"]),
+    }
+    run.store("artifact", f"{settings.target}/{plan.name}", artifact.to_json() | about)
     return folder, artifact
 
 
 def _meters(
     run: Run, settings: ExportSettings, model: LoadedModel | Path, bench: Workbench, events: Events
 ) -> tuple[PlanMeter, PlanMeter] | None:
-    """With --map the file holds other numbers than were measured: what measures the plan as made, and as llama.cpp
+    """With --map the file holds other numbers than were measured: what measures the plan as made, and as the runtime
     computes it. Made before anything is written, so that unfit text is refused first."""
-    if settings.target != "gguf" or not settings.map:
+    if not settings.map or not get_target(settings.target).translations:
         return None
     if isinstance(model, Path):
         events.warn(
@@ -217,5 +250,6 @@ def _measured(
             measured[f"{name}_perplexity"] = result.perplexity.value
         measured["measured_on"] = f"{windows.label}, {len(windows)} windows"
         found[plan.name] = measured
-        run.store("mapped", f"{artifact.target}/{plan.name}", measured)
+        subject = own_artifact(plan.name, artifact.target, artifact)
+        run.store_result("mapped", subject, measured["measured_on"], measured)
     return found

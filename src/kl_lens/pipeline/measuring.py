@@ -55,7 +55,7 @@ class MeasureSettings(Calibration, OfModel):
     as_deployed: str | None = _how(
         None,
         "also quantize the activations as this target's kernels do: the KL of the file that will run",
-        choices=tuple(TARGETS),
+        choices=TARGETS,
     )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
     settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, TargetError, UnsupportedError
-from kl_lens.evaluation.samples import store_samples
+from kl_lens.evaluation import JudgedArtifact
+from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.evaluation.tasks import require_lm_eval
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings
@@ -33,7 +34,7 @@ from kl_lens.pipeline.settings import (
     SIZE,
     HeldOut,
     OfModel,
-    checked_names,
+    chosen_targets,
     command_of,
     grouped,
     new_run_folder,
@@ -43,7 +44,7 @@ from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe, spelled
 from kl_lens.runs import Run
-from kl_lens.targets import TARGETS, read_artifact
+from kl_lens.targets import describe_target, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PROMPTS = ("The history of the city", "In the early years of the war ,")
@@ -63,7 +64,7 @@ class RunSettings(HeldOut, Calibration, OfModel):
     max_drop: float | None = _wanted(
         None, "the smallest whose held-out perplexity rises by no more, e.g. 3%", kind=SHARE
     )
-    targets: tuple[str, ...] = _proof(tuple(TARGETS), "where to export to", kind=NAMES)
+    targets: tuple[str, ...] | None = _proof(None, "where to export to (default: to all)", kind=NAMES)
     evaluation_text: str = _proof("wikitext2:test", metavar="TEXT")
     evaluation_windows: int = _proof(8, "windows of the evaluation text for rank and evaluate", kind=COUNT)
     held_out: str = _proof("wikitext2:valid", metavar="TEXT")
@@ -83,7 +84,7 @@ class RunSettings(HeldOut, Calibration, OfModel):
         """What would fail after minutes is refused at once."""
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
-        checked_names("--targets", self.targets, tuple(TARGETS), "target")
+        chosen_targets(self.targets)
         if self.max_drop is not None and self.max_bytes is not None:
             raise KLLensError("--max-drop and --max-bytes: give one of them; each sets the size of the plan")
         if self.tasks is not None:
@@ -139,7 +140,7 @@ class _Course:
         plans = self._compared()
         exported = {
             target: self.folder / "artifacts" / target / RECOMMENDED
-            for target in settings.targets
+            for target in chosen_targets(settings.targets)
             if self._export(target, plans)
         }
         if "evaluate" not in settings.without:
@@ -210,9 +211,9 @@ class _Course:
     def _export(self, target: str, plans: Sequence[str]) -> bool:
         """Whether the plans are there as files. An architecture that a runtime does not have is no failure."""
         # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
-        extra: dict[str, Any] = {"fallback": True}
-        if target == "gguf":
-            extra = {"map": True, "held_out": self.settings.held_out, "held_out_windows": 2}
+        extra: dict[str, Any] = {"options": {"fallback": True}}
+        if describe_target(target).translations:
+            extra |= {"map": True, "held_out": self.settings.held_out, "held_out_windows": 2}
         folder = self.folder / "artifacts" / target
         try:
             self.stages.do(
@@ -254,10 +255,10 @@ class _Course:
         prompts = (self.settings.prompt,) if self.settings.prompt else PROMPTS
         self.events.heading("samples of text")
         begin = time.perf_counter()
-        places = {f"{target}/{RECOMMENDED}": place for target, place in exported.items()}
         try:
             with Run.open(self.folder) as journal:
-                store_samples(journal, self.model, places, prompts)
+                files = [JudgedArtifact(place, plan=RECOMMENDED) for place in exported.values()]
+                store_continuations(journal, self.model, files, prompts)
         except (KLLensError, RuntimeError, OSError) as error:
             self.events.warn(f"no samples of text: {error}")
             self.stages.failures.append("generate")

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from kl_lens import units
+from kl_lens.errors import KLLensError
+from kl_lens.targets import TARGETS
 
 VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
@@ -55,13 +57,14 @@ class Option:
     help: str = ""
     metavar: str | tuple[str, ...] | None = None
     group: str = ""
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     required: bool = False
     is_switch: bool = False
     nargs: str | int | None = None  # as argparse has it
     bare: Any = None  # the value of a flag without a word behind it
     repeated: bool = False
     excludes: str = ""  # options with the same word here exclude each other
+    within: str = ""  # the field that holds it beside others, by keyword
 
     @property
     def title(self) -> str:
@@ -107,13 +110,15 @@ def grouped(title: str) -> Callable[..., Any]:
     return partial(option, group=title)
 
 
-@cache
-def options_of(settings: type[Settings]) -> tuple[Option, ...]:
+def options_of(settings: type[Settings]) -> list[Option]:
     """The options of a verb, in the order of its fields."""
     hints = typing.get_type_hints(settings)
-    found = []
+    found: list[Option] = []
     for f in fields(settings):
         metadata = dict(f.metadata)
+        if "spread" in metadata:
+            found += metadata["spread"](f.name)
+            continue
         kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hints[f.name]), _PLAIN[str])
         flag = metadata.pop("flag", f"--{f.name.replace('_', '-')}")
         required = f.default is MISSING
@@ -121,7 +126,23 @@ def options_of(settings: type[Settings]) -> tuple[Option, ...]:
         switch = hints[f.name] is bool
         metadata = {"metavar": kind.metavar} | metadata
         found.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
-    return tuple(found)
+    return found
+
+
+def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
+    """Every option with its value."""
+    for each in options_of(type(settings)):
+        held = getattr(settings, each.within or each.name)
+        yield each, held.get(each.name) if each.within else held
+
+
+def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from values by the names of their options."""
+    given: dict[str, Any] = {}
+    for each in options_of(settings):
+        if each.name in values:
+            (given.setdefault(each.within, {}) if each.within else given)[each.name] = values[each.name]
+    return settings(**given)
 
 
 def _bare_type(hint: Any) -> Any:
@@ -129,6 +150,9 @@ def _bare_type(hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+
+
+T = TypeVar("T", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +165,7 @@ class Settings:
 def command_of(settings: Settings) -> list[str]:
     """The words behind `kl-lens` that give these settings: only what differs from the defaults."""
     alone, flagged = [], []
-    for each in options_of(type(settings)):
-        value = getattr(settings, each.name)
+    for each, value in values_of(settings):
         if value is None or (value == each.default and not each.required):
             continue
         (flagged if each.flag else alone).extend(each.words(value))
@@ -205,10 +228,9 @@ def new_run_folder(run: str | None, model_name: str) -> Path:
     return Path(run) if run else Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
 
 
-def checked_names(flag: str, names: Sequence[str], known: Sequence[str], what: str) -> Sequence[str]:
-    """The names, or an error that says which there are."""
-    from kl_lens.errors import KLLensError
-
-    if unknown := [name for name in names if name not in known]:
-        raise KLLensError(f"{flag}: no {what} is called {unknown[0]!r}; there are {', '.join(known)}")
-    return names
+def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:
+    """The targets of --targets, or all; `others` may be named there too."""
+    known = (*others, *TARGETS)
+    if unknown := [name for name in names or () if name not in known]:
+        raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}")
+    return known if names is None else names

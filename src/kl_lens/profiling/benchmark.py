@@ -14,7 +14,7 @@ from kl_lens.profiling.subjects import Failure, Timed, read_all
 from kl_lens.profiling.use import UseSettings
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
-from kl_lens.states import STATE, state_of
+from kl_lens.subjects import current_results
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
 
 PROTOCOLS = {
@@ -134,8 +134,8 @@ class Benchmark:
     def _app_profiles(self, new: dict[str, Profile]) -> list[Profile]:
         """Those of this tag and device: what the run knows from before, and the new ones."""
         rows: dict[str, Profile] = {}
-        for record in self.run.load_all("profile").values() if self.run else ():
-            profile = profile_from(record)
+        for result in current_results(self.run, "profile") if self.run else ():
+            profile = profile_from(result.value)
             if (profile.protocol, profile.device) == (benchmark_app.PROTOCOL, self.settings.device) and (
                 profile.settings["tag"] == self.tag
             ):
@@ -171,8 +171,8 @@ class Benchmark:
         """Target → whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
         assert self.run is not None
         known = {p.subject.key: p for p in report.profiles if p.protocol == use.PROTOCOL}
-        for record in self.run.load_all("profile").values():
-            profile = profile_from(record)
+        for result in current_results(self.run, "profile"):
+            profile = profile_from(result.value)
             same = profile.protocol == use.PROTOCOL and profile.device == self.settings.device
             if same and self.settings.threads in (None, profile.threads):
                 known.setdefault(profile.subject.key, profile)
@@ -195,25 +195,23 @@ class Benchmark:
 
     def store(self, profile: Profile, partial: bool = False) -> None:
         if self.run is not None:
-            name = f"{profile.subject.key}|{profile.protocol}|{profile.device}"
+            name = f"{profile.protocol}|{profile.device}"
             if "tag" in profile.settings:
                 name += f"|{profile.settings['tag']}"
             if profile.settings.get("quick"):
                 name += "|quick"
-            about = {STATE: state_of(self.run, profile.subject.label), "provenance": provenance()}
             # Until the last round it stands beside a finished one of the same name, not in its place.
             if partial:
                 name += "|partial"
             else:
-                self.run.forget("profile", f"{name}|partial")
-            self.run.store("profile", name, profile.to_json() | about)
+                self.run.forget_result("profile", profile.subject, f"{name}|partial")
+            value = profile.to_json() | {"provenance": provenance()}
+            self.run.store_result("profile", profile.subject, name, value)
 
 
 def profile_from(record: dict[str, object]) -> Profile:
     """A stored profile, without its provenance."""
-    return Profile.from_json(
-        {key: value for key, value in record.items() if key not in ("provenance", STATE)}
-    )
+    return Profile.from_json({key: value for key, value in record.items() if key != "provenance"})
 
 
 def quick(settings: UseSettings) -> UseSettings:

@@ -9,9 +9,8 @@ from pathlib import Path
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.records import Artifact, Profile
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.subjects import ARTIFACT, Subject, artifact_digest, file_digest, outside_path
 from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
-from kl_lens.targets.artifacts import artifact_digest
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,13 @@ def read_timed(path: Path, known: Known | None = None) -> Timed:
     place, artifact = locate(path)
     target = target_of(place)
     size = _checked_size(target.weight_file(place), artifact)
-    digest = "" if artifact is None else artifact_digest(artifact)
+    digest = file_digest(place) if artifact is None else artifact_digest(artifact)
     of_run = (known or {}).get(place.resolve())
     if of_run is not None:
         subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
     else:  # known by its path alone
         plan = None if artifact is None else artifact.plan
-        subject = Subject(ARTIFACT, plan, target.name, {"path": str(path)}, digest)
+        subject = Subject(ARTIFACT, plan, target.name, {"path": outside_path(place)}, digest)
     return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import Estimate, Profile, Score, Spread
-from kl_lens.reporting.data import ORIGINAL, Command, RunView
+from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Score, Spread
+from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.plans import PlanView
 
 RECOMMENDED = "recommended"
@@ -52,8 +52,7 @@ def _relative_loss(plan: PlanView) -> float:
 
 def best_profiles(view: RunView, plan: PlanView) -> list[Profile]:
     """The plan's speed as a user feels it: one profile per target and device."""
-    subjects = view.subjects(plan)
-    found = [p for p in view.profiles if p.subject in subjects]
+    found = [p for p in view.profiles if p.subject.own_plan == plan.name]
     use = [p for p in found if p.protocol == "use"]
     return use or found
 
@@ -78,15 +77,18 @@ def speed_ratio(profile: Profile) -> Spread | None:
 
 def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:
     """Perplexities of the plan, each with the original's under the same protocol; files before PyTorch."""
-    subjects = view.subjects(plan)
     found = []
     for score in view.scores:
-        if score.kind == "perplexity" and score.subject in subjects and "token_perplexity" in score.values:
+        if (
+            score.kind == "perplexity"
+            and score.subject.own_plan == plan.name
+            and "token_perplexity" in score.values
+        ):
             original = next(
-                (s for s in view.scores if s.subject == ORIGINAL and same_protocol(s, score)), None
+                (s for s in view.scores if s.subject.what == ORIGINAL and same_protocol(s, score)), None
             )
             found.append((score, original.values.get("token_perplexity") if original else None))
-    return sorted(found, key=lambda pair: pair[0].subject.startswith("torch/"))
+    return sorted(found, key=lambda pair: pair[0].subject.what == PLAN)
 
 
 def same_protocol(one: Score, other: Score) -> bool:

@@ -7,7 +7,7 @@ from statistics import median
 
 from kl_lens.records import Estimate, Profile
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import RunView
+from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
 from kl_lens.reporting.figures.damage import METRIC_NAMES
 from kl_lens.reporting.figures.kinds import spread_rows, values_by_kind
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
@@ -90,7 +90,7 @@ def _facts(view: RunView) -> dict[str, str]:
         if plan and plan.perplexity and plan.original_perplexity
         else "–",
         "its speed, times the FP16 file's": ", ".join(
-            f"{r.median:.2f} ({view.split(p.subject).target}, {p.device})" for p, r in timed
+            f"{r.median:.2f} ({runtime_of(p.subject)}, {p.device})" for p, r in timed
         )
         or "–",
     }
@@ -249,13 +249,13 @@ def _speeds(views: Sequence[RunView], names: Sequence[str]) -> Html | None:
             groups.setdefault(profile.protocol, []).append(profile)
 
     def series(profile: Profile) -> str:
-        view, name = owners[id(profile)]
-        return f"{name}: {view.split(profile.subject).target or 'file'}, {profile.device}"
+        _, name = owners[id(profile)]
+        return f"{name}: {runtime_of(profile.subject)}, {profile.device}"
 
     def label(profile: Profile) -> str:
         view, _ = owners[id(profile)]
-        plan = view.plan(view.split(profile.subject).plan)
-        return "" if plan else view.split(profile.subject).plan
+        name = plan_or_file(profile.subject)
+        return "" if view.plan(name) else name
 
     parts: list[Html] = []
     for protocol, profiles in groups.items():
@@ -278,7 +278,7 @@ def _speed_table(profiles: Sequence[Profile], series: Callable[[Profile], str]) 
         rows.append(
             [
                 series(profile),
-                profile.subject,
+                profile.subject.label,
                 Cell(size(profile.file_bytes), profile.file_bytes),
                 Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
                 f"{ratio.median:.2f}" if ratio else "–",

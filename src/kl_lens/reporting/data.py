@@ -4,35 +4,41 @@ Everything comes from records that other stages wrote; nothing is measured here.
 
 - measurements, noise floor (`noise`), `text` and `ranking` of the run; plans in `RUN/plans`;
 - `artifact`: what `export` wrote, for sizes on disk;
-- `score` and `profile`: `Score` and `Profile` of records.py, whatever else their JSON holds; `agreement`, for the
-  verdict on each file. A profile's settings say what its ratios are to (`ratios_to`, `ratios_to_fp16`) and whether
-  it was `quick`;
-- `generation`: one sample of text. The name is free (the subject when there is one sample each); the value is
-  `{"subject": "original" | "torch/PLAN" | "openvino/PLAN" | "gguf/PLAN", "prompt": str, "text": str}`, where `text`
-  does not repeat the prompt. Samples with the same prompt are put side by side; other keys (`tokens_per_second`,
-  `runtime`, `seed`, …) are welcome and not shown.
+- results about subjects, those that are current: `score` and `profile`, `Score` and `Profile` of records.py, whatever
+  else their JSON holds; `agreement`, for the verdict on each file. A profile's settings say what its ratios are to
+  (`ratios_to`, `ratios_to_fp16`) and whether it was `quick`;
+- `generation`, another such result: one sample of text, `{"prompt": str, "text": str}`, where `text` does not repeat
+  the prompt. Samples with the same prompt are put side by side; other keys (`runtime`, `seed`, …) are not shown.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kl_lens import planning
 from kl_lens.errors import PlanError, RunError
-from kl_lens.records import Artifact, Component, Estimate, Profile, Record, Score, SensitivityTable
+from kl_lens.records import (
+    ARTIFACT,
+    ORIGINAL,
+    Artifact,
+    Component,
+    Estimate,
+    Profile,
+    Record,
+    Score,
+    SensitivityTable,
+    Subject,
+)
 from kl_lens.reporting.plans import PlanView, read_plans
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, Result, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
-from kl_lens.states import is_current
-from kl_lens.targets import TARGETS
+from kl_lens.subjects import current_results
 
 KL = "kl_teacher_to_student"
-ORIGINAL = "original"
 FRONTIER_POINTS = 160
 _FRONTIER_STATES = 4_000  # enough for a line on paper, and quick on a large model
 
@@ -40,27 +46,8 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """`openvino/recommended (exact)` in its parts; a file from elsewhere has no target and is its own plan."""
-
-    name: str
-    target: str
-    plan: str
-    variant: str
-
-    @property
-    def stored(self) -> str:
-        return f"{self.target}/{self.plan}"
-
-    @property
-    def runtime(self) -> str:
-        """What computed it: openvino, gguf (exact), torch."""
-        return f"{self.target} {self.variant}".strip() or "other files"
-
-
-@dataclass(frozen=True)
 class Generation:
-    subject: str
+    subject: Subject
     prompt: str
     text: str
 
@@ -92,7 +79,7 @@ class RunView:
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
     generations: tuple[Generation, ...]
-    verdicts: dict[tuple[str, str], str]  # (subject, text) → does the file agree with PyTorch?
+    verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
     commands: tuple[Command, ...]
 
@@ -111,33 +98,30 @@ class RunView:
     def plan(self, name: str) -> PlanView | None:
         return next((p for p in self.plans if p.name == name), None)
 
-    def subject_bytes(self, subject: str) -> int | None:
+    def subject_bytes(self, subject: Subject) -> int | None:
         """The size of what a score or profile is about: on disk where it was exported, as planned otherwise."""
-        if subject == ORIGINAL:
+        if subject.what == ORIGINAL:
             return self.fp16_bytes or None
-        found = self.split(subject)
+        if subject.own_plan is None:
+            return None
         # PyTorch with the weights that a file holds is as large as that file.
-        stand_in = re.match(r"as (\w+)", found.variant)
-        stored = f"{stand_in[1]}/{found.plan}" if stand_in else found.stored
+        stored = f"{subject.target}/{subject.plan}"
         if stored in self.artifacts:
             return self.artifacts[stored].realised_bytes
-        plan = self.plan(found.plan)
+        plan = self.plan(subject.own_plan)
         return plan.bytes if plan else None
 
-    def split(self, subject: str) -> Subject:
-        """A subject's parts; the longest plan name that fits, since both names and variants may hold blanks."""
-        target, slash, rest = subject.partition("/")
-        if target not in ("torch", *TARGETS) or not slash:
-            return Subject(subject, "", subject, "")
-        known = {p.name for p in self.plans} | {name.partition("/")[2] for name in self.artifacts}
-        fitting = [name for name in known if rest == name or rest.startswith(f"{name} ")]
-        plan = max(fitting, key=len, default=rest)
-        return Subject(subject, target, plan, rest[len(plan) :].strip())
 
-    def subjects(self, plan: PlanView) -> set[str]:
-        """Every name under which scores and profiles of a plan are stored."""
-        known = {s.subject for s in self.scores} | {p.subject for p in self.profiles}
-        return {s for s in known if (found := self.split(s)).target and found.plan == plan.name}
+def runtime_of(subject: Subject) -> str:
+    """What computed it, for titles and legends."""
+    if subject.what != ARTIFACT:
+        return "torch"
+    return str(subject.target) if subject.own_plan else "other files"
+
+
+def plan_or_file(subject: Subject) -> str:
+    """What a subject is called beside others of its runtime."""
+    return subject.own_plan or subject.label
 
 
 def collect(run: Run) -> RunView:
@@ -158,41 +142,34 @@ def collect(run: Run) -> RunView:
         ranking=_ranking(run),
         plans=plans,
         frontier=_frontier(table),
-        artifacts=dict(_records(run, "artifact", Artifact)),
-        scores=tuple(score for _, score in _records(run, "score", Score)),
+        artifacts={
+            name: _record(run, "artifact", name, value, Artifact)
+            for name, value in run.load_all("artifact").items()
+        },
+        scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
         profiles=_profiles(run),
-        generations=tuple(
-            _generation(run, n, v)
-            for n, v in run.load_all("generation").items()
-            if not isinstance(v, Mapping) or is_current(run, v)
-        ),
+        generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
         verdicts=_verdicts(run),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
     )
 
 
-def _records(run: Run, kind: str, record: type[AnyRecord]) -> list[tuple[str, AnyRecord]]:
+def _record(run: Run, kind: str, name: str, value: Mapping[str, Any], record: type[AnyRecord]) -> AnyRecord:
     known = {f.name for f in fields(record)}  # type: ignore[arg-type]
-    found = []
-    for name, value in run.load_all(kind).items():
-        if not is_current(run, value):  # of a plan or file that has changed since
-            continue
-        try:
-            found.append((name, record.from_json({k: v for k, v in value.items() if k in known})))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RunError(
-                f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
-            ) from error
-    return found
+    try:
+        return record.from_json({k: v for k, v in value.items() if k in known})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
+        ) from error
 
 
 def _profiles(run: Run) -> tuple[Profile, ...]:
     """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
-    found: dict[tuple[str, str, str], tuple[int, Profile]] = {}
-    for name, profile in _records(run, "profile", Profile):
-        # Reports still split names.
-        profile = replace(profile, subject=profile.subject.label)  # type: ignore[arg-type]
+    found: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
+    for _, name, value in current_results(run, "profile"):
+        profile = _record(run, "profile", name, value, Profile)
         key = (profile.subject, profile.protocol, profile.device)
         rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
         if key not in found or rank <= found[key][0]:
@@ -200,15 +177,19 @@ def _profiles(run: Run) -> tuple[Profile, ...]:
     return tuple(profile for _, profile in found.values())
 
 
-def _generation(run: Run, name: str, value: Any) -> Generation:
-    if not isinstance(value, Mapping) or not {"prompt", "text"} <= set(value):
-        raise RunError(f"{run.folder}: generation {name!r} has no prompt and text; repeat what made it")
-    return Generation(str(value.get("subject", name)), str(value["prompt"]), str(value["text"]))
+def _generation(run: Run, result: Result) -> Generation:
+    if not isinstance(result.value, Mapping) or not {"prompt", "text"} <= set(result.value):
+        raise RunError(
+            f"{run.folder}: generation {result.name!r} has no prompt and text; repeat what made it"
+        )
+    return Generation(result.subject, str(result.value["prompt"]), str(result.value["text"]))
 
 
-def _verdicts(run: Run) -> dict[tuple[str, str], str]:
-    found = [v for v in run.load_all("agreement").values() if isinstance(v, Mapping)]
-    return {(str(v.get("subject")), str(v.get("what"))): str(v.get("verdict")) for v in found}
+def _verdicts(run: Run) -> dict[tuple[Subject, str], str]:
+    return {
+        (subject, str(value.get("what"))): str(value.get("verdict"))
+        for subject, _, value in current_results(run, "agreement")
+    }
 
 
 def _text(run: Run, role: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from kl_lens.reporting.numbers import number, power_of_ten
 
+_SMALLEST = 1e-300  # below it, a fifth of a number may be nothing
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -50,8 +52,10 @@ class Scale:
 def linear(values: Iterable[float], *, zero: bool = False, margin: float = 0.06) -> Scale:
     found = [v for v in values if math.isfinite(v)] + ([0.0] if zero else [])
     low, high = (min(found), max(found)) if found else (0.0, 1.0)
-    if low == high:
-        low, high = low - (abs(low) or 1) * 0.1, high + (abs(high) or 1) * 0.1
+    largest = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * largest, _SMALLEST):  # one value, as far as ticks can tell
+        beside = 0.1 * (largest if largest > _SMALLEST else 1.0)
+        low, high = low - beside, high + beside
     padding = margin * (high - low)
     return Scale("linear", low if zero and low == 0 else low - padding, high + padding)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,20 +36,13 @@ def read_artifact(folder: Path) -> Artifact:
     return artifact
 
 
-def artifact_digest(artifact: Artifact) -> str:
-    """Of what was exported: another plan, model or format gives another one, the same export the same."""
-    content = [artifact.target, artifact.model_fingerprint, [tensor.to_json() for tensor in artifact.tensors]]
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:
     """(target, plan) → folder of what was exported for a run: by its journal, and by what lies in its folder."""
     inside = run.folder / "artifacts"
     places = {}
-    for name, record in run.load_all("artifact").items():
+    for name in run.load_all("artifact"):
         target, _, plan = name.partition("/")
-        here = inside / target / plan  # a run may have been moved with all that is in it
-        places[target, plan] = here if here.is_dir() else Path(record["folder"])
+        places[target, plan] = run.artifact_folder(name)
     for record_file in sorted(inside.glob(f"*/*/{RECORD_FILE}")):
         folder = record_file.parent
         places.setdefault((folder.parent.name, folder.name), folder)

@@ -80,6 +80,7 @@ class WeightStore:
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
+        self._digests: dict[tuple[Hashable, ...], str] = {}
 
     def keep_in(self, folder: Path, disk_budget: int = DISK_BUDGET) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
@@ -125,7 +126,11 @@ class WeightStore:
         return Recipe.parse(recipe).grid.dequantize(self.quantized(component, recipe))
 
     def digest(self, component: str, recipe: Recipe | str) -> str:
-        return self.quantized(component, recipe).digest
+        bound = self.bind(recipe)
+        key = (component, bound.key, self._source.state(component))
+        if key not in self._digests:
+            self._digests[key] = self.quantized(component, bound).digest
+        return self._digests[key]
 
     def digests(self, recipes: Mapping[str, str]) -> dict[str, str]:
         """Component → digest of its stored form, for a whole plan."""

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import Estimate
-from kl_lens.reporting.data import ORIGINAL
+from kl_lens.records import ORIGINAL, Estimate
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.palette import series_class

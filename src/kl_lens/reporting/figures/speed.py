@@ -11,7 +11,6 @@ from kl_lens.reporting.numbers import count, number, size
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.scales import by_span
 from kl_lens.reporting.svg import SHAPES, Mark, Plot, figure, legend
-from kl_lens.targets import TARGETS
 
 # Timing → (title, axis, factor). Names with @N (prompt length) match without it.
 TIMINGS: dict[str, tuple[str, str, float]] = {
@@ -24,11 +23,6 @@ TIMINGS: dict[str, tuple[str, str, float]] = {
 }
 
 Label = Callable[[Profile], str]
-
-
-def target_of(profile: Profile) -> str:
-    target = profile.subject.partition("/")[0]
-    return target if target in TARGETS else "other file"
 
 
 def bound_of(profile: Profile, timing: str) -> float | None:
@@ -61,7 +55,7 @@ def speed_plot(
     timing: str,
     profiles: Sequence[Profile],
     label: Label,
-    series: Callable[[Profile], str] = target_of,
+    series: Callable[[Profile], str],
     recommended: Callable[[Profile], bool] = lambda profile: False,
 ) -> Html | None:
     """One timing over file size; quartiles as error bars, one colour and shape per series."""
@@ -115,7 +109,8 @@ def _three(spread: Spread) -> tuple[float, float, float]:
 
 def _words(profile: Profile, timing: str, axis: str, factor: float) -> str:
     spread = profile.timings[timing]
-    words = f"{profile.subject}, {profile.device}, {count(profile.threads, 'thread')}\n{size(profile.file_bytes)}\n"
+    words = f"{profile.subject.label}, {profile.device}, {count(profile.threads, 'thread')}\n"
+    words += f"{size(profile.file_bytes)}\n"
     words += f"{axis}: {number(factor * spread.median)}\n"
     words += (
         f"quartiles {number(factor * spread.low)} to {number(factor * spread.high)}, {spread.repeats} repeats"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kl_lens.records import Score
+from kl_lens.records import ORIGINAL, Score, Subject
 from kl_lens.reporting.answer import recommend
-from kl_lens.reporting.data import ORIGINAL, Generation, RunView
+from kl_lens.reporting.data import Generation, RunView
 from kl_lens.reporting.figures.strips import strips
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import fixed_with_error
@@ -44,12 +44,12 @@ def _tasks(view: RunView) -> Html:
     if not scores:
         return fills("Task results", on_run(view, "evaluate", "--tasks", "NAMES"))
     names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
-    subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s != ORIGINAL)
+    subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL)
     columns = [text_column("subject")]
     columns += [Column(f"{what}: {metric}", hint=f"{metric} on {what}") for what, metric in names]
     rows: list[list[object]] = []
     for subject in subjects:
-        cells: list[object] = [subject]
+        cells: list[object] = [subject.label]
         for what, metric in names:
             found = _latest(scores, subject, what)
             cells.append(fixed_with_error(found.values.get(metric), 3) if found else "–")
@@ -60,7 +60,7 @@ def _tasks(view: RunView) -> Html:
     )
 
 
-def _latest(scores: list[Score], subject: str, what: str) -> Score | None:
+def _latest(scores: list[Score], subject: Subject, what: str) -> Score | None:
     return next((s for s in reversed(scores) if (s.subject, s.what) == (subject, what)), None)
 
 
@@ -71,7 +71,7 @@ def _samples(view: RunView, recommended: str | None) -> Html:
     blocks = []
     for prompt in prompts:
         found = [g for g in view.generations if g.prompt == prompt]
-        found.sort(key=lambda g: (g.subject != ORIGINAL, view.split(g.subject).plan != recommended))
+        found.sort(key=lambda g: (g.subject.what != ORIGINAL, g.subject.own_plan != recommended))
         blocks.append(tag("div", *(_sample(g) for g in found), class_="samples"))
     words = "The prompt in bold, then what the model wrote. Two models may part at one close call and both write well."
     return join([paragraph(words), *blocks])
@@ -79,4 +79,4 @@ def _samples(view: RunView, recommended: str | None) -> Html:
 
 def _sample(generation: Generation) -> Html:
     quote = tag("blockquote", tag("b", generation.prompt), generation.text)
-    return tag("div", tag("span", generation.subject, class_="what"), quote)
+    return tag("div", tag("span", generation.subject.label, class_="what"), quote)

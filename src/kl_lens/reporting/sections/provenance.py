@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from kl_lens.records import Profile
-from kl_lens.reporting.data import RunView
+from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import count
 from kl_lens.reporting.sections import Section
@@ -141,8 +141,7 @@ def _machine(view: RunView) -> Html:
     found: dict[str, object] = {name: " / ".join(values) for name, values in facts.items()}
     by_target: dict[str, list[Profile]] = {}
     for profile in view.profiles:
-        subject = view.split(profile.subject)
-        by_target.setdefault(f"timed, {subject.target or subject.name}", []).append(profile)
+        by_target.setdefault(f"timed, {runtime_of(profile.subject)}", []).append(profile)
     return _pairs(found | {name: _runtime(profiles) for name, profiles in by_target.items()})
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from kl_lens.records import Estimate, Score
+from kl_lens.records import ORIGINAL, Estimate, Score, Subject
 from kl_lens.reporting.answer import recommend
-from kl_lens.reporting.data import ORIGINAL, RunView
+from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
 from kl_lens.reporting.figures.sizes import SizePoint, predicted_plot, size_plot
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
@@ -100,15 +100,10 @@ def _scored(view: RunView, recommended: str | None) -> list[Html]:
         if score.kind not in _VALUES or _VALUES[score.kind] not in score.values:
             continue
         protocol = json.dumps(score.protocol, sort_keys=True)
-        if score.subject == ORIGINAL:
+        if score.subject.what == ORIGINAL:
             originals[score.kind, score.what, protocol] = score
-        else:
-            subject = view.split(score.subject)
-            if (
-                subject.variant
-            ):  # a file's stand-in in PyTorch, or the file in float32: in the table, not drawn
-                continue
-            runtime = subject.runtime
+        elif score.subject.is_usual:  # a stand-in in PyTorch, or a file in float32: in the table, not drawn
+            runtime = runtime_of(score.subject)
             groups.setdefault((score.kind, score.what, protocol, runtime), []).append(score)
     figures = []
     for (kind, what, protocol, runtime), scores in sorted(groups.items(), key=_order):
@@ -146,12 +141,10 @@ def _scored_point(view: RunView, score: Score, recommended: str | None) -> SizeP
     change = score.values.get("token_perplexity_change")
     if score.kind == "perplexity":
         value = Estimate(value.value, change.standard_error if change else float("nan"))
-    subject = view.split(score.subject)
-    plan = view.plan(subject.plan)
-    family = plan.family if plan else "other"
-    return SizePoint(
-        score.subject, plan.label if plan else subject.plan, family, count, value, subject.plan == recommended
-    )
+    name = plan_or_file(score.subject)
+    plan = view.plan(name)
+    family, label = (plan.family, plan.label) if plan else ("other", name)
+    return SizePoint(score.subject.label, label, family, count, value, name == recommended)
 
 
 def _protocol(score: Score) -> str:
@@ -190,7 +183,7 @@ def _table(view: RunView, recommended: str | None) -> Html:
 
 def _scores(view: RunView, recommended: str | None) -> list[Html]:
     """Every perplexity and divergence that `evaluate` found, one table for each text and protocol."""
-    texts: dict[str, dict[str, dict[str, Score]]] = {}
+    texts: dict[str, dict[Subject, dict[str, Score]]] = {}
     for score in view.scores:
         if score.kind in _VALUES:
             subjects = texts.setdefault(f"Scores on {score.what}: {_protocol(score)}", {})
@@ -203,20 +196,20 @@ def _scores(view: RunView, recommended: str | None) -> list[Html]:
     tables = []
     for caption, subjects in texts.items():
         rows = []
-        names = sorted(subjects, key=lambda name: name != ORIGINAL)
-        for name in names:
-            what = next(iter(subjects[name].values())).what
-            values = {k: v for score in subjects[name].values() for k, v in score.values.items()}
-            rows.append(_score_row(view, name, what, values))
-        highlight = [i for i, name in enumerate(names) if view.split(name).plan == recommended]
+        order = sorted(subjects, key=lambda subject: subject.what != ORIGINAL)
+        for subject in order:
+            what = next(iter(subjects[subject].values())).what
+            values = {k: v for score in subjects[subject].values() for k, v in score.values.items()}
+            rows.append(_score_row(view, subject, what, values))
+        highlight = [i for i, subject in enumerate(order) if recommended and subject.own_plan == recommended]
         tables.append(table(columns, rows, highlight=highlight, caption=caption))
     return tables
 
 
-def _score_row(view: RunView, subject: str, what: str, values: dict[str, Estimate]) -> list[object]:
+def _score_row(view: RunView, subject: Subject, what: str, values: dict[str, Estimate]) -> list[object]:
     count, top = view.subject_bytes(subject), values.get("same_top")
     return [
-        subject,
+        subject.label,
         Cell(size(count), count),
         fixed_with_error(values.get("token_perplexity")),
         fixed_with_error(values.get("token_perplexity_change"), 3),

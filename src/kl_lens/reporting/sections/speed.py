@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kl_lens.records import Profile
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import RunView
-from kl_lens.reporting.figures.speed import speed_plot, target_of, timing_names
+from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
+from kl_lens.reporting.figures.speed import speed_plot, timing_names
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import number, percent, size
 from kl_lens.reporting.sections import Section
@@ -43,7 +43,8 @@ def section(view: RunView) -> Section:
                     timing,
                     profiles,
                     lambda p: _label(view, p),
-                    recommended=lambda p: view.split(p.subject).plan == star,
+                    lambda p: runtime_of(p.subject),
+                    recommended=lambda p: plan_or_file(p.subject) == star,
                 )
                 for timing in timing_names(profiles)
             ),
@@ -55,7 +56,7 @@ def section(view: RunView) -> Section:
 
 
 def _label(view: RunView, profile: Profile) -> str:
-    name = view.split(profile.subject).plan
+    name = plan_or_file(profile.subject)
     plan = view.plan(name)
     if plan is not None and plan.family == "paper":  # ten of them per target; their tooltips tell
         return ""
@@ -89,7 +90,7 @@ def _table(view: RunView, profiles: list[Profile]) -> Html:
         text_column("file"), Column("size"), Column("speed"), Column("quartiles"), Column("× FP16"),
         Column("first token, ms"), Column("load, s"), Column("peak memory"), Column("of the bound"),
     ]  # fmt: skip
-    rows = [_row(view, p) for p in sorted(profiles, key=lambda p: (target_of(p), -p.file_bytes))]
+    rows = [_row(view, p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
     return table(columns, rows, caption="Timings")
 
 
@@ -100,7 +101,7 @@ def _row(view: RunView, profile: Profile) -> list[object]:
     load = profile.timings.get("load_seconds")
     share = profile.bound.get("share")
     return [
-        profile.subject,
+        profile.subject.label,
         Cell(size(profile.file_bytes), profile.file_bytes),
         Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
         f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",

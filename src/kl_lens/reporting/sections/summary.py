@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from kl_lens.records import Profile
 from kl_lens.reporting import answer
-from kl_lens.reporting.data import RunView
+from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import count, fixed_with_error, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
-from kl_lens.targets import TARGETS
 
 TITLE = "The answer"
 
@@ -54,9 +53,7 @@ def _sentence(view: RunView, plan: PlanView) -> list[object]:
         parts.append(words)
     timed = [(p, r) for p in answer.best_profiles(view, plan) if (r := answer.speed_ratio(p)) is not None]
     if timed:
-        said = " and ".join(
-            f"{r.median:.2f} times ({view.split(p.subject).target or p.subject})" for p, r in timed
-        )
+        said = " and ".join(f"{r.median:.2f} times ({runtime_of(p.subject)})" for p, r in timed)
         quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
         parts.append(f" Speed against the FP16 file on {timed[0][0].device}: {said}{quick}.")
     return parts
@@ -77,7 +74,7 @@ def _quality(view: RunView, plan: PlanView) -> _Quality | None:
         change = score.values.get("token_perplexity_change")
         if original is not None:
             error = change.standard_error if change else math.nan
-            where = f"{score.what}, computed by {score.subject}"
+            where = f"{score.what}, computed by {score.subject.label}"
             return _Quality(score.values["token_perplexity"].value, original.value, error, where)
     if plan.perplexity is not None and plan.original_perplexity:
         where = f"{plan.measured_on or 'held-out text'}, in PyTorch"
@@ -125,8 +122,9 @@ def _tiles(view: RunView, plan: PlanView) -> list[Html]:
             below = f"{ratio.median:.2f} × FP16; " if ratio is not None else ""
             memory = f"; peak memory {size(profile.peak_memory_bytes)}" if profile.peak_memory_bytes else ""
             below += f"{profile.device}, {count(profile.threads, 'thread')}{memory}"
-            target = view.split(profile.subject).target or profile.subject
-            tiles.append(_tile(f"Speed, {target}", f"{number(speed[1].median)} {speed[0]}", below))
+            tiles.append(
+                _tile(f"Speed, {runtime_of(profile.subject)}", f"{number(speed[1].median)} {speed[0]}", below)
+            )
     return tiles
 
 
@@ -156,7 +154,8 @@ def _commands(view: RunView, plan: PlanView) -> Html | None:
 def _comparison(view: RunView, plan: PlanView) -> Html:
     """FP16, the uniform plans, the paper's nearest points, refined plans, and the answer."""
     shown = _beside(view, plan)
-    targets = [t for t in TARGETS if any(_profile(view, p, t) for p in shown)]
+    timed = [profile.subject for p in shown for profile in answer.best_profiles(view, p)]
+    targets = list(dict.fromkeys(runtime_of(subject) for subject in timed))
     ratios = [t for t in targets if any((f := _profile(view, p, t)) and answer.speed_ratio(f) for p in shown)]
     columns = [
         text_column("plan"), Column("size"), Column("of FP16"), Column("predicted KL"),
@@ -196,7 +195,7 @@ def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
 
 
 def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
-    found = [p for p in answer.best_profiles(view, plan) if view.split(p.subject).target == target]
+    found = [p for p in answer.best_profiles(view, plan) if runtime_of(p.subject) == target]
     return found[0] if found else None
 
 
@@ -210,7 +209,7 @@ def _original_row(view: RunView, plan: PlanView, ratios: list[str], targets: lis
 def _fp16_memory(view: RunView, target: str) -> object:
     """Of the file that the others' ratios are to."""
     bases = {p.settings.get("ratios_to") for p in view.profiles if answer.speed_ratio(p) is not None}
-    found = [p for p in view.profiles if p.subject in bases and view.split(p.subject).target == target]
+    found = [p for p in view.profiles if p.subject.label in bases and runtime_of(p.subject) == target]
     return _memory(found[0] if found else None)
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, last_line
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
@@ -255,7 +255,7 @@ def read_graph(path: Path) -> ov.Model:
         return core().read_model(path)
     except RuntimeError as error:
         raise TargetError(
-            f"{path} cannot be read by OpenVINO {ov.__version__}: {_first_line(error)}"
+            f"{path} cannot be read by OpenVINO {ov.__version__}: {last_line(error)}"
         ) from error
 
 
@@ -310,7 +310,7 @@ def compile_graph(
         )
     result = outcome[0]
     if isinstance(result, BaseException):
-        raise TargetError(f"OpenVINO cannot compile for {device}: {_first_line(result)}") from result
+        raise TargetError(f"OpenVINO cannot compile for {device}: {last_line(result)}") from result
     return result
 
 
@@ -345,8 +345,3 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

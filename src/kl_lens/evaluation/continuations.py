@@ -1,0 +1,47 @@
+"""A few words from the original and from exported files, side by side: what no number shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.evaluation.judged import JudgedArtifact, JudgedModel
+from kl_lens.runs import Run
+from kl_lens.targets import Session
+
+GENERATION = "generation"
+NEW_TOKENS = 32
+
+
+def likeliest(session: Session, tokenizer: Any, prompt: str, new_tokens: int = NEW_TOKENS) -> str:
+    """The continuation of a prompt, always the likeliest token; ends at the end of text."""
+    session.reset()
+    logits = session.prefill(tokenizer.encode(prompt, add_special_tokens=False))
+    new: list[int] = []
+    for _ in range(new_tokens):
+        token = int(logits.argmax())
+        if token == tokenizer.eos_token_id:
+            break
+        new.append(token)
+        logits = session.step(token)
+    return str(tokenizer.decode(new))
+
+
+def store_continuations(
+    run: Run, model: LoadedModel, artifacts: Sequence[JudgedArtifact], prompts: Sequence[str]
+) -> None:
+    """Continuations of each prompt by the original and by each artifact, into the run."""
+    tokenizer = model.require_tokenizer()
+    run.forget_results(
+        GENERATION
+    )  # they are shown side by side: of one set of prompts, and of these subjects
+    for judged in (JudgedModel(model), *artifacts):
+        session = judged.open()
+        try:
+            for prompt in prompts:
+                text = likeliest(session, tokenizer, prompt)
+                value = {"prompt": prompt, "text": text, "runtime": session.description}
+                run.store_result(GENERATION, judged.subject, prompt, value)
+        finally:
+            session.close()

@@ -1,0 +1,253 @@
+"""What can be judged: the original, a plan computed in PyTorch, an exported file.
+
+Each has a subject, the record that its scores are about, and an identity for the journal: a hash of everything that
+makes its numbers. A plan that was edited, or a folder that was exported again, has another identity and is judged
+afresh; two plans with the same weights have the same, and are judged once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import FormatError, TargetError
+from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.recipes import Recipe
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
+from kl_lens.subjects import artifact_digest, file_digest, outside_path, plan_digest
+from kl_lens.targets import Session, read_artifact
+from kl_lens.targets.base import RuntimeSettings
+from kl_lens.targets.registry import get_target, target_of
+
+# Final states of the original that are kept between students.
+REMEMBERED = 2 * 10**9
+
+
+class Judged(ABC):
+    """Something that can be opened as a session."""
+
+    subject: Subject
+
+    @property
+    def label(self) -> str:
+        return self.subject.label
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """A hash of everything that makes its numbers."""
+
+    @abstractmethod
+    def open(self) -> Session:
+        """A session of its own; whoever opens it closes it."""
+
+    def check(self) -> None:  # noqa: B027 - a model in memory does not vanish
+        """Raises TargetError when what was opened is no longer there, or has changed."""
+
+
+class JudgedModel(Judged):
+    """The checkpoint in PyTorch, with the weights that some recipes leave of it; without recipes, the original.
+
+    A subject whose settings name `activations` computes with those that its target's kernels see.
+    """
+
+    def __init__(
+        self, model: LoadedModel, recipes: Mapping[str, str] | None = None, subject: Subject | None = None
+    ) -> None:
+        self.model = model
+        self.recipes = dict(recipes or {})
+        self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
+
+    @classmethod
+    def of_plan(cls, model: LoadedModel, name: str, assignment: Mapping[str, str]) -> JudgedModel:
+        subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint))
+        return cls(model, planned_recipes(model, assignment), subject)
+
+    @property
+    def as_deployed(self) -> str | None:
+        return self.subject.target if "activations" in self.subject.settings else None
+
+    @cached_property
+    def identity(self) -> str:
+        parameter = next(self.model.model.parameters())
+        return _hash(
+            {
+                "model": self.model.fingerprint,
+                "weights": self.model.weights.digests(self.recipes),
+                "dtype": str(parameter.dtype),
+                "deployed": self.as_deployed,
+                "runtime": [torch.__version__, parameter.device.type, platform.machine()],
+            }
+        )
+
+    def open(self) -> Session:
+        kernels = get_target(self.as_deployed) if self.as_deployed else None
+        remember = REMEMBERED if self.subject.what == ORIGINAL else 0
+        return TorchSession(self.model, self.recipes, deployed=kernels, remember=remember)
+
+
+class JudgedArtifact(Judged):
+    """An exported folder, or a bare file of a target.
+
+    Args:
+        path: a folder, a file in it, or a file without a record.
+        settings: how it is run.
+        plan: the run's plan that it was exported for; what belongs to no run is called by its path.
+    """
+
+    def __init__(self, path: Path, settings: RuntimeSettings | None = None, plan: str | None = None) -> None:
+        self.settings = settings or RuntimeSettings()
+        self.path, self.artifact = _located(path)
+        self._plan = plan
+        self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
+        outside = {} if plan is not None else {"path": outside_path(self.path)}
+        self.subject = Subject(
+            ARTIFACT,
+            plan or (self.artifact.plan if self.artifact else None),
+            self.target.name,
+            outside | self.settings.unusual,
+            artifact_digest(self.artifact) if self.artifact else file_digest(self.path),
+        )
+        self.files = _files(self.path, self.artifact)
+        self._seen = _stamps(self.label, self.files)
+        self._identity = _hash(
+            {
+                "files": [file_digest(file) for file in self.files],
+                "settings": self.settings.unusual,
+                "runtime": [self.target.name, self.target.version, platform.machine()],
+            }
+        )
+
+    @property
+    def identity(self) -> str:
+        return self._identity
+
+    def open(self) -> Session:
+        self._check_content()
+        return self.target.open(self.path, self.settings)
+
+    def check(self) -> None:
+        if _stamps(self.label, self.files) != self._seen:
+            raise TargetError(f"its files changed while it was evaluated ({self.path}); evaluate it again")
+
+    def _check_content(self) -> None:
+        """The file must hold the very bytes that were exported, where the record says which those were."""
+        recorded = (
+            {t.runtime_name: t.digest for t in self.artifact.tensors if t.digest} if self.artifact else {}
+        )
+        if not recorded:
+            return
+        shipped = self.target.shipped_digests(self.path)
+        for name, digest in recorded.items():
+            if shipped.get(name) != digest:
+                what = "holds other bytes than were exported" if name in shipped else "is missing"
+                raise TargetError(f"{self.path}: tensor {name} {what}; export {self.label} again")
+
+    def counterpart(self, model: LoadedModel, plan: Mapping[str, str] | None = None) -> JudgedModel | None:
+        """The same weights in PyTorch: those that the file *holds*, which may differ from those planned.
+
+        With the recipes of its plan (given as `plan`) it is that plan's own subject, `torch/PLAN`; with others (a map
+        to another target's formats, fallbacks) it is called `torch/PLAN as TARGET`. None for a file without a record.
+        """
+        if self.artifact is None:
+            return None
+        recipes = realised_recipes(model, self.artifact)
+        _check_weights(model, self.artifact, recipes)
+        if self._plan and plan is not None and planned_recipes(model, plan) == recipes:
+            return JudgedModel.of_plan(model, self._plan, plan)
+        return JudgedModel(model, recipes, self._stand_in())
+
+    def emulated(self, model: LoadedModel) -> JudgedModel | None:
+        """The counterpart with the runtime's activations too; None where those are not modelled."""
+        if self.artifact is None:
+            return None
+        recipes = realised_recipes(model, self.artifact)
+        if not self.target.models_activations(self.settings, recipes):
+            return None
+        return JudgedModel(model, recipes, self._stand_in(activations="deployed"))
+
+    def in_float32(self) -> JudgedArtifact | None:
+        """The same file, computed in float32; None where the runtime always rounds, or this one is it."""
+        settings = self.target.in_float32(self.settings)
+        return None if settings is None else JudgedArtifact(self.path, settings, self._plan)
+
+    def _stand_in(self, **settings: str) -> Subject:
+        outside = {} if self._plan else {"path": self.subject.settings["path"]}
+        return Subject(PLAN, self.subject.plan, self.target.name, outside | settings, self.subject.digest)
+
+
+def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, str]:
+    """A plan's recipes, those of every quantizable component."""
+    return {c.name: assignment.get(c.name, "fp16") for c in model.anatomy.candidates}
+
+
+def realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
+    """What an artifact holds of every quantizable component; a component it keeps in float32 is not named."""
+    if artifact.model_fingerprint and artifact.model_fingerprint != model.fingerprint:
+        raise TargetError(
+            f"it was exported from another model ({artifact.model}) than the one it is compared with ({model.name})"
+        )
+    held = {tensor.component: tensor.realised for tensor in artifact.tensors}
+    return {c.name: held[c.name] for c in model.anatomy.candidates if _is_recipe(held.get(c.name))}
+
+
+def _is_recipe(text: str | None) -> bool:
+    try:
+        return text is not None and bool(Recipe.parse(text))
+    except FormatError:
+        return False
+
+
+def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str, str]) -> None:
+    """PyTorch must compute with the very weights that were exported, where the record says which those were."""
+    for tensor in artifact.tensors:
+        known = tensor.weights and tensor.component in recipes
+        if known and model.weights.digest(tensor.component, tensor.realised) != tensor.weights:
+            raise TargetError(
+                f"{tensor.component} in {tensor.realised} is not the weight that was exported (another quantizer or "
+                "other statistics made it); export it again"
+            )
+
+
+def _located(path: Path) -> tuple[Path, Artifact | None]:
+    """The folder and its record, or a file that has none; a file of an exported folder stands for the folder."""
+    if not path.is_file():
+        if path.suffix and not path.is_dir():
+            raise TargetError(f"{path}: no such file")
+        return path, read_artifact(path)
+    try:
+        artifact = read_artifact(path.parent)
+    except TargetError:
+        return path, None
+    return (path.parent, artifact) if path.name in artifact.files else (path, None)
+
+
+def _files(path: Path, artifact: Artifact | None) -> tuple[Path, ...]:
+    """The files that hold weights and graph."""
+    if artifact is None:
+        return (path,)
+    return tuple(path / name for name in artifact.files if (path / name).is_file())
+
+
+def _stamps(name: str, files: tuple[Path, ...]) -> list[tuple[int, int]]:
+    stamps = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            raise TargetError(f"{file} is gone; export {name} again") from None
+        stamps.append((status.st_size, status.st_mtime_ns))
+    return stamps
+
+
+def _hash(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
