@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kl_lens import planning
 from kl_lens.errors import PlanError
@@ -83,12 +83,12 @@ class PlanSettings(HeldOut, Loading, OfRun):
     dry_run: bool = option(False, "print without writing")
 
     @property
-    def budgets(self) -> dict[str, float | None]:
+    def budgets(self) -> dict[str, Any]:
         names = ("max_bytes", "max_bpw", "max_kl", "max_latency")
         return {name: getattr(self, name) for name in names}
 
     @property
-    def choice(self) -> dict[str, object]:
+    def choice(self) -> dict[str, Any]:
         """What may be chosen from: arguments of every planner."""
         return {"formats": self.formats or None, "no_head": self.no_head}
 

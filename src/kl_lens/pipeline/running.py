@@ -169,7 +169,7 @@ class _Course:
 
     def _plan(self) -> None:
         """The paper's points, and the exact plan: the recommendation."""
-        held_out = {
+        held_out: dict[str, Any] = {
             "held_out": self.settings.held_out,
             "held_out_windows": self.settings.held_out_windows,
             "verify": True,
