@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common import machine
-from kl_lens import planning
+from kl_lens import paper, planning
 from kl_lens.checkpoints import LoadedModel, load, stress
 from kl_lens.pipeline import measure
 from kl_lens.records import SensitivityTable
@@ -96,7 +96,7 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> di
     )
     # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
     problem = planning.build_problem(table, keep_fused=False)
-    points = [p for p in planning.paper_points(table) if "point" in p.name]
+    points = [p for p in paper.paper_points(table) if "point" in p.name]
     sizes = [int(p.bytes or 0) for p in points]
     nncf = {"data-free": {}, "activations": {}} if arguments.without_nncf else nncf_plans(model, table, sizes)
     rows = []

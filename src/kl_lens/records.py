@@ -6,11 +6,10 @@ Nothing here imports another room of the house; every other room may import this
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
-
-RECORDS_VERSION = 1
 
 
 class Record:
@@ -72,16 +71,68 @@ class Measurement(Record):
         return cls(**{**data, "metrics": metrics})
 
 
+# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps,
+# a mixture that a runtime's users know, anything else.
+PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
+
+
+@dataclass(frozen=True)
+class Measured(Record):
+    """What a plan as a whole did to the model on held-out text, computed in PyTorch."""
+
+    kl: Estimate  # KL(original ‖ planned), nats per token
+    perplexity: Estimate  # per token, of the planned model
+    original_perplexity: float
+    text: str
+    windows: int
+
+    @property
+    def place(self) -> str:
+        """`wikitext2:valid, 4 windows`."""
+        return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """An error that is not defined (one window has none) is null: files are strict JSON."""
+        data = asdict(self)
+        for estimate in (data["kl"], data["perplexity"]):
+            if not math.isfinite(estimate["standard_error"]):
+                estimate["standard_error"] = None
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        estimates = {
+            key: Estimate(data[key]["value"], math.nan if error is None else error)
+            for key in ("kl", "perplexity")
+            for error in [data[key].get("standard_error")]
+        }
+        return super().from_json({**data, **estimates})
+
+
 @dataclass(frozen=True)
 class Plan(Record):
-    """Which format each component gets. Components that are not named stay FP16."""
+    """Which recipe each component gets. Components that are not named stay FP16."""
 
     name: str
-    assignment: dict[str, str]  # component name → format name
-    made_by: str
+    assignment: dict[str, str]  # component name → recipe, as `kl_lens.recipes` spells it
+    made_by: str  # for people; what code asks about has a field
     predicted_kl: float | None = None
-    bytes: int | None = None
+    bytes: int | None = None  # of the weights
     notes: dict[str, Any] = field(default_factory=dict)
+    family: str = "other"  # of PLAN_FAMILIES
+    measured: Measured | None = None
+    limits: dict[str, float] = field(default_factory=dict)  # what was asked for: bytes, kl, latency, drop
+    fixed_bytes: int = 0  # what a file needs besides the weights, where the limit in bytes is the file's
+    statistics: str | None = None  # digest of what learnt recipes were made from
+    refined_from: str | None = None  # the plan that measured swaps started from
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        measured = data.get("measured")
+        return super().from_json({**data, "measured": Measured.from_json(measured) if measured else None})
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ def test_verify_and_refine_measure_on_held_out_text(measured: Path, held_out: li
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
     assert main([*arguments, "--verify"]) == 0
     verified = _plan(measured, "six")
-    assert verified["notes"]["measured_kl"] > 0
-    assert "held-out.txt, 4 windows" in verified["notes"]["measured_on"]
+    assert verified["measured"]["kl"]["value"] > 0
+    assert "held-out.txt" in verified["measured"]["text"]
+    assert verified["measured"]["windows"] == 4
     assert (
         main(
             ["plan", "--run", str(measured), "--plan", "six", "--refine", "--max-evaluations", "6", *held_out]
@@ -88,6 +89,54 @@ def test_verify_and_refine_measure_on_held_out_text(measured: Path, held_out: li
     assert "six_refined" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("windows", ["2", "3"])
+@pytest.mark.parametrize("verb", ["--verify", "--refine"])
+def test_an_error_over_one_window_is_null(
+    measured: Path, held_out: list[str], windows: str, verb: str, capsys
+) -> None:
+    """Half of two or three windows is one, over which no standard error is defined."""
+    words = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "few", "--max-evaluations", "3"]
+    assert main([*words, verb, *held_out[:2], "--held-out-windows", windows, "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    stored = _plan(measured, "few")
+    assert stored["measured"] == shown["measured"]
+    assert stored["measured"]["windows"] == 1
+    assert stored["measured"]["kl"]["value"] > 0
+    assert stored["measured"]["kl"]["standard_error"] is None
+    assert main(["plan", "--run", str(measured), "--compare", "few", "few"]) == 0  # and it is read back
+
+
+def test_a_drop_over_one_window_is_refused(measured: Path, held_out: list[str], capsys) -> None:
+    words = ["plan", "--run", str(measured), "--max-drop", "3%", *held_out[:2], "--held-out-windows", "2"]
+    assert main(words) == 2
+    assert "measure on more held-out text" in capsys.readouterr().err
+
+
+def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: list[str], capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--max-bpw", "6", "--name", "first"]) == 0
+    first = measured / "plans" / "first.json"
+    before = first.read_text()
+    copy = first.with_name("second.json")
+    copy.write_text(before)
+    assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 1
+    assert 'write "name": "second" into it' in capsys.readouterr().err
+    copy.write_text(before.replace('"name": "first"', '"name": "second"'))
+    assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 0
+    assert first.read_text() == before
+    assert _plan(measured, "second")["measured"]
+
+
+def test_an_edited_plan_is_predicted_afresh(measured: Path, held_out: list[str]) -> None:
+    assert main(["plan", "--run", str(measured), "--max-bpw", "6", "--name", "edited"]) == 0
+    plan = _plan(measured, "edited")
+    plan["assignment"] = dict.fromkeys(plan["assignment"], "int8")
+    (measured / "plans" / "edited.json").write_text(json.dumps(plan))
+    assert main(["plan", "--run", str(measured), "--plan", "edited", "--verify", *held_out]) == 0
+    after = _plan(measured, "edited")
+    assert after["family"] == "other"
+    assert 0 < after["predicted_kl"] < plan["predicted_kl"]
+
+
 def _parameters(folder: Path) -> list[int]:
     from kl_lens.runs import Run
 
@@ -100,8 +149,8 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
         main(["plan", "--run", str(measured), "--gamma", "1.05", "--name", "g", "--verify", *held_out]) == 0
     )
     assert "evaluations of perplexity" in capsys.readouterr().err
-    notes = _plan(measured, "g")["notes"]
-    assert notes["perplexity"] <= 1.10 * notes["original_perplexity"]
+    result = _plan(measured, "g")["measured"]
+    assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
 
 
 def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
@@ -144,3 +193,29 @@ def test_a_latency_profile_of_the_run_is_used(measured: Path) -> None:
     )
     plan = _plan(measured, "quick")
     assert sum({"fp16": 4, "int8": 2, "int4": 1}[f] for f in plan["assignment"].values()) <= 40
+
+
+def test_a_budget_on_an_imported_run_says_what_it_goes_by(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "imported"
+    words = ["import-legacy", "--model", str(tiny_folder), "--run", str(folder)]
+    for bits, damage in ((4, 2.0), (8, 0.1)):
+        path = tmp_path / f"{bits}.json"
+        row = {"kl_teacher_to_student": 4.9e8 - damage, "kl_student_to_teacher": damage}
+        path.write_text(json.dumps({"lm_head": row}))
+        words += ["--bits", str(bits), str(path)]
+    assert main(words) == 0
+    assert main(["plan", "--run", str(folder), "--max-kl", "0.5", "--name", "half"]) == 0
+    err = capsys.readouterr().err
+    assert "plans go by kl_student_to_teacher; published KLs are sums over a window, not per token" in err
+    plan = json.loads((folder / "plans" / "half.json").read_text())
+    assert plan["predicted_kl"] == 0.1
+    from kl_lens.runs import Run
+
+    with Run.open(folder) as run:
+        head = run.table().head
+    assert plan["assignment"][head] == "int8"
+    wrong = ["plan", "--run", str(folder), "--max-kl", "0.5", "--metric", "kl_teacher_to_student"]
+    assert main(wrong) == 1
+    assert f"{head} at int4: kl_teacher_to_student is 4.9e+08, far too large" in capsys.readouterr().err

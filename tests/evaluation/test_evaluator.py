@@ -30,10 +30,10 @@ from kl_lens.evaluation import (
     prepare_text,
     read_scores,
     run_subjects,
-    write_published,
 )
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, differences, within
 from kl_lens.evaluation.scoring import WindowScore
+from kl_lens.paper import write_published
 from kl_lens.records import Plan
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from kl_lens.errors import BudgetError
-from kl_lens.planning import best_paper_point, plan_for_budget, plan_for_drop
-from kl_lens.records import Plan, SensitivityTable
+from kl_lens.planning import plan_for_budget, plan_for_drop
+from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
 
 ORIGINAL = 20.0
@@ -58,7 +58,8 @@ def test_the_plan_says_how_it_was_found() -> None:
     table = world()
     plan = plan_for_drop(table, Truth(table, 1.0), max_drop=0.03, name="mine").plan
     assert plan.name == "mine"
-    assert plan.notes["max_drop"] == 0.03
+    assert plan.limits["drop"] == 0.03
+    assert plan.family == "exact"
     assert "measured perplexity" in plan.made_by
 
 
@@ -77,28 +78,6 @@ def test_nothing_may_be_lost_means_fp16() -> None:
         plan_for_drop(world(), lambda assignment: ORIGINAL, max_drop=0.0)
 
 
-def point(name: str, size: int, kl: float | None, made_by: str = "the paper's points") -> Plan:
-    notes = {} if kl is None else {"measured_kl": kl}
-    return Plan(name, {}, made_by, predicted_kl=kl or 0.0, bytes=size, notes=notes)
-
-
-def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
-    rival = point("recommended", 100, 0.1, "exact")
-    points = [point("kl_point01", 120, 0.01), point("kl_point02", 99, 0.3), point("kl_point03", 90, 0.2)]
-    found = best_paper_point([*points, point("uniform_int8", 80, 0.0), rival], rival)
-    assert found is not None
-    assert found.name == "kl_point03"
-    smallest = best_paper_point([points[0], point("kl_point05", 110, 0.5)], rival)
-    assert smallest is not None
-    assert smallest.name == "kl_point05"
-    assert best_paper_point([rival], rival) is None
-    ours = Plan(
-        "kl_point03_refined",
-        {},
-        "the paper's points, refined",
-        bytes=80,
-        notes={"refined_from": "kl_point03"},
-    )
-    found = best_paper_point([*points, ours], rival)
-    assert found is not None
-    assert found.name == "kl_point03"
+def test_a_perplexity_that_is_no_number_is_said() -> None:
+    with pytest.raises(BudgetError, match="came out as nan; measure on more held-out text"):
+        plan_for_drop(world(), lambda assignment: math.nan if assignment else ORIGINAL, max_drop=0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from kl_lens.errors import PlanError
 from kl_lens.planning import plan_for_budget, plan_path, read_plan, repredicted, write_plan
-from kl_lens.records import Plan
+from kl_lens.records import Estimate, Measured, Plan
 from tests.planning.tables import component, table_of
 
 COMPONENTS = (
@@ -47,7 +49,7 @@ def test_a_plan_comes_back_unchanged(written: Path) -> None:
 
 def test_the_file_names_every_quantizable_component(written: Path) -> None:
     content = json.loads(written.read_text())
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert list(content["assignment"]) == [c.name for c in COMPONENTS if c.quantizable]
     assert content["bytes"] == read_plan(written, COMPONENTS).bytes
 
@@ -86,7 +88,12 @@ def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
         ({"backbone.layers.0.mixer.in_prj": "int8"}, r"no component .*in_prj'; did you mean .*mixer.in_proj"),
         ({"nothing alike": "int8"}, r"no component 'nothing alike'; `kl-lens inspect`"),
         ({"lm_head": "int3"}, "lm_head: unknown format 'int3'"),
-        ({"lm_head": 8}, "expected the name of a format, found 8"),
+        ({"lm_head": "int4+magic"}, "lm_head: unknown method 'magic'"),
+        (
+            {"lm_head": "int4@0123"},
+            "lm_head: write int4; what recipes learnt from stands in the field statistics",
+        ),
+        ({"lm_head": 8}, "expected the name of a format, got 8"),
         ({"backbone.layers.0.mixer.conv1d": "int8"}, "conv1d cannot be int8: runtimes need it"),
         ({"backbone.layers.0.mixer.dt_proj": "q8_0"}, "dt_proj cannot be q8_0: 48 columns"),
         ({"lm_head": "int8", "backbone.embeddings": "int4"}, "same weight as backbone.embeddings|give both"),
@@ -111,12 +118,35 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
         ("", "no valid JSON"),
         ("[1, 2]", "no plan: expected an object"),
         ('{"version": 1}', "no plan: expected an object"),
-        ('{"version": 9, "assignment": {}}', "version 9; this program reads version 1"),
+        ('{"version": 9, "assignment": {}}', "version 9; this program reads versions 1 and 2"),
         ('{"assignment": {}}', "version None"),
         ('{"version": 1, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
         ('{"version": 1, "assignment": {}, "note": {}}', "unknown field 'note'; did you mean notes"),
         ('{"version": 1, "assignment": {}, "predicted_kl": "low"}', "predicted_kl is 'low'"),
         ('{"version": 1, "assignment": {}, "notes": [1]}', "notes must be an object"),
+        (
+            '{"version": 2, "assignment": {}, "family": "royal"}',
+            "family is 'royal'; expected one of uniform, paper",
+        ),
+        ('{"version": 2, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
+        ('{"version": 2, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
+        ('{"version": 2, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),
+        (
+            '{"version": 2, "assignment": {}, "notes": {"a": [{"b": Infinity}]}}',
+            "notes.a.b is no finite number",
+        ),
+        ('{"version": 2, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is no finite number"),
+        ('{"version": 2, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "no valid JSON"),
+        ('{"version": 2, "assignment": {}, "limits": {"bytes": "many"}}', "limits.bytes is 'many'"),
+        (
+            '{"version": 2, "assignment": {}, "measured": {"kl": 0.1}}',
+            "measured is .*expected an object of kl, perp",
+        ),
+        (
+            '{"version": 2, "assignment": {}, "made_by": "\\ud800"}',
+            "made_by holds characters that are no text",
+        ),
+        ('{"version": 2, "assignment": {}, "made_by": 3}', "made_by is 3; expected a string"),
         ("[" * 100_000, "no valid JSON"),
     ],
 )
@@ -150,3 +180,106 @@ def test_a_failed_write_leaves_the_old_file(written: Path) -> None:
         write_plan(Plan("mine", {}, "test", notes={"bad": float("nan")}), written, COMPONENTS)
     assert written.read_text() == before
     assert [p.name for p in written.parent.iterdir()] == ["mine.json"]
+
+
+MEASURED = Measured(Estimate(0.02, 0.001), Estimate(21.5, 0.2), 21.0, "wikitext2:valid", 4)
+
+
+def test_every_fact_of_a_plan_comes_back(written: Path) -> None:
+    plan = replace(
+        read_plan(written, COMPONENTS),
+        measured=MEASURED,
+        fixed_bytes=1234,
+        statistics="0123abcd",
+        refined_from="other",
+        family="refined",
+    )
+    assert read_plan(write_plan(plan, written, COMPONENTS), COMPONENTS) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_an_error_that_is_not_defined_is_null(written: Path) -> None:
+    lone = replace(MEASURED, kl=Estimate(0.02), perplexity=Estimate(21.5), windows=1)
+    write_plan(replace(read_plan(written, COMPONENTS), measured=lone), written, COMPONENTS)
+    assert json.loads(written.read_text())["measured"]["kl"] == {"value": 0.02, "standard_error": None}
+    back = read_plan(written, COMPONENTS).measured
+    assert back is not None
+    assert math.isnan(back.kl.standard_error)
+    assert back.place == "wikitext2:valid, 1 window"
+
+
+def test_other_statistics_are_other_weights(written: Path) -> None:
+    write_plan(
+        replace(read_plan(written, COMPONENTS), statistics="one", measured=MEASURED), written, COMPONENTS
+    )
+    plan = read_plan(edit(written, statistics="two"), COMPONENTS)
+    assert (plan.notes, plan.measured, plan.statistics) == ({"edited": True}, None, "two")
+
+
+def test_an_edited_plan_is_no_longer_what_it_was(written: Path) -> None:
+    write_plan(replace(read_plan(written, COMPONENTS), measured=MEASURED), written, COMPONENTS)
+    assignment = read_plan(written, COMPONENTS).assignment
+    plan = read_plan(edit(written, assignment=assignment | {"backbone.embeddings": "fp16"}), COMPONENTS)
+    assert (plan.family, plan.measured, plan.limits) == ("other", None, {})
+
+
+@pytest.mark.parametrize("name", ["small", "../mine", "/elsewhere/mine", "", 7])
+def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
+    """A copy that kept its first name would overwrite the other plan and its artifacts; a path would lead outside."""
+    with pytest.raises(PlanError, match='a plan is called like its file; write "name": "mine"') as error:
+        read_plan(edit(written, name=name), COMPONENTS)
+    assert str(written) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["best (v2)", "a,b", " x", "x" * 81, ".."])
+def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text('{"version": 2, "assignment": {}}')
+    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+        read_plan(path, COMPONENTS)
+    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+        write_plan(Plan(name, {}, "test"), path, COMPONENTS)
+    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+        plan_for_budget(TABLE, max_bpw=6.5, name=name)
+
+
+def test_a_plan_is_written_under_its_own_name_only(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"must be called mine\.json"):
+        write_plan(Plan("mine", {}, "test"), tmp_path / "yours.json", COMPONENTS)
+
+
+def version_1(path: Path, **notes: Any) -> Path:
+    """The file as the first version of plan files had it."""
+    content = json.loads(path.read_text())
+    kept = ("name", "made_by", "predicted_kl", "bytes", "bits_per_weight", "fingerprint", "assignment")
+    old = {"version": 1, **{key: content[key] for key in kept}}
+    path.write_text(json.dumps(old | {"notes": {"limits": content["limits"], **notes}}))
+    return path
+
+
+def test_the_first_version_is_still_read(written: Path) -> None:
+    measured = {"measured_kl": 0.02, "measured_kl_standard_error": 0.001, "perplexity": 21.5,
+                "perplexity_standard_error": 0.2, "original_perplexity": 21.0,
+                "measured_on": "wikitext2:valid, 4 windows"}  # fmt: skip
+    new = read_plan(written, COMPONENTS)
+    old = read_plan(version_1(written, **measured, metric="mse"), COMPONENTS)
+    assert old == replace(new, measured=MEASURED, notes={"metric": "mse"})
+    assert json.loads(write_plan(old, written, COMPONENTS).read_text())["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("made_by", "notes", "family"),
+    [
+        ("the paper's points, cpu pipeline, ranked by mse", {}, "paper"),
+        ("greedy under a perplexity budget", {"perplexity": 21.5, "baseline_perplexity": 20.0}, "greedy"),
+        ("exact budget, refined by measured swaps", {"refined_from": "small"}, "refined"),
+        ("Pareto frontier of bytes and KL", {}, "exact"),
+        ("somebody", {}, "other"),
+    ],
+)
+def test_families_of_the_first_version(
+    written: Path, made_by: str, notes: dict[str, Any], family: str
+) -> None:
+    plan = read_plan(edit(version_1(written, **notes), made_by=made_by), COMPONENTS)
+    assert (plan.family, plan.measured) == (family, None)
+    assert plan.refined_from == notes.get("refined_from")

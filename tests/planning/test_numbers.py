@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kl_lens.errors import PlanError
 from kl_lens.planning import Predictor, compare, cost_of, finished_plan, plan_row, verify
-from kl_lens.records import Estimate, Plan, SensitivityTable
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from tests.planning.tables import component, measurement, table_of
 
 PARTS = (
@@ -95,7 +96,8 @@ def test_comparison_shows_where_plans_differ() -> None:
     kls = {(n, f): 0.1 for n in ("head", "in_proj", "dt_proj") for f in ("int8", "int4")}
     table = table_of(PARTS, kls)
     one = finished_plan(table, "one", {"in_proj": "int4"}, "test")
-    two = finished_plan(table, "two", {"in_proj": "int8", "dt_proj": "int4"}, "test", {"measured_kl": 0.3})
+    two = finished_plan(table, "two", {"in_proj": "int8", "dt_proj": "int4"}, "test")
+    two = replace(two, measured=Measured(Estimate(0.3), Estimate(21.0), 20.0, "wikitext2:valid", 1))
     shown = compare([one, two], PARTS)
     assert [(d.component, d.formats) for d in shown.differences] == [
         ("in_proj", ("int4", "int8")),
@@ -104,6 +106,7 @@ def test_comparison_shows_where_plans_differ() -> None:
     assert [row.bytes for row in shown.rows] == [one.bytes, two.bytes]
     assert [row.predicted_kl for row in shown.rows] == pytest.approx([0.1, 0.2])
     assert [row.measured_kl for row in shown.rows] == [None, 0.3]
+    assert [row.perplexity for row in shown.rows] == [None, 21.0]
     assert shown.rows[0].shares_text == "fp16 2 (53.4 %), int4 1 (46.2 %), kept 1 (0.4 %)"
     with pytest.raises(PlanError, match="at least two plans"):
         compare([one], PARTS)

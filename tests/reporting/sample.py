@@ -12,11 +12,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kl_lens import planning
+from kl_lens import paper, planning
 from kl_lens.formats import get_format
 from kl_lens.records import (
     ARTIFACT,
@@ -26,6 +25,7 @@ from kl_lens.records import (
     Component,
     Estimate,
     ExportedTensor,
+    Measured,
     Plan,
     Profile,
     Score,
@@ -164,24 +164,20 @@ def _window(window: int, kl: float, change: float) -> WindowMetrics:
 
 def _plan(run: Run, verified: bool) -> list[Plan]:
     table = run.table()
-    made = planning.paper_points(table)
+    made = paper.paper_points(table)
     whole = sum(2 * c.parameters for c in table.components)
     exact = planning.plan_for_budget(table, max_bytes=0.45 * whole, name="recommended").plan
     small = planning.plan_for_budget(table, max_bytes=0.35 * whole, name="small").plan
-    refined = Plan("small_refined", small.assignment, f"{small.made_by}, refined by measured swaps", small.predicted_kl,
-                   small.bytes, {"refined_from": "small"})  # fmt: skip
+    refined = replace(small, name="small_refined", family="refined", refined_from="small")
     random_ = random.Random(5)
     finished = []
     for plan in [*made, exact, small, refined]:
-        notes: dict[str, Any] = dict(plan.notes)
+        measured = None
         if verified and plan.predicted_kl is not None:
             kl = plan.predicted_kl * random_.uniform(0.9, 1.25)
-            notes |= {
-                "measured_kl": kl, "measured_kl_standard_error": 0.05 * kl, "perplexity": 21.0 * math.exp(0.5 * kl),
-                "perplexity_standard_error": 0.9, "original_perplexity": 21.0,
-                "measured_on": "wikitext2:valid, 4 windows",
-            }  # fmt: skip
-        done = Plan(plan.name, plan.assignment, plan.made_by, plan.predicted_kl, plan.bytes, notes)
+            perplexity = Estimate(21.0 * math.exp(0.5 * kl), 0.9)
+            measured = Measured(Estimate(kl, 0.05 * kl), perplexity, 21.0, "wikitext2:valid", 4)
+        done = replace(plan, measured=measured)
         planning.write_plan(done, planning.plan_path(run.folder / "plans", plan.name), table.components)
         finished.append(done)
     run.note_command(["kl-lens", "plan", "--run", "runs/sample", "--paper", "--verify"])

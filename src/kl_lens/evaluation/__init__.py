@@ -4,7 +4,6 @@ from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
 from kl_lens.evaluation.journal import Journal, read_scores
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel, planned_recipes
-from kl_lens.evaluation.published import write_published
 from kl_lens.evaluation.scoring import divergence_values, perplexity_values, score_text
 from kl_lens.evaluation.selection import Selection, given_subjects, run_subjects
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
@@ -36,5 +35,4 @@ __all__ = [
     "read_scores",
     "run_subjects",
     "score_text",
-    "write_published",
 ]

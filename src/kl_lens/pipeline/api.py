@@ -117,10 +117,10 @@ def verify(
     windows: int = 32,
     window_length: int = 512,
 ) -> Plan:
-    """The plan with its KL and perplexity as a whole, measured on held-out text, in its notes.
+    """The plan with its KL and perplexity as a whole, measured on held-out text.
 
     Example:
-        >>> verify(model, plan, table, windows=8).notes["measured_kl"]
+        >>> verify(model, plan, table, windows=8).measured.kl
     """
     held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
     return verified(plan, table, PlanMeter(model, held_out))
@@ -147,10 +147,8 @@ def refine(
         raise PlanError("refining needs at least 2 windows: one half decides, the other confirms")
     middle = (len(held_out) + 1) // 2
     deciding, confirming = (PlanMeter(model, w) for w in (held_out.first(middle), held_out.after(middle)))
-    problem = planning.build_problem(table)
-    return verified(
-        refined(plan, table, problem, deciding, confirming, max_evaluations, name), table, confirming
-    )
+    better = refined(plan, table, deciding, confirming, max_evaluations=max_evaluations, name=name)
+    return verified(better, table, confirming)
 
 
 def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **options: Any) -> Artifact:

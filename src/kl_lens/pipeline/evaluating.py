@@ -15,6 +15,7 @@ from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
 from kl_lens.evaluation.tasks import FAIL, judge, require_lm_eval
+from kl_lens.paper import write_published
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -234,9 +235,7 @@ class _Evaluation:
             finally:
                 evaluator.close()
         if "perplexity" in kinds and self.model is not None and settings.is_kept:
-            self.result.written.append(
-                evaluation.write_published(self.run, self.model.name, text, settings.tag)
-            )
+            self.result.written.append(write_published(self.run, self.model.name, text, settings.tag))
 
     def _tasks(self) -> Sequence[LocalTask | str]:
         names = list(self.settings.tasks or ())

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kl_lens.errors import RunError
+from kl_lens.paper import read_legacy
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import VERB_MODEL, Loading, command_of, new_run_folder, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.runs import Run
-from kl_lens.sensitivity.legacy import read_legacy
 from kl_lens.sensitivity.sweep import model_identity
 
 

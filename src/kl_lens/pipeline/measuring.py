@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kl_lens.errors import KLLensError
+from kl_lens.paper import write_legacy
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -23,7 +24,6 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Measurement
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
-from kl_lens.sensitivity.legacy import write_legacy
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kl_lens import planning
+from kl_lens import paper, planning
 from kl_lens.errors import PlanError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
@@ -24,8 +24,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import spelled
-from kl_lens.records import Plan, SensitivityTable
+from kl_lens.records import Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.units import spell_share
@@ -46,8 +45,8 @@ class PlanSettings(HeldOut, Loading, OfRun):
     gpu_int4: bool = _paper(False, "the GPU pipeline with INT4", excludes="pipeline")
     metric: str | None = _paper(
         None,
-        f"what ranks the components (default: {planning.PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
-        choices=tuple(planning.RANKING_METRICS),
+        f"what ranks the components (default: {paper.PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
+        choices=tuple(paper.RANKING_METRICS),
     )
     no_head: bool = option(False, "leave the head at FP16, as the published models do")
     uniform: tuple[str, ...] = option(
@@ -90,7 +89,11 @@ class PlanSettings(HeldOut, Loading, OfRun):
     @property
     def choice(self) -> dict[str, Any]:
         """What may be chosen from: arguments of every planner."""
-        return {"formats": self.formats or None, "no_head": self.no_head}
+        return {"recipes": self.formats or None, "no_head": self.no_head}
+
+    def menu(self, table: SensitivityTable) -> dict[str, Any]:
+        """The same, as arguments of `build_problem`."""
+        return {"recipes": self.formats or None, "exclude": {table.head} if self.no_head else ()}
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,16 @@ def plan(settings: PlanSettings, bench: Workbench | None = None, events: Events 
             plans = [_read(folder, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
         if settings.frontier:
-            problem = _problem(settings, table, settings.metric or KL)
+            problem = planning.build_problem(
+                table, **settings.menu(table), metric=_metric(settings, table, events)
+            )
             return PlanResult(table, frontier=planning.pareto_frontier(problem))
         meters = _Meters(settings, run, bench or Workbench())
         plans = _made(settings, run, table, meters, events)
         if settings.refine:
-            problem = _problem(settings, table)
+            options = settings.menu(table) | {"max_evaluations": settings.max_evaluations}
             plans = [
-                refined(each, table, problem, *meters.halves, settings.max_evaluations, settings.name, events)
+                refined(each, table, *meters.halves, name=settings.name, events=events, **options)
                 for each in plans
             ]
         if settings.verify or settings.refine:
@@ -156,26 +161,22 @@ def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
     return planning.read_plan(planning.plan_path(folder, name), table.components)
 
 
-def _problem(settings: PlanSettings, table: SensitivityTable, metric: str = KL) -> planning.Problem:
-    exclude = {table.head} if settings.no_head else ()
-    return planning.build_problem(table, formats=settings.formats or None, exclude=exclude, metric=metric)
-
-
 def _made(
     settings: PlanSettings, run: Run, table: SensitivityTable, meters: _Meters, events: Events
 ) -> list[Plan]:
     if settings.plan:
-        return [_read(run.folder / "plans", settings.plan, table)]
+        plan = _read(run.folder / "plans", settings.plan, table)
+        return [planning.repredicted(plan, table) if plan.notes.get("edited") else plan]
     made: list[Plan] = []
     if settings.paper or settings.gpu or settings.gpu_int4:
-        made += planning.paper_points(
+        made += paper.paper_points(
             table,
-            metric=settings.metric or planning.PUBLISHED_METRIC,
+            metric=settings.metric or paper.PUBLISHED_METRIC,
             pipeline="gpu" if settings.gpu else "gpu-int4" if settings.gpu_int4 else "cpu",
             no_head=settings.no_head,
         )
     for name in settings.uniform:
-        made.append(_uniform(table, spelled(name), settings.no_head))
+        made.append(planning.uniform_plan(table, name, no_head=settings.no_head))
     if settings.gamma is not None or settings.gamma_exhaustive is not None:
         made.append(_greedy(settings, table, meters, events))
     if settings.max_drop is not None:
@@ -193,27 +194,21 @@ def _made(
     return made
 
 
-def _uniform(table: SensitivityTable, name: str, no_head: bool) -> Plan:
-    kept = {table.head} if no_head else set()
-    assignment = {c.name: name for c in table.candidates if c.name not in kept and name != "fp16"}
-    label = f"uniform_{name.replace('+', '_')}"  # a plan's name is part of file names
-    return planning.finished_plan(table, label, assignment, f"uniform: everything in {name}")
-
-
 def _greedy(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
     gamma = settings.gamma or settings.gamma_exhaustive
     assert gamma is not None
-    result = planning.greedy_plan(
+    result = paper.greedy_plan(
         table,
         meters.halves[0].perplexity,
         gamma=gamma,
         exhaustive=settings.gamma_exhaustive is not None,
-        metric=settings.metric or KL,
+        metric=_metric(settings, table, events),
         no_head=settings.no_head,
         name=settings.name,
     )
     events.note(
-        f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}"
+        f"greedy: {result.evaluations} evaluations of perplexity; the original's is {result.baseline:.3f}, "
+        f"the plan's {result.perplexity:.3f}"
     )
     return result.plan
 
@@ -246,7 +241,7 @@ def _within_budget(settings: PlanSettings, run: Run, table: SensitivityTable, ev
         table,
         latency=_latency(settings.profile, run) if timed else None,
         minimise=settings.minimise,
-        metric=settings.metric or KL,
+        metric=_metric(settings, table, events),
         name=settings.name,
         **settings.budgets,
         **settings.choice,
@@ -267,22 +262,31 @@ def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
     return {(component, fmt): float(s) for component, row in profile.items() for fmt, s in row.items()}
 
 
+def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> str:
+    """What was asked for, or what predicts damage in these measurements; said where that is not the usual one."""
+    metric, why = planning.prediction_metric(table)
+    if settings.metric is None and why is not None:
+        events.warn(why)
+    return settings.metric or metric
+
+
 def refined(
     plan: Plan,
     table: SensitivityTable,
-    problem: planning.Problem,
     deciding: PlanMeter,
     confirming: PlanMeter,
+    *,
     max_evaluations: int,
     name: str | None = None,
     events: Events | None = None,
+    **menu: Any,
 ) -> Plan:
-    """The plan improved by measured swaps, under a name of its own."""
+    """The plan improved by measured swaps, under a name of its own; `menu` as `build_problem` takes it."""
     result = planning.refine(
-        problem,
+        planning.build_problem(table, fixed_bytes=plan.fixed_bytes, **menu),
         plan.assignment,
         deciding.kl_by_window,
-        max_bytes=plan.notes.get("limits", {}).get("bytes"),
+        max_bytes=plan.limits.get("bytes"),
         max_evaluations=max_evaluations,
         confirm=confirming.kl_by_window,
     )
@@ -293,44 +297,20 @@ def refined(
     if result.reverted:
         message += "; the confirming half did not agree, so the plan stays as it was"
     (events or Events()).note(message)
-    notes = {k: v for k, v in plan.notes.items() if k not in ("measured_kl", "perplexity", "verification")}
-    notes |= {
-        "refined_from": plan.name,
-        "refinement": {
-            "kl_before": result.kl_before,
-            "kl_after": result.kl_after,
-            "gain": -result.gain.mean,
-            "gain_standard_error": result.gain.standard_error,
-            "accepted": accepted,
-            "evaluations": result.evaluations,
-            "exhausted": result.exhausted,
-            "reverted": result.reverted,
-        },
-    }
-    return planning.finished_plan(
-        table,
-        name or f"{plan.name}_refined",
-        result.assignment,
-        f"{plan.made_by}, refined by measured swaps",
-        notes,
-        planning.Predictor(table),
-    )
+    return planning.refined_plan(table, plan, result, name or f"{plan.name}_refined")
 
 
 def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:
-    """The plan with what it does as a whole on the meter's text in its notes."""
+    """The plan with what it does as a whole on the meter's text."""
     result = meter.measure(plan.assignment)
+    measured = Measured(
+        result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
+    )
     predicted = planning.Predictor(table).total(plan.assignment)
     notes = dict(plan.notes)
-    notes["measured_kl"] = result.kl.value
-    notes["measured_kl_standard_error"] = result.kl.standard_error
-    notes["perplexity"] = result.perplexity.value
-    notes["perplexity_standard_error"] = result.perplexity.standard_error
-    notes["original_perplexity"] = result.original_perplexity
-    notes["measured_on"] = f"{meter.text.label}, {len(result.windows)} windows"
     if predicted is not None:
         verification = planning.verify(predicted, result.kl)
         notes["verification"] = verification.message
         if verification.explained is False:
             (events or Events()).warn(f"{plan.name}: {verification.message}")
-    return replace(plan, notes=notes)
+    return replace(plan, measured=measured, notes=notes)

@@ -18,6 +18,7 @@ from kl_lens.errors import KLLensError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.evaluation.tasks import require_lm_eval
+from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings
 from kl_lens.pipeline.events import Events, going_on
@@ -203,7 +204,7 @@ class _Course:
             components = journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
         found = {path.stem: planning.read_plan(path, components) for path in paths}
-        best = planning.best_paper_point(list(found.values()), found[RECOMMENDED])
+        best = best_paper_point(list(found.values()), found[RECOMMENDED])
         uniform = [f"uniform_{name.replace('+', '_')}" for name in self.formats]
         names = [UNIFORM_FP16, *uniform, best.name if best else "", RECOMMENDED]
         return [name for name in names if name in found]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
-from kl_lens.planning.predict import PREDICTED_METRIC, Predictor, finished_plan
-from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
+from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
+from kl_lens.planning.problem import Allowed, LatencyTable, Problem, Totals, build_problem
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.units import human_bytes, human_kl, human_seconds
 
@@ -25,7 +25,7 @@ class BudgetSolution:
     """A plan and how well it is proven."""
 
     plan: Plan
-    totals: Totals
+    totals: Totals  # bytes are the file's, where the problem knows what a file needs besides
     minimised: str  # bytes, kl or latency
     gap: float  # relative; 0.0: proven optimal (to 1e-9, HiGHS's arithmetic)
     variables: int
@@ -50,18 +50,20 @@ def plan_for_budget(
     max_latency: float | None = None,
     latency: LatencyTable | None = None,
     minimise: str | None = None,
-    formats: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
     exclude: Collection[str] = (),
     no_head: bool = False,
     keep_fused: bool = True,
-    metric: str = PREDICTED_METRIC,
+    metric: str | None = None,
+    allowed: Allowed | None = None,
+    fixed_bytes: int = 0,
     name: str | None = None,
-    time_limit: float = 60.0,
 ) -> BudgetSolution:
     """The plan that is best within the limits, proven by a mixed-integer solver.
 
     What is minimised, unless `minimise` says: bytes where KL is limited and bytes are not, predicted KL
-    otherwise. `latency` holds measured seconds per (component, format), `max_latency` is in seconds.
+    otherwise. `latency` holds measured seconds per (component, format), `max_latency` is in seconds. For the
+    other choices see `build_problem`; with `fixed_bytes`, `max_bytes` is the file's, `max_bpw` still the weights'.
     Raises BudgetError with the achievable range where no plan meets the limits.
     """
     exclude = set(exclude) | ({table.head} if no_head else set())
@@ -69,8 +71,16 @@ def plan_for_budget(
         raise PlanError(
             "a latency limit needs a latency profile of the target; make one with `kl-lens benchmark`"
         )
+    usual, why_unusual = prediction_metric(table)
     problem = build_problem(
-        table, formats=formats, exclude=exclude, keep_fused=keep_fused, latency=latency, metric=metric
+        table,
+        recipes=recipes,
+        exclude=exclude,
+        keep_fused=keep_fused,
+        latency=latency,
+        metric=metric or usual,
+        allowed=allowed,
+        fixed_bytes=fixed_bytes,
     )
     limits = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
@@ -78,16 +88,17 @@ def plan_for_budget(
         raise PlanError(
             f"cannot minimise {goal!r}; choose bytes or kl, or latency with a profile of the target"
         )
-    selection, optimum = solve(problem, goal, limits, time_limit)
+    selection, optimum = solve(problem, goal, limits)
     totals = problem.totals(selection)
     notes: dict[str, object] = {
         "minimised": goal,
-        "limits": dict(limits),
-        "metric": metric,
+        "metric": metric or usual,
         "mip_gap": optimum.gap,
-        "formats": list(formats) if formats is not None else "all measured",
+        "formats": list(recipes) if recipes is not None else "all measured",
         "fused_siblings_together": keep_fused,
     }
+    if why_unusual and metric is None:
+        notes["why_this_metric"] = why_unusual
     if latency is not None:
         notes["predicted_latency"] = totals.seconds
     plan = finished_plan(
@@ -96,9 +107,11 @@ def plan_for_budget(
         problem.assignment(selection),
         "exact budget",
         notes,
-        Predictor(table, metric),
+        Predictor(table, metric or usual),
+        family="exact",
     )
-    assert plan.bytes == totals.bytes, "the plan's bytes must be those that the solver added up"
+    plan = replace(plan, limits=limits, fixed_bytes=fixed_bytes)
+    assert plan.bytes == totals.bytes - fixed_bytes, "the plan's bytes must be those that the solver added up"
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)
 
 
@@ -117,18 +130,16 @@ def achievable_range(problem: Problem) -> AchievableRange:
     )
 
 
-def solve(
-    problem: Problem, goal: str, limits: dict[str, float], time_limit: float = 60.0
-) -> tuple[list[int], knapsack.Optimum]:
+def solve(problem: Problem, goal: str, limits: dict[str, float]) -> tuple[list[int], knapsack.Optimum]:
     """The selection that makes `goal` least within limits on the other quantities (totals, fixed parts in)."""
     _require_each_possible(problem, limits)
     amounts = _amounts(problem)
     fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "latency": problem.fixed_seconds}
     rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
-    optimum = knapsack.minimise(amounts[goal], rows, time_limit)
+    optimum = knapsack.minimise(amounts[goal], rows)
     # A limit on what is minimised anyway needs no row: the least either meets it or nothing does.
     if optimum is None or (goal in limits and _reached(problem, optimum.selection, goal) > limits[goal]):
-        raise BudgetError(_contradiction(problem, limits, time_limit))
+        raise BudgetError(_contradiction(problem, limits))
     return optimum.selection, optimum
 
 
@@ -156,7 +167,7 @@ def _limits(
     limits: dict[str, float] = {}
     sizes = [max_bytes] if max_bytes is not None else []
     if max_bpw is not None:
-        sizes.append(max_bpw * problem.parameters / 8)
+        sizes.append(max_bpw * problem.parameters / 8 + problem.besides_bytes)
     if sizes:
         limits["bytes"] = min(sizes)
     if max_kl is not None:
@@ -183,7 +194,7 @@ def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
             show = _HUMAN[quantity]
             extra = ""
             if quantity == "bytes":
-                bits = [8 * end / problem.parameters for end in (low, high)]
+                bits = [8 * (end - problem.besides_bytes) / problem.parameters for end in (low, high)]
                 extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
             raise BudgetError(
                 f"{_OPTION[quantity]} {show(most)} cannot be met: plans from these measurements reach "
@@ -191,14 +202,14 @@ def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
             )
 
 
-def _contradiction(problem: Problem, limits: dict[str, float], time_limit: float) -> str:
+def _contradiction(problem: Problem, limits: dict[str, float]) -> str:
     """Why limits that are possible one by one are not so together: what each leaves of the others."""
     asked = " and ".join(f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items())
     facts = []
     for quantity in limits:
         others = {q: most for q, most in limits.items() if q != quantity}
         try:
-            selection, _ = solve(problem, quantity, others, time_limit)
+            selection, _ = solve(problem, quantity, others)
         except BudgetError:
             continue
         reached = _reached(problem, selection, quantity)

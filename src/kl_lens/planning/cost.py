@@ -1,7 +1,8 @@
-"""What an assignment of formats costs on disk, to the byte.
+"""What an assignment of recipes costs on disk, to the byte.
 
 Every weight of the model counts once (tied weights are one component already). What is not quantizable, and
-what the assignment does not name, is stored as FP16: two bytes a weight.
+what the assignment does not name, is stored as FP16: two bytes a weight. A recipe's bytes are its grid's: how
+the values were put there does not show in a file's size.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.formats import get_format, resolve
+from kl_lens.recipes import Recipe, resolve
 from kl_lens.records import Component
 
 FP16 = "fp16"
@@ -19,9 +21,9 @@ FP16 = "fp16"
 
 @dataclass(frozen=True)
 class FormatShare:
-    """How much of a model one format got."""
+    """How much of a model one recipe got."""
 
-    format: str
+    format: str  # the recipe's spelling
     components: int
     parameters: int
     share: float  # of all weights of the model
@@ -34,8 +36,8 @@ class Cost:
 
     bytes: int
     parameters: int
-    stored: dict[str, str]  # every quantizable component → the format it really gets
-    fallbacks: dict[str, str]  # component → why it did not get the format asked for
+    stored: dict[str, str]  # every quantizable component → the recipe it really gets
+    fallbacks: dict[str, str]  # component → why it did not get the recipe asked for
     shares: tuple[FormatShare, ...]
 
     @property
@@ -43,28 +45,42 @@ class Cost:
         return 8 * self.bytes / self.parameters if self.parameters else 0.0
 
 
+@lru_cache(maxsize=4096)
+def recipe_of(spelling: str) -> Recipe:
+    """`Recipe.parse`, once for each spelling: planning asks for the same few thousands of times."""
+    return Recipe.parse(spelling)
+
+
+@lru_cache(maxsize=65536)
+def _stored(spelling: str, shape: tuple[int, ...]) -> tuple[str, str | None]:
+    recipe, reason = resolve(recipe_of(spelling), shape)
+    return str(recipe), reason
+
+
+@lru_cache(maxsize=65536)
+def _bytes(spelling: str, shape: tuple[int, ...]) -> int:
+    return recipe_of(spelling).grid.bytes(shape)
+
+
 def fp16_bytes(component: Component) -> int:
     return 2 * component.parameters
 
 
-def stored_format(component: Component, format_name: str) -> tuple[str, str | None]:
-    """The format a component really gets when asked for one, and why it is another (or None)."""
+def stored_recipe(component: Component, wanted: str) -> tuple[str, str | None]:
+    """The recipe a component really gets when asked for one, and why it is another (or None)."""
     try:
-        fmt, reason = resolve(format_name, component.shape)
+        return _stored(wanted, component.shape)
     except FormatError as error:
         raise PlanError(f"{component.name}: {error}") from None
-    return fmt.name, reason
 
 
-def component_bytes(component: Component, format_name: str) -> int:
-    """Bytes of one component in a format that fits it."""
-    if format_name == FP16:
-        return fp16_bytes(component)
-    return get_format(format_name).bytes(component.shape)
+def component_bytes(component: Component, recipe: str) -> int:
+    """Bytes of one component in a recipe that fits it."""
+    return fp16_bytes(component) if recipe == FP16 else _bytes(recipe, component.shape)
 
 
 def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> Cost:
-    """Prices an assignment; formats that do not fit a component fall back, and `fallbacks` says so."""
+    """Prices an assignment; recipes that do not fit a component fall back, and `fallbacks` says so."""
     components = tuple(components)
     require_known(components, assignment)
     stored: dict[str, str] = {}
@@ -80,11 +96,11 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
                 )
             total += fp16_bytes(component)
             continue
-        name, reason = stored_format(component, wanted)
-        stored[component.name] = name
+        recipe, reason = stored_recipe(component, wanted)
+        stored[component.name] = recipe
         if reason is not None:
             fallbacks[component.name] = reason
-        total += component_bytes(component, name)
+        total += component_bytes(component, recipe)
     parameters = sum(c.parameters for c in components)
     return Cost(total, parameters, stored, fallbacks, _shares(components, stored, parameters))
 
@@ -110,7 +126,7 @@ def _shares(
             kept_components += 1
             kept_weights += component.parameters
     # Most bits first, so that every table reads the same way round.
-    names = sorted(count, key=lambda name: (-get_format(name).bits, name))
+    names = sorted(count, key=lambda name: (-recipe_of(name).grid.bits, name))
     rows = [FormatShare(n, count[n], weights[n], weights[n] / total) for n in names]
     if kept_components:
         rows.append(FormatShare(FP16, kept_components, kept_weights, kept_weights / total, quantizable=False))

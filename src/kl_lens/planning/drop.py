@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kl_lens.errors import BudgetError
@@ -36,7 +36,7 @@ def plan_for_drop(
     name: str | None = None,
     **limits: Any,
 ) -> DropResult:
-    """The smallest exact plan found whose measured perplexity is at most (1 + max_drop) × the original's.
+    """The smallest exact plan seen whose measured perplexity is at most (1 + max_drop) × the original's.
 
     Args:
         evaluate: perplexity under an assignment, with whatever margin for its error is wanted; the empty
@@ -54,6 +54,11 @@ def plan_for_drop(
     for count in range(1, evaluations + 1):
         plan = plan_for_budget(table, max_kl=limit, name=name, **limits).plan
         perplexity = evaluate(plan.assignment)
+        if not (math.isfinite(perplexity) and perplexity > 0):
+            raise BudgetError(
+                f"the perplexity of a plan came out as {perplexity}; measure on more held-out text, at least two "
+                "windows that decide"
+            )
         rise = math.log(perplexity / original)
         closest = min(closest, rise)
         if rise <= allowed:
@@ -73,13 +78,10 @@ def plan_for_drop(
             f"no plan within a perplexity rise of {max_drop:.2%} was found in {evaluations} tries; the closest rose by "
             f"{math.expm1(closest):.2%}: allow more, or measure larger formats (int8, fp16) too"
         )
-    notes = dict(fitting.plan.notes) | {"max_drop": max_drop, "evaluations": count}
-    plan = Plan(
-        fitting.plan.name,
-        fitting.plan.assignment,
-        f"{fitting.plan.made_by}, the KL limit set by measured perplexity",
-        fitting.plan.predicted_kl,
-        fitting.plan.bytes,
-        notes,
+    plan = replace(
+        fitting.plan,
+        made_by=f"{fitting.plan.made_by}, the KL limit set by measured perplexity",
+        limits=fitting.plan.limits | {"drop": max_drop},
+        notes=fitting.plan.notes | {"evaluations": count},
     )
     return DropResult(plan, original, fitting.perplexity, count)

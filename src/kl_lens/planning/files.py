@@ -1,43 +1,56 @@
-"""Plans as files: readable, editable by hand, and checked when they are read back."""
+"""Plans as files: readable, editable by hand, and checked when they are read back.
+
+A plan's name is the file's own: `plans/small.json` holds the plan `small`. A copy must get a name of its own,
+or what is made from it would overwrite what was made from the first.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.formats import get_format
-from kl_lens.planning.cost import FP16, cost_of
-from kl_lens.records import Component, Plan
+from kl_lens.planning import files_v1
+from kl_lens.planning.cost import FP16, cost_of, recipe_of
+from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan
+from kl_lens.subjects import checked_plan_name
 from kl_lens.writing import write_text
 
-PLAN_FILE_VERSION = 1
+PLAN_FILE_VERSION = 2
 _FIELDS = {
     "version",
     "name",
+    "family",
     "made_by",
+    "refined_from",
     "predicted_kl",
     "bytes",
     "bits_per_weight",
+    "fixed_bytes",
+    "limits",
+    "measured",
+    "statistics",
     "fingerprint",
     "assignment",
     "notes",
 }
+_LARGEST_NUMBER = 2**63  # nothing that a plan counts is larger
 
 
 def plan_path(folder: Path | str, name: str) -> Path:
-    if not name or Path(name).name != name:
-        raise PlanError(f"{name!r} is no name for a plan; use letters, digits, dots, dashes and underscores")
-    return Path(folder) / f"{name}.json"
+    return Path(folder) / f"{checked_plan_name(name)}.json"
 
 
 def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) -> Path:
     """Writes a plan whole or not at all. Every quantizable component is named, FP16 ones too."""
     path = Path(path)
+    if checked_plan_name(plan.name) != path.stem:
+        raise PlanError(f"{path}: the file of plan {plan.name} must be called {plan.name}.json")
     components = tuple(components)
     cost = cost_of(components, plan.assignment)
     notes = {key: value for key, value in plan.notes.items() if key not in ("edited", "not_named")}
@@ -46,11 +59,17 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
     content = {
         "version": PLAN_FILE_VERSION,
         "name": plan.name,
+        "family": plan.family,
         "made_by": plan.made_by,
+        "refined_from": plan.refined_from,
         "predicted_kl": plan.predicted_kl,
         "bytes": cost.bytes,
         "bits_per_weight": round(cost.bits_per_weight, 6),
-        "fingerprint": _fingerprint(cost.stored),
+        "fixed_bytes": plan.fixed_bytes,
+        "limits": plan.limits,
+        "measured": plan.measured.to_json() if plan.measured else None,
+        "statistics": plan.statistics,
+        "fingerprint": _fingerprint(cost.stored, plan.statistics),
         "notes": notes,
         "assignment": cost.stored,
     }
@@ -72,14 +91,28 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     missing = [c.name for c in components if c.quantizable and c.name not in assignment]
     full = {c.name: assignment.get(c.name, FP16) for c in components if c.quantizable}
     size = cost_of(components, full).bytes
-    notes, predicted = dict(content.get("notes") or {}), content.get("predicted_kl")
-    made_by = str(content.get("made_by") or "hand")
-    if content.get("fingerprint") != _fingerprint(full) or content.get("bytes") != size:
-        notes, predicted = {"edited": True}, None
+    made_by, statistics = content.get("made_by") or "hand", content.get("statistics")
+    if content.get("fingerprint") != _fingerprint(full, statistics) or content.get("bytes") != size:
         made_by = made_by if made_by == "hand" else f"{made_by}, edited by hand"
+        plan = Plan(path.stem, full, made_by, None, size, {"edited": True}, statistics=statistics)
+    else:
+        plan = Plan(
+            path.stem,
+            full,
+            made_by,
+            content.get("predicted_kl"),
+            size,
+            dict(content.get("notes") or {}),
+            content.get("family") or "other",
+            Measured.from_json(content["measured"]) if content.get("measured") else None,
+            dict(content.get("limits") or {}),
+            content.get("fixed_bytes") or 0,
+            statistics,
+            content.get("refined_from"),
+        )
     if missing:
-        notes["not_named"] = missing
-    return Plan(str(content.get("name") or path.stem), full, made_by, predicted, size, notes)
+        plan.notes["not_named"] = missing
+    return plan
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -91,23 +124,103 @@ def _load(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path}: cannot be read: {error}") from None
     except _DuplicateKey as error:
         raise PlanError(f"{path}: {error.args[0]!r} appears twice; keep one of the two lines") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: no valid JSON: {error}; look for a missing comma or quote") from None
     if not isinstance(content, dict) or not isinstance(content.get("assignment"), dict):
         raise PlanError(f'{path}: no plan: expected an object with an "assignment" of component to format')
     version = content.get("version")
-    if version != PLAN_FILE_VERSION:
+    if version not in (1, PLAN_FILE_VERSION) or isinstance(version, bool):
         raise PlanError(
-            f"{path}: plan file version {version!r}; this program reads version {PLAN_FILE_VERSION}"
+            f"{path}: plan file version {version!r}; this program reads versions 1 and {PLAN_FILE_VERSION}"
         )
-    if unknown := sorted(set(content) - _FIELDS):
-        raise PlanError(f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], _FIELDS)}")
-    predicted = content.get("predicted_kl")
-    if predicted is not None and (isinstance(predicted, bool) or not isinstance(predicted, int | float)):
-        raise PlanError(f"{path}: predicted_kl is {predicted!r}; expected a number or null")
+    _require_storable(path, content)
+    known = files_v1.FIELDS if version == 1 else _FIELDS
+    if unknown := sorted(set(content) - known):
+        raise PlanError(f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], known)}")
     if not isinstance(content.get("notes") or {}, dict):
         raise PlanError(f"{path}: notes must be an object")
+    if version == 1:
+        content = files_v1.modern(content)
+    _require_types(path, content)
     return content
+
+
+def _require_storable(path: Path, content: Mapping[str, Any]) -> None:
+    """Numbers must be finite and of this world, and strings must be text, wherever they stand."""
+    waiting: list[tuple[str, Any]] = list(content.items())
+    while waiting:
+        field, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{field}.{key}", inner) for key, inner in value.items()]
+            waiting += [(field, key) for key in value]
+        elif isinstance(value, list):
+            waiting += [(field, inner) for inner in value]
+        elif isinstance(value, int | float) and not abs(value) < _LARGEST_NUMBER:  # nan compares as False
+            raise PlanError(f"{path}: {field} is no finite number; give one, or null where there is none")
+        elif isinstance(value, str) and not value.isascii() and _is_broken(value):
+            raise PlanError(f"{path}: {field} holds characters that are no text (half a surrogate pair)")
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _require_types(path: Path, content: Mapping[str, Any]) -> None:
+    """Every field of its kind; all but the assignment may be missing or null."""
+
+    def require(field: str, fits: Callable[[Any], bool], expected: str, value: Any) -> None:
+        if value is not None and not fits(value):
+            raise PlanError(f"{path}: {field} is {value!r}; expected {expected} or null")
+
+    name = content.get("name")
+    if name is not None and name != path.stem:
+        raise PlanError(
+            f"{path}: the plan inside is called {name!r}, but a plan is called like its file; "
+            f'write "name": {json.dumps(path.stem)} into it if it is a copy, or rename the file'
+        )
+    try:
+        checked_plan_name(path.stem)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}; rename the file and the name inside") from None
+    for field in ("made_by", "statistics", "refined_from", "fingerprint"):
+        require(field, lambda v: isinstance(v, str), "a string", content.get(field))
+    family = content.get("family")
+    require("family", lambda v: v in PLAN_FAMILIES, f"one of {', '.join(PLAN_FAMILIES)}", family)
+    for field in ("bytes", "fixed_bytes"):
+        require(field, _is_count, "a whole number of bytes", content.get(field))
+    for field in ("predicted_kl", "bits_per_weight"):
+        require(field, _is_amount, "a number", content.get(field))
+    require("limits", lambda v: isinstance(v, dict), "an object", content.get("limits"))
+    for limit, value in (content.get("limits") or {}).items():
+        require(f"limits.{limit}", _is_amount, "a number", value if value is not None else "null")
+    expected = f"an object of {', '.join(Measured.__dataclass_fields__)}"
+    require("measured", _is_measured, expected, content.get("measured"))
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_measured(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != set(Measured.__dataclass_fields__):
+        return False
+    estimates = [value["kl"], value["perplexity"]]
+    return (
+        all(isinstance(e, dict) and set(e) <= {"value", "standard_error"} for e in estimates)
+        and all(_is_amount(e.get("value")) for e in estimates)
+        and all(e.get("standard_error") is None or _is_amount(e["standard_error"]) for e in estimates)
+        and all(_is_amount(v) and v > 0 for v in (value["perplexity"]["value"], value["original_perplexity"]))
+        and isinstance(value["text"], str)
+        and _is_count(value["windows"])
+    )
 
 
 def _checked_assignment(
@@ -121,21 +234,26 @@ def _checked_assignment(
         if component is None:
             raise PlanError(f"{path}: the model has no component {name!r}{_hint(name, [*by_name, *aliases])}")
         if not isinstance(wanted, str):
-            raise PlanError(f"{path}: {name}: expected the name of a format, found {wanted!r}")
+            raise PlanError(f"{path}: {name}: expected the name of a format, got {wanted!r}")
         try:
-            fmt = get_format(wanted)
+            recipe = recipe_of(wanted)
         except FormatError as error:
             raise PlanError(f"{path}: {name}: {error}") from None
+        if recipe.learnt is not None:
+            raise PlanError(
+                f"{path}: {name}: write {recipe}; what recipes learnt from stands in the field statistics"
+            )
+        spelling = str(recipe)
         if not component.quantizable:
-            if fmt.name != FP16:
-                raise PlanError(f"{path}: {name} cannot be {fmt.name}: {component.reason}; take the line out")
+            if spelling != FP16:
+                raise PlanError(f"{path}: {name} cannot be {spelling}: {component.reason}; take the line out")
             continue
-        if reason := fmt.fits(component.shape):
-            raise PlanError(f"{path}: {name} cannot be {fmt.name}: {reason}; choose another format")
-        if assignment.setdefault(component.name, fmt.name) != fmt.name:
+        if reason := recipe.grid.fits(component.shape):
+            raise PlanError(f"{path}: {name} cannot be {spelling}: {reason}; choose another format")
+        if assignment.setdefault(component.name, spelling) != spelling:
             raise PlanError(
                 f"{path}: {name} is the same weight as {component.name}, which has {assignment[component.name]}, "
-                f"not {fmt.name}; give both one format"
+                f"not {spelling}; give both one format"
             )
     return assignment
 
@@ -145,8 +263,10 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "; `kl-lens inspect` lists what there is"
 
 
-def _fingerprint(assignment: Mapping[str, str]) -> str:
-    text = json.dumps(sorted(assignment.items()))
+def _fingerprint(assignment: Mapping[str, str], statistics: str | None) -> str:
+    """Of all that makes the weights: recipes, and what they learnt from."""
+    facts: list[Any] = sorted(assignment.items())
+    text = json.dumps(facts if statistics is None else [*facts, statistics])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

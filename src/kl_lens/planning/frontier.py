@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kl_lens.errors import BudgetError
 from kl_lens.planning.hull import Hull, hull_of
+from kl_lens.planning.pareto import undominated
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import Problem
 from kl_lens.records import Plan, SensitivityTable
@@ -96,7 +97,12 @@ class Frontier:
     def plan(self, point: FrontierPoint, table: SensitivityTable, name: str) -> Plan:
         notes: dict[str, object] = {"frontier_within": self.within}
         return finished_plan(
-            table, name, self.problem.assignment(point.selection), "Pareto frontier of bytes and KL", notes
+            table,
+            name,
+            self.problem.assignment(point.selection),
+            "Pareto frontier of bytes and KL",
+            notes,
+            family="exact",
         )
 
 
@@ -135,7 +141,7 @@ def pareto_frontier(problem: Problem, most_points: int = MOST_POINTS) -> Frontie
         choices = len(sizes_of[group])
         all_sizes = (sizes[:, None] + sizes_of[group]).ravel()
         all_kls = (kls[:, None] + kls_of[group]).ravel()
-        kept = _undominated(all_sizes, all_kls)
+        kept = undominated(all_sizes, all_kls)
         if len(kept) > max(most_points, 2):
             kept, factor = _merged(kept, all_kls, most_points, factor)
             within *= 1 + factor
@@ -145,15 +151,6 @@ def pareto_frontier(problem: Problem, most_points: int = MOST_POINTS) -> Frontie
     hull = hull_of(kls_of, [s.astype(np.float64) for s in sizes_of])
     sizes, kls = _with_corners(problem, hull, sizes, kls, trail)
     return Frontier(problem, sizes, kls, within, trail, hull)
-
-
-def _undominated(sizes: npt.NDArray[np.int64], kls: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
-    """Indices of states that no other beats, by increasing size and decreasing KL."""
-    order = np.lexsort((kls, sizes))
-    best_so_far = np.minimum.accumulate(kls[order])
-    keep = np.ones(len(order), dtype=bool)
-    keep[1:] = best_so_far[1:] < best_so_far[:-1]
-    return order[keep]
 
 
 def _merged(
@@ -179,7 +176,7 @@ def _with_corners(
     totals = [problem.totals(selection) for selection in corners]
     all_sizes = np.concatenate([sizes, np.array([t.bytes for t in totals], dtype=np.int64)])
     all_kls = np.concatenate([kls, np.array([t.kl for t in totals])])
-    kept = _undominated(all_sizes, all_kls)
+    kept = undominated(all_sizes, all_kls)
     trail.states = kept.astype(np.int64)
     trail.known = {
         place: tuple(corners[state - len(sizes)]) for place, state in enumerate(kept) if state >= len(sizes)

@@ -16,12 +16,14 @@ import numpy as np
 from kl_lens.errors import PlanError
 from kl_lens.planning.highs import Indices, Limit, Numbers, Program, exact_sum, feasible, integral, total
 from kl_lens.planning.hull import hull_of
+from kl_lens.planning.pareto import undominated
 from kl_lens.planning.proof import better_selection
 
 __all__ = ["Limit", "Numbers", "Optimum", "minimise"]
 
 # A bound this close to the value (relatively) is the same number as far as HiGHS's arithmetic can tell.
 ARITHMETIC = 1e-9
+MOST_SECONDS = 60.0
 SCALED_OPTIMUM = 1e4  # the size the optimum is scaled to: HiGHS's 1e-6 is then 1e-10 of it
 
 
@@ -34,10 +36,10 @@ class Optimum:
     seconds: float
 
 
-def minimise(costs: Sequence[Numbers], limits: Sequence[Limit], time_limit: float = 60.0) -> Optimum | None:
+def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | None:
     """The best selection, or None where none meets the limits."""
     started = time.perf_counter()
-    alive = [_undominated(g, costs, limits) for g in range(len(costs))]
+    alive = [np.sort(undominated(c, *(limit.amounts[g] for limit in limits))) for g, c in enumerate(costs)]
     cheapest = [int(index[np.argmin(costs[g][index])]) for g, index in enumerate(alive)]
     if feasible(cheapest, limits):
         return Optimum(cheapest, 0.0, len(alive), 0, time.perf_counter() - started)
@@ -52,11 +54,11 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit], time_limit: floa
             alive = _not_worse_than(alive, costs, total(costs, incumbent))
         program = Program(costs, limits, alive)
         scale = _scale(costs, alive, incumbent, program)
-        answer = program.solve(scale, time_limit - (time.perf_counter() - started))
+        answer = program.solve(scale, MOST_SECONDS - (time.perf_counter() - started))
         solves += answer.solves
         if answer.selection is None:
             if answer.stopped and incumbent is None:
-                raise PlanError(f"no plan found within {time_limit:g} s; allow more time or fewer formats")
+                raise PlanError(f"no plan within {MOST_SECONDS:g} s of searching; allow fewer formats")
             if incumbent is None:
                 return None
             answer.selection = incumbent  # HiGHS ran out of time, or lost the incumbent to a tolerance
@@ -89,21 +91,11 @@ def _closed_gap(
         improvement = step or ARITHMETIC * abs(value)
         finished, better = better_selection(prices, amounts, float(limits[0].most), value, improvement)
         if better is not None:
-            found = [int(index[pick]) for index, pick in zip(alive, better, strict=True)]
-            if feasible(found, limits) and total(costs, found) < value:
-                selection = found
+            candidate = [int(index[pick]) for index, pick in zip(alive, better, strict=True)]
+            if feasible(candidate, limits) and total(costs, candidate) < value:
+                selection = candidate
                 continue
         return selection, 0.0 if finished and better is None else gap
-
-
-def _undominated(group: int, costs: Sequence[Numbers], limits: Sequence[Limit]) -> Indices:
-    """Choices for which no other is at least as good in every respect (of equals, the first stays)."""
-    table = np.stack([costs[group], *(limit.amounts[group] for limit in limits)], axis=1)
-    no_worse = (table[None, :, :] <= table[:, None, :]).all(axis=2)  # [i, j]: j is no worse than i
-    first = np.arange(len(table))
-    beaten = no_worse & (~no_worse.T | (first[None, :] < first[:, None]))
-    np.fill_diagonal(beaten, False)
-    return np.flatnonzero(~beaten.any(axis=1))
 
 
 def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indices] | None:

@@ -6,11 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kl_lens.errors import PlanError
-from kl_lens.planning.cost import FP16, cost_of, stored_format
-from kl_lens.records import Estimate, Plan, SensitivityTable
+from kl_lens.errors import FormatError, PlanError
+from kl_lens.planning.cost import FP16, cost_of, recipe_of, stored_recipe
+from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
+from kl_lens.subjects import checked_plan_name
 
 PREDICTED_METRIC = "kl_teacher_to_student"
+OTHER_KL = "kl_student_to_teacher"
+# What can be added up over components; larger must be worse, so SQNR is not among them.
+ADDITIVE_METRICS = (PREDICTED_METRIC, OTHER_KL, "mse", "delta_cross_entropy")
+
+# KL is as large as the widest gap between two logits at most. So many times the entropy of a blind guess leaves room
+# for ruined models, and for published values, which are sums over a window; 5e8 is beyond anything that is a KL.
+_LARGEST = 1e4
+_NOISE = 1e-4  # nats per token: a KL is never negative but for rounding
 
 
 class Predictor:
@@ -20,32 +29,32 @@ class Predictor:
     count as zero, or an optimiser would collect noise as if it were a gain.
     """
 
-    def __init__(self, table: SensitivityTable, metric: str = PREDICTED_METRIC) -> None:
-        self.metric = metric
+    def __init__(self, table: SensitivityTable, metric: str | None = None) -> None:
+        self.metric = metric or prediction_metric(table)[0]
         self._measured: dict[tuple[str, str], Estimate] = {}
-        shapes = {c.name: c for c in table.components}
+        components = {c.name: c for c in table.components}
         through_fallback: dict[tuple[str, str], Estimate] = {}
         for m in table.measurements:
-            estimate = m.metrics.get(metric)
-            if estimate is None or m.component not in shapes:
+            estimate = m.metrics.get(self.metric)
+            if estimate is None or m.component not in components:
                 continue
             clamped = Estimate(0.0 if estimate.value < 0 else estimate.value, estimate.standard_error)
-            self._measured.setdefault((m.component, m.format), clamped)
-            stored, reason = stored_format(shapes[m.component], m.format)
+            stored, reason = stored_recipe(components[m.component], m.format)
+            self._measured.setdefault((m.component, str(recipe_of(m.format))), clamped)
             if reason is not None:
                 through_fallback.setdefault((m.component, stored), clamped)
-        # What a format falls back to was measured under the name that was asked for.
+        # What a recipe falls back to was measured under the name that was asked for.
         for key, estimate in through_fallback.items():
             self._measured.setdefault(key, estimate)
 
-    def estimate(self, component: str, format_name: str) -> Estimate | None:
-        """Damage of one component in one format; None where nobody measured it."""
-        if format_name == FP16:
+    def estimate(self, component: str, recipe: str) -> Estimate | None:
+        """Damage of one component in one recipe; None where nobody measured it."""
+        if recipe == FP16:
             return Estimate(0.0, 0.0)
-        return self._measured.get((component, format_name))
+        return self._measured.get((component, recipe))
 
     def unmeasured(self, assignment: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(c for c, f in assignment.items() if self.estimate(c, f) is None)
+        return tuple(c for c, r in assignment.items() if self.estimate(c, r) is None)
 
     def total(self, assignment: Mapping[str, str]) -> Estimate | None:
         """Predicted KL of a plan; None where a part of it was never measured.
@@ -53,11 +62,67 @@ class Predictor:
         All parts were measured on the same windows, so their errors are correlated in a way that the table
         does not hold. The sum of the standard errors is an upper bound whatever the correlation.
         """
-        estimates = [self.estimate(c, f) for c, f in assignment.items()]
+        estimates = [self.estimate(c, r) for c, r in assignment.items()]
         known = [e for e in estimates if e is not None]
         if len(known) < len(estimates):
             return None
         return Estimate(math.fsum(e.value for e in known), math.fsum(e.standard_error for e in known))
+
+
+def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
+    """The metric whose sum predicts a plan's damage, and why it is not KL(teacher ‖ student) (or None).
+
+    Published files hold numbers under that name of which not one is a KL; the other direction is right there.
+    """
+    usable = {metric: _usable(table, metric) for metric in (PREDICTED_METRIC, OTHER_KL)}
+    if usable[PREDICTED_METRIC] or not usable[OTHER_KL]:
+        return PREDICTED_METRIC, None
+    values = [m.metrics[PREDICTED_METRIC].value for m in table.measurements if PREDICTED_METRIC in m.metrics]
+    why = f"no value of {PREDICTED_METRIC} can be a KL (about {values[0]:.2g})" if values else (
+        f"{PREDICTED_METRIC} was not measured")  # fmt: skip
+    published = all(m.compute_dtype == "published" for m in table.measurements)
+    unit = "; published KLs are sums over a window, not per token" if published else ""
+    return OTHER_KL, f"{why}, so plans go by {OTHER_KL}{unit}"
+
+
+def require_sane(table: SensitivityTable, metric: str) -> None:
+    """Refuses to add up what cannot be added up, and values that cannot be what they are called."""
+    if metric not in ADDITIVE_METRICS:
+        raise PlanError(f"{metric} cannot be added up over components; choose {', '.join(ADDITIVE_METRICS)}")
+    if table.measurements and not any(metric in m.metrics for m in table.measurements):
+        raise PlanError(f"{table.model}: no measurement holds {metric}; plan by another --metric, or measure")
+    most = _most(table)
+    for m in table.measurements:
+        if why := _impossible(m, metric, most):
+            raise PlanError(
+                f"{m.component} at {m.format}: {metric} is {m.metrics[metric].value:.4g}, {why}; measure it again, "
+                "or plan by another --metric"
+            )
+
+
+def _usable(table: SensitivityTable, metric: str) -> bool:
+    """Whether any value can be what the metric says; one wrong one among right ones is not the metric's fault."""
+    most = _most(table)
+    return any(metric in m.metrics and not _impossible(m, metric, most) for m in table.measurements)
+
+
+def _impossible(measurement: Measurement, metric: str, most: float) -> str | None:
+    """Why a measured value is no KL, or None. Infinity is one: a next token was ruled out altogether."""
+    estimate = measurement.metrics.get(metric)
+    if metric not in (PREDICTED_METRIC, OTHER_KL) or estimate is None or estimate.value == math.inf:
+        return None
+    if math.isnan(estimate.value):
+        return "which is no number"
+    error = estimate.standard_error if math.isfinite(estimate.standard_error) else 0.0
+    if estimate.value < -(_NOISE + 4 * error):
+        return "but a KL is never negative"
+    return "far too large for a KL per token" if estimate.value > most else None
+
+
+def _most(table: SensitivityTable) -> float:
+    """The head has a row for each token of the vocabulary."""
+    rows = [c.shape[-2] for c in table.components if c.name == table.head and len(c.shape) > 1]
+    return _LARGEST * math.log(max(rows[0], 2) if rows else 2**20)
 
 
 def complete(table: SensitivityTable, assignment: Mapping[str, str]) -> dict[str, str]:
@@ -72,6 +137,8 @@ def finished_plan(
     made_by: str,
     notes: Mapping[str, object] | None = None,
     predictor: Predictor | None = None,
+    *,
+    family: str = "other",
 ) -> Plan:
     """A plan with all components named, its exact bytes, its prediction, and its fallbacks in the notes."""
     cost = cost_of(table.components, assignment)
@@ -82,29 +149,56 @@ def finished_plan(
     if cost.fallbacks:
         remarks["fallbacks"] = cost.fallbacks
     if predicted is not None:
-        remarks["predicted_kl_standard_error"] = _finite_or_none(predicted.standard_error)
+        remarks["predicted_kl_standard_error"] = finite_or_none(predicted.standard_error)
     else:
         remarks["unmeasured"] = list(predictor.unmeasured(settled))
-    value = predicted.value if predicted is not None and math.isfinite(predicted.value) else None
-    return Plan(name, settled, made_by, predicted_kl=value, bytes=cost.bytes, notes=remarks)
+    if predictor.metric != PREDICTED_METRIC:
+        remarks["predicted_by"] = predictor.metric
+    value = finite_or_none(predicted.value) if predicted is not None else None
+    return Plan(checked_plan_name(name), settled, made_by, value, cost.bytes, remarks, family)
+
+
+def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
+    """Everything in one recipe; `uniform_int4-g64.gptq` is how names spell its plus."""
+    spelling = str(recipe_of(recipe))
+    kept = {table.head} if no_head else set()
+    assignment = {c.name: spelling for c in table.candidates if c.name not in kept}
+    name = f"uniform_{spelling.replace('+', '.')}"
+    return finished_plan(table, name, assignment, f"uniform: everything in {spelling}", family="uniform")
 
 
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
     """The same assignment with bytes and prediction computed afresh: what a plan edited by hand needs."""
     fresh = finished_plan(table, plan.name, plan.assignment, plan.made_by)
-    stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured")
+    stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured", "predicted_by")
     kept = {key: value for key, value in plan.notes.items() if key not in stale}
-    return replace(fresh, notes={**kept, **fresh.notes})
+    return replace(
+        plan,
+        assignment=fresh.assignment,
+        predicted_kl=fresh.predicted_kl,
+        bytes=fresh.bytes,
+        notes={**kept, **fresh.notes},
+        measured=None,
+    )
 
 
-def require_measurements(table: SensitivityTable, format_name: str) -> None:
-    if format_name not in table.formats:
-        measured = ", ".join(table.formats) or "none"
+def measured_recipes(table: SensitivityTable) -> tuple[str, ...]:
+    """What was measured, as recipes are spelled, in the order of first appearance."""
+    try:
+        return tuple(dict.fromkeys(str(recipe_of(name)) for name in table.formats))
+    except FormatError as error:
+        raise PlanError(f"{table.model}: the measurements name an {error}") from None
+
+
+def require_measurements(table: SensitivityTable, recipe: str) -> None:
+    measured = measured_recipes(table)
+    if recipe not in measured:
         raise PlanError(
-            f"{table.model}: no measurements at {format_name} (measured: {measured}); "
-            f"run `kl-lens measure --formats {format_name}` first"
+            f"{table.model}: no measurements at {recipe} (measured: {', '.join(measured) or 'none'}); "
+            f"run `kl-lens measure --formats {recipe}` first"
         )
 
 
-def _finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """An error that is not defined is null in a file."""
     return value if math.isfinite(value) else None

@@ -1,26 +1,33 @@
-"""The choice that planning is about: one format for each group of components, with what each would cost."""
+"""The choice that planning is about: one recipe for each group of components, with what each would cost."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kl_lens.errors import PlanError
-from kl_lens.formats import get_format
-from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, stored_format
-from kl_lens.planning.predict import PREDICTED_METRIC, Predictor, require_measurements
+from kl_lens.errors import FormatError, PlanError
+from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, recipe_of, stored_recipe
+from kl_lens.planning.predict import (
+    Predictor,
+    measured_recipes,
+    prediction_metric,
+    require_measurements,
+    require_sane,
+)
 from kl_lens.records import Component, SensitivityTable
 
-# Seconds that one component takes in one format, measured on the target.
+# Seconds that one component takes in one format (or recipe), measured on the target.
 LatencyTable = Mapping[tuple[str, str], float]
+# Whether a target can hold a component in a recipe: True, or False, or why not.
+Allowed = Callable[[Component, str], bool | str]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One format for all members of a group."""
+    """One recipe for all members of a group."""
 
-    format: str
+    recipe: str
     bytes: int
     kl: float
     seconds: float = 0.0
@@ -28,7 +35,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Group:
-    """Components that must share a format; most groups have one member."""
+    """Components that must share a recipe; most groups have one member."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -46,35 +53,39 @@ class Problem:
     """Everything that a plan decides (groups) and everything that it does not (fixed)."""
 
     groups: tuple[Group, ...]
-    fixed_bytes: int
+    fixed_bytes: int  # weights without a choice, and what the file needs besides
     fixed_seconds: float
     parameters: int
     has_latency: bool = False
+    besides_bytes: int = 0  # of the fixed ones: what is no weight, or more than plans count for one
+    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (component, recipe) → why not
 
     def assignment(self, selection: Sequence[int]) -> dict[str, str]:
         return {
-            member: group.choices[index].format
+            member: group.choices[index].recipe
             for group, index in zip(self.groups, selection, strict=True)
             for member in group.members
         }
 
     def selection(self, assignment: Mapping[str, str]) -> list[int]:
-        """The inverse of `assignment`; fails where a group's members disagree or a format is no choice."""
+        """The inverse of `assignment`; fails where a group's members disagree or a recipe is no choice."""
         indices = []
         free = {member for group in self.groups for member in group.members}
         for name, wanted in assignment.items():
             if name not in free and wanted != FP16:
                 raise PlanError(f"{name}: {wanted} asked for, but it has no choice here and stays FP16")
         for group in self.groups:
-            formats = {assignment.get(member, FP16) for member in group.members}
-            if len(formats) > 1:
+            recipes = {assignment.get(member, FP16) for member in group.members}
+            if len(recipes) > 1:
                 raise PlanError(
-                    f"{' and '.join(group.members)} are fused by runtimes but have {', '.join(sorted(formats))}; "
+                    f"{' and '.join(group.members)} are fused by runtimes but have {', '.join(sorted(recipes))}; "
                     "give them one format or plan without keeping them together"
                 )
-            wanted = formats.pop()
-            names = [choice.format for choice in group.choices]
+            wanted = recipes.pop()
+            names = [choice.recipe for choice in group.choices]
             if wanted not in names:
+                if why := self.refused.get((group.members[0], wanted)):
+                    raise PlanError(f"{group.members[0]}: {why}; change the plan")
                 raise PlanError(
                     f"{group.members[0]}: {wanted} is not among its measured formats ({', '.join(names)}); "
                     "measure it first"
@@ -94,23 +105,28 @@ class Problem:
 def build_problem(
     table: SensitivityTable,
     *,
-    formats: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
     exclude: Collection[str] = (),
     keep_fused: bool = True,
     latency: LatencyTable | None = None,
-    metric: str = PREDICTED_METRIC,
+    metric: str | None = None,
+    allowed: Allowed | None = None,
+    fixed_bytes: int = 0,
 ) -> Problem:
     """Groups and choices from a sensitivity table.
 
-    A group's choices are FP16 and each of `formats` (default: all measured ones that a runtime can store)
+    A group's choices are FP16 and each of `recipes` (default: all measured ones that a runtime can store)
     that all its members were measured in. Components in `exclude` stay FP16.
+
+    Args:
+        metric: whose sum is the damage (default: `prediction_metric`).
+        allowed: what the target can hold: a plan made for it never has a recipe of which this says no.
+        fixed_bytes: what the target's file needs besides the weights as plans count them (header, tokenizer,
+            vectors in float32); sizes and limits in bytes are then the file's.
     """
-    if formats is None:
-        formats = [f for f in table.formats if f != FP16 and not f.endswith("-absmax")]
-    else:
-        formats = [get_format(f).name for f in formats if f != FP16]
-        for name in formats:
-            require_measurements(table, name)
+    metric = metric or prediction_metric(table)[0]
+    require_sane(table, metric)
+    menu = _menu(table, recipes)
     by_name = {c.name: c for c in table.components}
     if unknown := sorted(set(exclude) - set(by_name)):
         raise PlanError(f"cannot exclude {unknown[0]!r}: no such component; `kl-lens inspect` lists them all")
@@ -118,17 +134,34 @@ def build_problem(
     fixed = [c for c in table.components if not c.quantizable or c.name in exclude]
     predictor = Predictor(table, metric)
     clusters = _clusters(free) if keep_fused else [(c,) for c in free]
+    refused: dict[tuple[str, str], str] = {}
     groups = tuple(
-        Group(tuple(c.name for c in members), _choices(members, formats, predictor, latency))
+        Group(tuple(c.name for c in members), _choices(members, menu, predictor, latency, allowed, refused))
         for members in clusters
     )
     return Problem(
         groups=groups,
-        fixed_bytes=sum(fp16_bytes(c) for c in fixed),
+        fixed_bytes=fixed_bytes + sum(fp16_bytes(c) for c in fixed),
         fixed_seconds=math.fsum(latency.get((c.name, FP16), 0.0) for c in fixed) if latency else 0.0,
         parameters=sum(c.parameters for c in table.components),
         has_latency=latency is not None,
+        besides_bytes=fixed_bytes,
+        refused=refused,
     )
+
+
+def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[str]:
+    if recipes is None:
+        measured = measured_recipes(table)
+        return [r for r in measured if r != FP16 and not recipe_of(r).format.endswith("-absmax")]
+    try:
+        menu = [str(recipe_of(recipe)) for recipe in recipes]
+    except FormatError as error:
+        raise PlanError(str(error)) from None
+    for recipe in menu:
+        if recipe != FP16:
+            require_measurements(table, recipe)
+    return menu
 
 
 def _clusters(free: Sequence[Component]) -> list[tuple[Component, ...]]:
@@ -151,32 +184,60 @@ def _clusters(free: Sequence[Component]) -> list[tuple[Component, ...]]:
 
 
 def _choices(
-    members: Sequence[Component], formats: Sequence[str], predictor: Predictor, latency: LatencyTable | None
+    members: Sequence[Component],
+    menu: Sequence[str],
+    predictor: Predictor,
+    latency: LatencyTable | None,
+    allowed: Allowed | None,
+    refused: dict[tuple[str, str], str],
 ) -> tuple[Choice, ...]:
     choices: dict[str, Choice] = {}
-    for wanted in (FP16, *formats):
-        stored = {stored_format(member, wanted)[0] for member in members}
+    for wanted in (FP16, *menu):
+        stored = {stored_recipe(member, wanted)[0] for member in members}
         if len(stored) > 1:
-            continue  # the siblings would fall back differently, and not share a format after all
-        name = stored.pop()
-        estimates = [predictor.estimate(member.name, name) for member in members]
+            continue  # the siblings would fall back differently, and not share a recipe after all
+        recipe = stored.pop()
+        estimates = [predictor.estimate(member.name, recipe) for member in members]
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
-        if name in choices or len(values) < len(members):
+        if recipe in choices or len(values) < len(members):
             continue
-        choices[name] = Choice(
-            format=name,
-            bytes=sum(component_bytes(member, name) for member in members),
+        if allowed is not None and not _all_allowed(members, recipe, allowed, refused):
+            continue
+        choices[recipe] = Choice(
+            recipe=recipe,
+            bytes=sum(component_bytes(member, recipe) for member in members),
             kl=math.fsum(values),
-            seconds=math.fsum(_seconds(member, name, latency) for member in members) if latency else 0.0,
+            seconds=math.fsum(_seconds(member, recipe, latency) for member in members) if latency else 0.0,
+        )
+    if not choices:
+        reasons = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
+        raise PlanError(
+            f"{members[0].name}: the target can hold none of its recipes: {reasons}; measure others"
         )
     return tuple(choices.values())
 
 
-def _seconds(component: Component, format_name: str, latency: LatencyTable) -> float:
-    try:
-        return latency[component.name, format_name]
-    except KeyError:
+def _all_allowed(
+    members: Sequence[Component], recipe: str, allowed: Allowed, refused: dict[tuple[str, str], str]
+) -> bool:
+    """Whether the target takes the recipe for every member; `refused` keeps why not."""
+    good = True
+    for member in members:
+        answer = allowed(member, recipe)
+        if answer is not True:
+            good = False
+            refused[member.name, recipe] = answer or f"{recipe} is nothing that the target can hold"
+    return good
+
+
+def _seconds(component: Component, recipe: str, latency: LatencyTable) -> float:
+    """A kernel's time depends on the format alone, so a profile need not know the methods."""
+    seconds = latency.get((component.name, recipe))
+    if seconds is None:
+        seconds = latency.get((component.name, recipe_of(recipe).format))
+    if seconds is None:
         raise PlanError(
-            f"the latency profile has no time for {component.name} in {format_name}; "
+            f"the latency profile has no time for {component.name} in {recipe}; "
             "profile it or leave the format out"
-        ) from None
+        )
+    return seconds

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.planning.hull import Array, hull_of, sums_from_the_end
+from kl_lens.planning.pareto import undominated
 
 Indices = npt.NDArray[np.intp]
 
@@ -40,10 +41,7 @@ def better_selection(
         # Rounding in the bound must never discard a true improvement.
         slack = 1e-12 * (abs(value) + np.abs(bound))
         alive = np.flatnonzero((room >= rest_amounts[0] - 1e-12 * abs(most)) & (bound <= target + slack))
-        order = alive[np.lexsort((all_costs[alive], all_amounts[alive]))]
-        if len(order):
-            best_so_far = np.minimum.accumulate(all_costs[order])
-            order = order[np.concatenate([[True], best_so_far[1:] < best_so_far[:-1]])]
+        order = alive[undominated(all_amounts[alive], all_costs[alive])]
         if len(order) == 0:
             return True, None
         if len(order) > MOST_STATES:

@@ -1,7 +1,7 @@
 """Measured improvement of a plan: prediction proposes, measurement decides.
 
 The additive prediction misses how components interact. Starting from a plan, this tries changes that keep
-the bytes within the budget: one group of components to a better format where there is room for it, or one
+the bytes within the budget: one group of components to a better recipe where there is room for it, or one
 up and another down. Changes are tried in the order of their predicted gain and accepted only where the
 measured KL falls by more than `z` standard errors of the paired difference over windows. Each acceptance
 lowers the measured KL, so the result is never worse on the text it was refined on. Many tries at two
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kl_lens.errors import PlanError
+from kl_lens.planning.predict import finished_plan, finite_or_none
 from kl_lens.planning.problem import Problem
+from kl_lens.records import Plan, SensitivityTable
 from kl_lens.units import human_bytes
 
 Windows = npt.NDArray[np.float64]
@@ -43,7 +45,7 @@ class PairedDifference:
 class Trial:
     """One change that was measured."""
 
-    changes: tuple[tuple[str, str, str], ...]  # (component, format before, format tried)
+    changes: tuple[tuple[str, str, str], ...]  # (component, recipe before, recipe tried)
     predicted_gain: float
     difference: PairedDifference
     bytes: int
@@ -57,7 +59,7 @@ class Refinement:
     kl_before: float
     kl_after: float
     gain: PairedDifference  # refined less unrefined, on the refining text
-    confirmed: PairedDifference | None  # the same on the confirming text, of what was found
+    confirmed: PairedDifference | None  # the same on the confirming text, before any reverting
     reverted: bool  # the confirming text did not agree, so this is the unrefined plan
     evaluations: int
     exhausted: bool  # True: no change is left to try; False: stopped at max_evaluations
@@ -123,6 +125,36 @@ def refine(
         evaluations=evaluations,
         exhausted=exhausted,
         history=tuple(history),
+    )
+
+
+def refined_plan(table: SensitivityTable, plan: Plan, result: Refinement, name: str) -> Plan:
+    """The plan that refining another one gave, with what came of it in the notes."""
+    refinement = {
+        "kl_before": result.kl_before,
+        "kl_after": result.kl_after,
+        "gain": -result.gain.mean,
+        "gain_standard_error": finite_or_none(result.gain.standard_error),  # one window has none
+        "accepted": sum(trial.accepted for trial in result.history),
+        "evaluations": result.evaluations,
+        "exhausted": result.exhausted,
+        "reverted": result.reverted,
+    }
+    notes = {key: value for key, value in plan.notes.items() if key != "verification"}
+    refined = finished_plan(
+        table,
+        name,
+        result.assignment,
+        f"{plan.made_by}, refined by measured swaps",
+        notes | {"refinement": refinement},
+        family="refined",
+    )
+    return replace(
+        refined,
+        limits=plan.limits,
+        fixed_bytes=plan.fixed_bytes,
+        statistics=plan.statistics,
+        refined_from=plan.name,
     )
 
 
@@ -200,9 +232,9 @@ def _trial(
 ) -> Trial:
     named = []
     for group, choice in change:
-        formats = problem.groups[group].choices
+        choices = problem.groups[group].choices
         for member in problem.groups[group].members:
-            named.append((member, formats[before[group]].format, formats[choice].format))
+            named.append((member, choices[before[group]].recipe, choices[choice].recipe))
     old, new = problem.totals(before), problem.totals(after)
     return Trial(tuple(named), old.kl - new.kl, difference, new.bytes, accepted)
 

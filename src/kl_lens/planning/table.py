@@ -1,4 +1,4 @@
-"""Plans in rows: what each costs, what it predicts, which format got how much, and where plans differ."""
+"""Plans in rows: what each costs, what it predicts, which recipe got how much, and where plans differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kl_lens.records import Component, Plan
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan in numbers. Measured values come from the plan's notes, where verification puts them."""
+    """One plan in numbers."""
 
     name: str
     bytes: int
@@ -35,7 +35,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """A component that does not have the same format in all plans."""
+    """A component that does not have the same recipe in all plans."""
 
     component: str
     formats: tuple[str, ...]  # in the order of the plans
@@ -54,8 +54,8 @@ def plan_row(plan: Plan, components: Iterable[Component]) -> PlanRow:
         bytes=cost.bytes,
         bits_per_weight=cost.bits_per_weight,
         predicted_kl=plan.predicted_kl,
-        measured_kl=_number(plan, "measured_kl"),
-        perplexity=_number(plan, "perplexity"),
+        measured_kl=plan.measured.kl.value if plan.measured else None,
+        perplexity=plan.measured.perplexity.value if plan.measured else None,
         shares=cost.shares,
     )
 
@@ -72,8 +72,3 @@ def compare(plans: Sequence[Plan], components: Iterable[Component]) -> Compariso
         if len(set(formats)) > 1:
             differences.append(Difference(component.name, formats))
     return Comparison(tuple(plan_row(plan, components) for plan in plans), tuple(differences))
-
-
-def _number(plan: Plan, key: str) -> float | None:
-    value = plan.notes.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -114,7 +114,7 @@ def _last(commands: Sequence[Command], verbs: Sequence[str]) -> list[Command]:
 
 def _planning(view: RunView, plan: PlanView) -> list[Command]:
     planned = [c for c in view.commands if c.verb == "plan"]
-    wanted = [plan.name, str(plan.plan.notes.get("refined_from", plan.name))]
+    wanted = [plan.name, plan.plan.refined_from or plan.name]
     named = [c for c in planned if any(name in c.words for name in wanted)]
     if not named and plan.family in ("paper", "uniform"):
         named = [c for c in planned if "--paper" in c.words]

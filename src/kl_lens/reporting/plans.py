@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kl_lens import planning
 from kl_lens.records import Component, Estimate, Plan
@@ -19,6 +16,7 @@ FAMILIES = {
     "exact": "exact budget",
     "refined": "refined",
     "greedy": "greedy",
+    "stock": "stock recipes",
     "other": "other plans",
 }
 
@@ -29,17 +27,33 @@ class PlanView:
 
     plan: Plan
     row: planning.PlanRow
-    stored: dict[str, str]  # component → format it really has
-    family: str
+    stored: dict[str, str]  # component → recipe it really has
     label: str  # short, for figures: p05, INT8
-    kl: Estimate | None  # measured as a whole on held-out text
-    perplexity: Estimate | None
-    original_perplexity: float | None
-    measured_on: str | None
 
     @property
     def name(self) -> str:
         return self.plan.name
+
+    @property
+    def family(self) -> str:
+        return self.plan.family
+
+    @property
+    def kl(self) -> Estimate | None:
+        """Measured as a whole on held-out text."""
+        return self.plan.measured.kl if self.plan.measured else None
+
+    @property
+    def perplexity(self) -> Estimate | None:
+        return self.plan.measured.perplexity if self.plan.measured else None
+
+    @property
+    def original_perplexity(self) -> float | None:
+        return self.plan.measured.original_perplexity if self.plan.measured else None
+
+    @property
+    def measured_on(self) -> str | None:
+        return self.plan.measured.place if self.plan.measured else None
 
     @property
     def bytes(self) -> int:
@@ -48,56 +62,24 @@ class PlanView:
 
 def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[PlanView, ...]:
     """All plans of a run: families in order, each from large to small."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        plan = planning.read_plan(path, components)
-        found.append(_plan_view(plan, components))
+    plans = [planning.read_plan(path, components) for path in sorted(folder.glob("*.json"))]
     order = list(FAMILIES)
-    return tuple(sorted(found, key=lambda p: (order.index(p.family), -p.bytes, p.name)))
+    views = [_plan_view(plan, components) for plan in plans]
+    return tuple(sorted(views, key=lambda p: (order.index(p.family), -p.bytes, p.name)))
 
 
 def _plan_view(plan: Plan, components: tuple[Component, ...]) -> PlanView:
-    notes = plan.notes
-    family = _family(plan)
     return PlanView(
         plan=plan,
         row=planning.plan_row(plan, components),
         stored=planning.cost_of(components, plan.assignment).stored,
-        family=family,
-        label=_label(plan.name, family),
-        kl=_noted(notes, "measured_kl"),
-        perplexity=_noted(notes, "perplexity"),
-        original_perplexity=notes.get("original_perplexity"),
-        measured_on=notes.get("measured_on"),
+        label=_label(plan),
     )
 
 
-def _noted(notes: Mapping[str, Any], key: str) -> Estimate | None:
-    value, error = notes.get(key), notes.get(f"{key}_standard_error")
-    if not isinstance(value, int | float):
-        return None
-    return Estimate(float(value), float(error) if isinstance(error, int | float) else math.nan)
-
-
-def _family(plan: Plan) -> str:
-    if plan.name.startswith("uniform_"):
-        return "uniform"
-    if "refined_from" in plan.notes or "refined" in plan.made_by:
-        return "refined"
-    for start, family in (
-        ("the paper", "paper"),
-        ("exact", "exact"),
-        ("Pareto", "exact"),
-        ("greedy", "greedy"),
-    ):
-        if plan.made_by.startswith(start):
-            return family
-    return "other"
-
-
-def _label(name: str, family: str) -> str:
-    if family == "uniform":
-        return name.removeprefix("uniform_").upper()
-    if family == "paper" and (digits := re.search(r"(\d+)$", name)):
+def _label(plan: Plan) -> str:
+    if plan.family == "uniform":
+        return plan.name.replace("uniform_", "").upper()
+    if plan.family == "paper" and (digits := re.search(r"(\d+)$", plan.name)):
         return f"p{digits[1]}"
-    return name
+    return plan.name

@@ -63,7 +63,6 @@ def test_defaults_of_the_profiles() -> None:
     assert PROFILES["gpu"].default_rewrites(True) == ("cumba",)
     assert PROFILES["gpu"].default_rewrites(False) == ()
     assert PROFILES["npu"].default_rewrites(False) == ("cumba", "reduba", "actiba")
-    assert PROFILES["gpu"].most_points == {"mamba2": 8}
 
 
 def test_settings_that_make_no_sense(tmp_path) -> None:

@@ -35,6 +35,31 @@ def test_softplus_is_exact(tmp_path) -> None:
     np.testing.assert_allclose(ours, right, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("axes", [(1, -1, 8), (-1, -1, 8), (-1, 8)])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_activations_meet_a_stack_of_matrices(axes: tuple[int, ...], compressed: bool, tmp_path) -> None:
+    """Broadcasting inside the product is what the x86 plugin does wrong; so there must be none."""
+    stack = np.random.default_rng(0).integers(-7, 7, (3, 5, 8)).astype(np.float32)
+    weight = ops.constant(stack.astype(np.int8)) if compressed else ops.constant(stack)
+    x = ops.parameter(ov.PartialShape(axes), np.float32)
+    product = ops.matmul(x, ops.convert(weight, "f32") if compressed else weight, False, True)
+    model = ov.Model([ops.result(product)], [x], "experts")
+    assert rewrites.apply(model, ())["equal_batches"] == 1
+    assert rewrites.equal_batches(model) == 0  # nothing left to do
+    for tokens in (6, 1, 9):
+        values = np.random.default_rng(1).normal(size=(tokens, 8)).astype(np.float32)
+        found = run(model, tmp_path / "m.xml", values.reshape([1] * (len(axes) - 2) + [tokens, 8]))
+        np.testing.assert_allclose(found, values @ stack.transpose(0, 2, 1), atol=1e-5)
+
+
+def test_only_stacks_of_constants_are_given_copies() -> None:
+    x = ops.parameter(ov.PartialShape([1, -1, 8]), np.float32)
+    other = ops.parameter(ov.PartialShape([3, 8, 5]), np.float32)
+    flat = ops.constant(np.ones((1, 8, 8), np.float32))
+    product = ops.matmul(ops.matmul(x, flat, False, False), other, False, False)
+    assert rewrites.equal_batches(ov.Model([ops.result(product)], [x, other], "plain")) == 0
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("shape", [[3, 4, 5], [-1, -1, -1]])
 def test_cumba(axis: int, shape: list[int], tmp_path) -> None:

@@ -21,6 +21,7 @@ _STYLES = {
     "exact": (series_class(2), "triangle"),
     "refined": (series_class(3), "diamond"),
     "greedy": (series_class(4), "down"),
+    "stock": (series_class(7), "plus"),
     "other": (series_class(6), "cross"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kl_lens.formats import get_format
+from kl_lens.recipes import Recipe
 from kl_lens.records import Component
 from kl_lens.reporting.markup import Html, join, json_block, tag
 from kl_lens.reporting.numbers import size
@@ -19,7 +19,8 @@ def strips(plans: Sequence[PlanView], components: Sequence[Component], recommend
     """Strips under one ruler of block numbers. The script reads which component lies under the pointer."""
     shown = [c for c in components if c.quantizable]
     formats = sorted(
-        {name for plan in plans for name in plan.stored.values()}, key=lambda n: (-get_format(n).bits, n)
+        {name for plan in plans for name in plan.stored.values()},
+        key=lambda n: (-Recipe.parse(n).grid.bits, n),
     )[: len(_CODES)]
     names = [c.name if c.block is None else f"{c.name} (block {c.block})" for c in shown]
     rows = [_ruler(shown)]

@@ -24,7 +24,6 @@ class DeviceProfile:
     static_only: bool = False
     rewrites: tuple[str, ...] = ()
     rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
-    most_points: Mapping[str, int] | None = None  # family → how many of the published points fit
     unrolled: bool = False
 
     def holds(self, fmt: Format) -> str | None:
@@ -50,14 +49,12 @@ PROFILES = {
             "Intel integrated GPU (Lunar Lake)",
             bits=(8,),
             rewrites_with_chunks=("cumba",),
-            most_points={"mamba2": 8},
         ),
         DeviceProfile(
             "gpu-int4",
             "the same, with INT4 chosen explicitly",
             bits=(4, 8),
             rewrites_with_chunks=("cumba",),
-            most_points={"mamba2": 8},
         ),
         DeviceProfile(
             "npu",

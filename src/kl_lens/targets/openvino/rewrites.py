@@ -1,6 +1,7 @@
-"""Changes to a finished graph: one that the CPU plugin needs to be right, and XAMBA's three for accelerators.
+"""Changes to a finished graph: two that the CPU plugins need to be right, and XAMBA's three for accelerators.
 
 - exact softplus: the ARM CPU plugin's SoftPlus is off by 4e-4 (2025.2 to 2026.4.1), enough to spoil Δ.
+- equal batches: the x86 CPU plugin (2026.4.1) loses the tokens of one batch that meets a stack of matrices.
 - CumBA: CumSum as a product with a triangular matrix of ones.
 - ReduBA: ReduceSum and ReduceMean over the last axis as a product with a vector.
 - ActiBA: SiLU and softplus by piecewise-linear tables. Unlike the others it changes the result, by at most the bound
@@ -62,6 +63,7 @@ def apply(model: ov.Model, rewrites: tuple[str, ...]) -> dict[str, int]:
         counts["cumba"] = _each(model, ("CumSum",), _cumulative_product)
     if "reduba" in rewrites:
         counts["reduba"] = _each(model, ("ReduceSum", "ReduceMean"), _reducing_product)
+    counts["equal_batches"] = equal_batches(model)
     for graph in graphs(model):
         graph.validate_nodes_and_infer_types()
     model.validate_nodes_and_infer_types()
@@ -120,6 +122,39 @@ def weights_on_the_right(model: ov.Model) -> int:
         return ops.transpose(ops.matmul(rows, left, False, True), order)
 
     return _each(model, ("MatMul",), turned)
+
+
+def equal_batches(model: ov.Model) -> int:
+    """Activations that meet a constant stack of matrices (the experts of a mixture) get a copy for each of them.
+
+    The x86 plugin makes a FullyConnected of such a product and does not broadcast in it: from activations
+    (1, tokens, width) come results for no token at all, or wrong ones, or a crash. Copied, they are right anywhere.
+    """
+
+    def copied(node: Any) -> Any | None:
+        stack = node.input_value(1)
+        batches = list(stack.get_partial_shape())[:-2]
+        if all(batch == 1 for batch in batches) or not _is_constant(stack.get_node()):
+            return None
+        x, attributes = node.input_value(0), node.get_attributes()
+        if list(x.get_partial_shape())[:-2] == batches:
+            return None
+        shape = constant([*(batch.get_length() for batch in batches), 1, 1])
+        return ops.matmul(
+            ops.broadcast(x, shape, broadcast_spec="BIDIRECTIONAL"),
+            stack,
+            attributes["transpose_a"],
+            attributes["transpose_b"],
+        )
+
+    return _each(model, ("MatMul",), copied)
+
+
+def _is_constant(node: Any) -> bool:
+    """A constant, or computed from nothing else: a compressed weight, say."""
+    if node.get_input_size() == 0:
+        return bool(node.get_type_name() == "Constant")
+    return all(_is_constant(value.get_node()) for value in node.input_values())
 
 
 def _cumulative_product(node: Any) -> Any | None:

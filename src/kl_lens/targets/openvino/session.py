@@ -22,6 +22,7 @@ from kl_lens.formats import get_format
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
+from kl_lens.targets.openvino.rewrites import equal_batches
 from kl_lens.targets.session import Logits
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -89,6 +90,7 @@ def open_session(
             f"{folder} was exported without its head, for benchmark_app; a session needs logits: export with the head"
         )
     graph = read_graph(graph_file(folder))
+    equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
     if static is None:
         _choose_rows(graph)

@@ -14,30 +14,23 @@ from typing import Any
 
 from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import RunError
-from kl_lens.formats import get_format
+from kl_lens.recipes import Recipe
 from kl_lens.records import Estimate, Measurement
 from kl_lens.writing import write_text
 
 KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
+LARGEST = 10**300  # JSON's whole numbers have no end, floats have
 FORMAT_OF_BITS = {4: "int4", 8: "int8"}
 
 
-def write_legacy(
-    path: Path, measurements: Sequence[Measurement], perplexities: dict[tuple[str, str], float] | None = None
-) -> list[Path]:
+def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
     """Writes one file per format: PATH itself for a single one, else NAME_4bit.json and so on."""
     names = list(dict.fromkeys(m.format for m in measurements))
     written = []
     for name in names:
-        content: dict[str, dict[str, float]] = {}
-        for measurement in measurements:
-            if measurement.format != name:
-                continue
-            entry = {key: measurement.metrics[key].value for key in KEYS}
-            perplexity = (perplexities or {}).get((measurement.component, name))
-            if perplexity is not None:
-                entry["perplexity"] = perplexity
-            content[measurement.component] = entry
+        content = {
+            m.component: {key: m.metrics[key].value for key in KEYS} for m in measurements if m.format == name
+        }
         target = path if len(names) == 1 else path.with_name(f"{path.stem}_{_suffix(name)}{path.suffix}")
         write_text(target, json.dumps(content, indent=2))
         written.append(target)
@@ -45,7 +38,7 @@ def write_legacy(
 
 
 def _suffix(format_name: str) -> str:
-    bits = get_format(format_name).bits
+    bits = Recipe.parse(format_name).grid.bits
     return f"{bits}bit" if FORMAT_OF_BITS.get(bits) == format_name else format_name
 
 
@@ -63,7 +56,7 @@ def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is no JSON ({error})") from error
     if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()) or not data:
         raise RunError(f"{path} is no published sensitivity file: expected {{layer: {{metric: value}}}}")
@@ -85,7 +78,8 @@ def _measurement(
 ) -> Measurement:
     metrics = {}
     for key, value in entry.items():
-        if not isinstance(value, (int, float)):
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+        if not (whole or isinstance(value, float)):
             raise RunError(f"{path}: {layer}: {key} is {value!r}, expected a number")
         metrics[key] = Estimate(float(value))
     if not set(metrics) & set(KEYS):

@@ -1,4 +1,4 @@
-"""Lists of (component, format) from least to most sensitive, by any of the measured metrics."""
+"""Sensitivity lists, as the paper makes them: (component, format) from least to most sensitive, by any metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy acceptance under a quality budget: quantize from least to most sensitive while perplexity allows.
+"""The paper's greedy acceptance under a quality budget: quantize from least to most sensitive while perplexity allows.
 
 A plan is within the budget when its perplexity is at most γ times that of the FP16 model, a baseline that
 stays fixed. Entries are (component, format) pairs sorted from least to most sensitive, one list or the merged
@@ -18,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kl_lens.errors import PlanError
-from kl_lens.planning.cost import FP16, component_bytes, stored_format
-from kl_lens.planning.predict import finished_plan
-from kl_lens.planning.ranking import (
+from kl_lens.paper.lists import (
     PUBLISHED_METRIC,
     Entry,
     excluded_components,
@@ -28,6 +26,8 @@ from kl_lens.planning.ranking import (
     ranked,
     sensitivity_list,
 )
+from kl_lens.planning.cost import FP16, component_bytes, stored_recipe
+from kl_lens.planning.predict import finished_plan
 from kl_lens.records import Component, Plan, SensitivityTable
 
 # Perplexity of the model under an assignment; the empty assignment is the FP16 model.
@@ -40,7 +40,7 @@ class GreedyResult:
     baseline: float
     limit: float  # γ × baseline
     perplexity: float  # of the plan
-    evaluations: int  # the baseline's included when it had to be measured
+    evaluations: int  # the baseline's included
     accepted: tuple[Entry, ...]
     rejected: tuple[Entry, ...]
 
@@ -50,7 +50,6 @@ def greedy_plan(
     evaluate: Evaluate,
     *,
     gamma: float = 1.10,
-    baseline: float | None = None,
     exhaustive: bool = False,
     formats: Sequence[str] = ("int4", "int8"),
     metric: str = PUBLISHED_METRIC,
@@ -63,19 +62,17 @@ def greedy_plan(
     exclude = excluded_components(table, no_head=no_head)
     order = ranked([sensitivity_list(table, f, metric, exclude) for f in formats], metric)
     search = _Search({c.name: c for c in table.candidates}, order, evaluate)
-    if baseline is None:
-        baseline = search.perplexity({})
+    baseline = search.perplexity({})
     if not (math.isfinite(baseline) and baseline > 0):
         raise PlanError(f"the FP16 model's perplexity is {baseline}; check the text and the checkpoint")
     search.limit = gamma * baseline
-    search.known[frozenset()] = baseline
     accepted, rejected = search.run(0 if exhaustive else search.longest_head())
     assignment = search.applied(accepted)
     perplexity = search.perplexity(assignment)
     notes = {
         "gamma": gamma,
-        "baseline_perplexity": baseline,
-        "perplexity": perplexity,
+        "deciding_perplexity": perplexity,
+        "deciding_perplexity_of_the_original": baseline,
         "evaluations": search.evaluations,
         "exhaustive": exhaustive,
         "metric": metric,
@@ -86,6 +83,7 @@ def greedy_plan(
         assignment,
         "greedy under a perplexity budget",
         notes,
+        family="greedy",
     )
     return GreedyResult(
         plan, baseline, search.limit, perplexity, search.evaluations, tuple(accepted), tuple(rejected)
@@ -152,4 +150,4 @@ class _Search:
         return component_bytes(component, self._stored(entry)) < component_bytes(component, current)
 
     def _stored(self, entry: Entry) -> str:
-        return stored_format(self.components[entry.component], entry.format)[0]
+        return stored_recipe(self.components[entry.component], entry.format)[0]

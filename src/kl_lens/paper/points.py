@@ -6,18 +6,20 @@ cut the later entry of a component wins: 8 bits usually do less damage than 4, s
 INT8 and then INT4 as the cuts grow. What no entry of a cut names stays FP16, and so does every component
 behind the last cut.
 
+The GPU script takes the 8-bit list alone, and on Mamba-2 cuts it into eight: ((n−1)//8)·i for i = 1 … 8. The GPU
+script with INT4 is the CPU's in all but the names, on Mamba-2 too.
+
 Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. A
 component whose two entries tie therefore gets INT8, the safer one.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 
 from kl_lens.errors import PlanError
-from kl_lens.planning.predict import Predictor, finished_plan
-from kl_lens.planning.ranking import (
+from kl_lens.paper.lists import (
     PUBLISHED_METRIC,
     Entry,
     excluded_components,
@@ -25,6 +27,7 @@ from kl_lens.planning.ranking import (
     ranked,
     sensitivity_list,
 )
+from kl_lens.planning.predict import Predictor, finished_plan
 from kl_lens.records import Plan, SensitivityTable
 
 POINTS = 10
@@ -40,19 +43,16 @@ def paper_points(
     metric: str = PUBLISHED_METRIC,
     pipeline: str = "cpu",
     no_head: bool = False,
-    int4: str = "int4",
-    int8: str = "int8",
 ) -> list[Plan]:
     """The uniform plans and the points of one pipeline, in the paper's order.
 
-    `int4` and `int8` name the formats that stand for the two lists. The head's measurement takes part unless
-    `no_head`; conv1d never does (it is not quantizable), nor does an untied embedding, which the published
-    lists do not hold.
+    The head's measurement takes part unless `no_head`; conv1d never does (it is not quantizable), nor does an
+    untied embedding, which the published lists do not hold.
     """
     if pipeline not in PIPELINES:
         raise PlanError(f"no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     exclude = excluded_components(table, no_head=no_head)
-    formats = (int8,) if pipeline == "gpu" else (int4, int8)
+    formats = ("int8",) if pipeline == "gpu" else ("int4", "int8")
     lists = [sensitivity_list(table, name, metric, exclude) for name in formats]
     order = ranked(lists, metric)
     predictor = Predictor(table)
@@ -65,12 +65,17 @@ def paper_points(
 
     plans = [
         finished_plan(
-            table, f"{prefix}uniform_{label}", dict.fromkeys(planned, name), made_by, shared_notes, predictor
+            table,
+            f"{prefix}uniform_{name}",
+            dict.fromkeys(planned, name),
+            made_by,
+            shared_notes,
+            predictor,
+            family="uniform",
         )
-        for label, name in (("int8", int8), ("int4", int4))
-        if name in formats
+        for name in reversed(formats)
     ]
-    for index, cut in enumerate(cuts(order)[: points_of(table, pipeline)], start=1):
+    for index, cut in enumerate(cuts(order, points_of(table, pipeline)), start=1):
         plans.append(
             finished_plan(
                 table,
@@ -79,6 +84,7 @@ def paper_points(
                 made_by,
                 {**shared_notes, "entries": len(cut), "entries_in_all": len(order)},
                 predictor,
+                family="paper",
             )
         )
     return plans
@@ -89,30 +95,27 @@ def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
 
     Judged by measured KL where all of them have it, by predicted KL otherwise.
     """
-    points = [
-        p
-        for p in plans
-        if p.made_by.startswith("the paper") and "_point" in p.name and "refined_from" not in p.notes
-    ]
+    points = [p for p in plans if p.family == "paper"]
     if not points:
         return None
     fitting = [p for p in points if (p.bytes or 0) <= (rival.bytes or 0)]
     if not fitting:
         return min(points, key=lambda p: p.bytes or 0)
-    measured = all("measured_kl" in p.notes for p in fitting)
-    return min(fitting, key=lambda p: p.notes["measured_kl"] if measured else p.predicted_kl or 0.0)
+    if all(p.measured for p in fitting):
+        return min(fitting, key=lambda p: p.measured.kl.value if p.measured else math.inf)
+    return min(fitting, key=lambda p: p.predicted_kl or 0.0)
 
 
-def cuts(order: Sequence[Entry]) -> list[list[Entry]]:
-    """The ten growing heads of a list that is sorted from least to most sensitive."""
+def cuts(order: Sequence[Entry], points: int) -> list[list[Entry]]:
+    """The growing heads of a list that is sorted from least to most sensitive."""
     without_worst = order[:-1]
-    step = len(without_worst) // POINTS  # (n − 1) // 10
+    step = len(without_worst) // points  # (n − 1) // 10
     if step == 0:
         raise PlanError(
-            f"the paper's points need at least {POINTS + 1} measurements in the lists, found {len(order)}; "
+            f"the paper's points need at least {points + 1} measurements in the lists, and there are {len(order)}; "
             "measure more components or use a budget instead"
         )
-    return [list(without_worst[: step * i]) for i in range(1, POINTS + 1)]
+    return [list(without_worst[: step * i]) for i in range(1, points + 1)]
 
 
 def assignment_of(entries: Sequence[Entry]) -> dict[str, str]:
@@ -121,11 +124,5 @@ def assignment_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def points_of(table: SensitivityTable, pipeline: str) -> int:
-    """Ten points, except that the GPU pipelines stop at eight on Mamba-2."""
-    return MAMBA2_GPU_POINTS if pipeline != "cpu" and table.model_type == "mamba2" else POINTS
-
-
-def published_name(model: str, plan_name: str) -> str:
-    """`state-spaces/mamba-130m-hf`, `kl_point05` → `mamba-130m-hf_kl_point05`, as published files are called."""
-    model_name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
-    return f"{model_name}_{plan_name}"
+    """Ten points, except that the GPU script cuts the 8-bit list of a Mamba-2 into eight."""
+    return MAMBA2_GPU_POINTS if pipeline == "gpu" and table.model_type == "mamba2" else POINTS

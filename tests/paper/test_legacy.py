@@ -10,8 +10,14 @@ import transformers
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
+from kl_lens.paper import read_legacy, write_legacy
 from kl_lens.records import Estimate, Measurement
-from kl_lens.sensitivity.legacy import read_legacy, write_legacy
+from tests.families import tiny_model
+
+
+@pytest.fixture(scope="module")
+def mamba() -> LoadedModel:
+    return LoadedModel("mamba", Path(), tiny_model("mamba"), None, source="mamba")
 
 
 def _measurement(component: str, format_name: str, kl: float) -> Measurement:
@@ -26,7 +32,6 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
     written = write_legacy(
         tmp_path / "tiny.json",
         [_measurement(name, "int4", 0.5), _measurement(name, "int8", 0.25)],
-        perplexities={(name, "int4"): 30.0},
     )
     assert [path.name for path in written] == ["tiny_4bit.json", "tiny_8bit.json"]
     four = json.loads(written[0].read_text())
@@ -36,7 +41,6 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
             "kl_teacher_to_student": 0.5,
             "kl_student_to_teacher": 0.5,
             "delta_cross_entropy": 0.5,
-            "perplexity": 30.0,
         }
     }
     (back,) = read_legacy(written[1], 8, mamba.anatomy)
@@ -46,8 +50,8 @@ def test_one_file_per_bit_width(mamba, tmp_path) -> None:
 def test_a_tied_heads_name_finds_its_component(mamba, tmp_path) -> None:
     path = tmp_path / "f.json"
     path.write_text(json.dumps({"lm_head": {"sqnr_db": 1.0}}))
-    (found,) = read_legacy(path, 4, mamba.anatomy)
-    assert found.component == "backbone.embeddings"
+    (measurement,) = read_legacy(path, 4, mamba.anatomy)
+    assert measurement.component == "backbone.embeddings"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,9 @@ def test_a_tied_heads_name_finds_its_component(mamba, tmp_path) -> None:
         ("[]", "no published sensitivity file"),
         ('{"backbone.layers.77.mixer.in_proj": {"sqnr_db": 1}}', "names backbone.layers.77.mixer.in_proj"),
         ('{"lm_head": {"sqnr_db": "high"}}', "expected a number"),
+        ('{"lm_head": {"sqnr_db": true}}', "expected a number"),
+        ('{"lm_head": {"sqnr_db": 1' + "0" * 400 + "}}", "expected a number"),
+        ("[" * 100_000, "is no JSON"),
         ('{"lm_head": {"loudness": 3}}', "has none of"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from kl_lens.errors import PlanError
 from kl_lens.formats import get_format
-from kl_lens.planning import paper_points, published_name
-from kl_lens.records import SensitivityTable
+from kl_lens.paper import best_paper_point, paper_points
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from tests.planning.tables import component, seed_lists, seed_table, table_of
 
 METRIC_KEYS = {
@@ -105,11 +105,39 @@ def test_gpu_int4_points_equal_the_cpu_points() -> None:
     assert gpu == {f"gpu_int4_{name}": assignment for name, assignment in cpu.items()}
 
 
-@pytest.mark.parametrize(("pipeline", "points"), [("cpu", 10), ("gpu", 8), ("gpu-int4", 8)])
-def test_mamba2_stops_at_eight_points_on_gpus(pipeline: str, points: int) -> None:
-    names = [p.name for p in paper_points(seed_table("mamba2"), pipeline=pipeline)]
-    assert sum("point" in name for name in names) == points
-    assert names[-1].endswith(f"point{points:02d}")
+def mamba2_table() -> SensitivityTable:
+    """24 blocks of two projections and a head, as mamba2-130m has: later layers hurt more, 4 bits tenfold."""
+    names = [f"layers.{i}.{kind}" for i in range(24) for kind in ("in_proj", "out_proj")] + ["head"]
+    kls = {
+        (name, fmt): (place + 1) * factor
+        for place, name in enumerate(names)
+        for fmt, factor in (("int4", 10.0), ("int8", 1.0))
+    }
+    return table_of([component(name) for name in names], kls, model_type="mamba2")
+
+
+def test_the_gpu_script_cuts_mamba2_into_eight() -> None:
+    """(49 − 1) // 8 = 6: 6, 12, …, 48 of the 49 layers, the least sensitive first; the head is the worst."""
+    table = mamba2_table()
+    order = [c.name for c in table.candidates]
+    plans = [p for p in paper_points(table, pipeline="gpu") if p.family == "paper"]
+    assert [p.name for p in plans] == [f"gpu_kl_point{i:02d}" for i in range(1, 9)]
+    for plan, layers in zip(plans, (6, 12, 18, 24, 30, 36, 42, 48), strict=True):
+        assert [name for name, fmt in plan.assignment.items() if fmt == "int8"] == order[:layers]
+        assert plan.notes["entries"] == layers
+
+
+@pytest.mark.parametrize("pipeline", ["cpu", "gpu-int4"])
+def test_the_other_scripts_make_ten_points_of_mamba2(pipeline: str) -> None:
+    """98 entries: (98 − 1) // 10 = 9, so 9, 18, …, 90 of them; the GPU script with INT4 has no cap."""
+    plans = [p for p in paper_points(mamba2_table(), pipeline=pipeline) if p.family == "paper"]
+    assert [p.name[-7:] for p in plans] == [f"point{i:02d}" for i in range(1, 11)]
+    assert [p.notes["entries"] for p in plans] == [9, 18, 27, 36, 45, 54, 63, 72, 81, 90]
+
+
+def test_families_tell_uniform_plans_from_points() -> None:
+    plans = paper_points(mamba2_table(), pipeline="gpu")
+    assert [p.family for p in plans] == ["uniform"] + ["paper"] * 8
 
 
 def small_table(kls: dict[tuple[str, str], float], **options: str) -> SensitivityTable:
@@ -170,6 +198,22 @@ def test_what_is_missing_is_said() -> None:
         paper_points(small_table(kls, head="c0"), pipeline="npu")
 
 
-def test_published_file_names() -> None:
-    assert published_name("state-spaces/mamba-130m-hf", "kl_point05") == "mamba-130m-hf_kl_point05"
-    assert published_name("reference:mamba", "sqnr_point01") == "reference-mamba_sqnr_point01"
+def point(name: str, size: int, kl: float | None, family: str = "paper") -> Plan:
+    measured = None if kl is None else Measured(Estimate(kl), Estimate(20.0), 19.0, "wikitext2:valid", 4)
+    return Plan(name, {}, "test", predicted_kl=kl or 0.0, bytes=size, family=family, measured=measured)
+
+
+def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
+    rival = point("recommended", 100, 0.1, "exact")
+    points = [point("kl_point01", 120, 0.01), point("kl_point02", 99, 0.3), point("kl_point03", 90, 0.2)]
+    best = best_paper_point([*points, point("uniform_int8", 80, 0.0, "uniform"), rival], rival)
+    assert best is not None
+    assert best.name == "kl_point03"
+    smallest = best_paper_point([points[0], point("kl_point05", 110, 0.5)], rival)
+    assert smallest is not None
+    assert smallest.name == "kl_point05"
+    assert best_paper_point([rival], rival) is None
+    ours = point("kl_point03_refined", 80, 0.0, "refined")
+    best = best_paper_point([*points, ours], rival)
+    assert best is not None
+    assert best.name == "kl_point03"

@@ -1,0 +1,191 @@
+"""What a plan chooses from: recipes, what a target holds, what its file needs besides, and numbers that make sense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kl_lens.errors import PlanError
+from kl_lens.planning import (
+    Predictor,
+    build_problem,
+    cost_of,
+    finished_plan,
+    pareto_frontier,
+    plan_for_budget,
+    prediction_metric,
+    uniform_plan,
+)
+from kl_lens.planning.pareto import undominated
+from kl_lens.quantizers import registry
+from kl_lens.quantizers.nearest import Nearest
+from kl_lens.records import Component, Estimate, SensitivityTable
+from tests.planning.tables import component, measurement, table_of
+
+NAMES = ("head", "in_proj", "dt_proj")
+PARTS = (component("head", (128, 64)), component("in_proj", (128, 64)), component("dt_proj", (64, 48)))
+
+
+class Clever(Nearest):
+    """A method that does half the damage; what it does to weights is no concern of planning."""
+
+    name = "clever"
+
+
+@pytest.fixture
+def clever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._quantizers, "clever", Clever())
+
+
+def measured_table(*recipes: str) -> SensitivityTable:
+    damage = {"int8": 0.01, "int4": 0.2, "int4+clever": 0.1, "INT4+clever@0123": 0.1, "int4-g32+clever": 0.08}
+    return table_of(PARTS, {(name, recipe): damage[recipe] for name in NAMES for recipe in recipes})
+
+
+@pytest.mark.usefixtures("clever")
+def test_a_method_costs_no_bytes_and_competes_with_plain_rounding() -> None:
+    table = measured_table("int8", "int4", "int4+clever")
+    plan = plan_for_budget(table, max_bytes=cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes).plan
+    assert set(plan.assignment.values()) == {"int4+clever"}
+    assert plan.predicted_kl == pytest.approx(0.3)
+    assert [share.format for share in cost_of(PARTS, plan.assignment).shares] == ["int4+clever"]
+
+
+@pytest.mark.usefixtures("clever")
+def test_recipes_are_known_by_their_canonical_spelling() -> None:
+    table = measured_table("INT4+clever@0123")
+    assert Predictor(table).estimate("head", "int4+clever") == Estimate(0.1, 0.0)
+    plan = finished_plan(table, "mine", dict.fromkeys(NAMES, "INT4+Clever"), "test")
+    assert set(plan.assignment.values()) == {"int4+clever"}
+    assert uniform_plan(table, "INT4+clever").name == "uniform_int4.clever"
+    with pytest.raises(PlanError, match="no measurements at int8 \\(measured: int4\\+clever\\)"):
+        build_problem(table, recipes=["int8"])
+
+
+@pytest.mark.usefixtures("clever")
+def test_a_fallback_keeps_the_method() -> None:
+    cost = cost_of(PARTS, {"dt_proj": "int4-g32+clever"})
+    assert cost.stored["dt_proj"] == "int8+clever"
+    assert "48 columns" in cost.fallbacks["dt_proj"]
+    assert Predictor(measured_table("int4-g32+clever")).estimate("dt_proj", "int8+clever") == Estimate(
+        0.08, 0.0
+    )
+
+
+@pytest.mark.usefixtures("clever")
+def test_a_latency_profile_need_not_know_methods() -> None:
+    table = measured_table("int4+clever")
+    latency = {(name, fmt): seconds for name in NAMES for fmt, seconds in (("fp16", 2.0), ("int4", 1.0))}
+    plan = plan_for_budget(table, max_latency=4.0, latency=latency).plan
+    assert sorted(plan.assignment.values()) == ["fp16", "int4+clever", "int4+clever"]
+
+
+@pytest.mark.parametrize("wanted", ["int3", "int4+magic", "int4+"])
+def test_unknown_recipes_name_the_component(wanted: str) -> None:
+    with pytest.raises(PlanError, match=r"in_proj: .*(unknown|names no method)"):
+        cost_of(PARTS, {"in_proj": wanted})
+    with pytest.raises(PlanError, match=r"unknown|names no method"):
+        build_problem(measured_table("int4"), recipes=[wanted])
+
+
+def only_eight_bits(part: Component, recipe: str) -> bool | str:
+    return recipe in ("fp16", "int8") or f"no kernel for {recipe} of {part.shape[-1]} columns"
+
+
+def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
+    table = measured_table("int4", "int8")
+    problem = build_problem(table, allowed=only_eight_bits)
+    assert {c.recipe for g in problem.groups for c in g.choices} == {"fp16", "int8"}
+    assert problem.refused["dt_proj", "int4"] == "no kernel for int4 of 48 columns"
+    assert set(plan_for_budget(table, max_kl=9.0, allowed=only_eight_bits).plan.assignment.values()) == {
+        "int8"
+    }
+    with pytest.raises(PlanError, match="head: no kernel for int4 of 64 columns"):
+        problem.selection({"head": "int4"})
+
+
+def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:
+    pair = [component("q", fused_with=["k"]), component("k", fused_with=["q"]), component("head")]
+    table = table_of(pair, {(n, f): 0.1 for n in ("q", "k", "head") for f in ("int4", "int8")})
+    problem = build_problem(table, allowed=lambda part, recipe: (part.name, recipe) != ("k", "int4"))
+    assert [{c.recipe for c in g.choices} for g in problem.groups] == [
+        {"fp16", "int8"},
+        {"fp16", "int8", "int4"},
+    ]
+
+
+def test_a_component_that_a_target_can_hold_in_no_way_is_named() -> None:
+    with pytest.raises(PlanError, match="head: the target can hold none of its recipes: too wide; too wide"):
+        build_problem(measured_table("int4"), allowed=lambda *_: "too wide")
+
+
+def test_a_limit_in_bytes_is_the_files() -> None:
+    table = measured_table("int4", "int8")
+    weights = cost_of(PARTS, dict.fromkeys(NAMES, "int8")).bytes
+    alone = plan_for_budget(table, max_bytes=weights)
+    within = plan_for_budget(table, max_bytes=weights + 1000, fixed_bytes=1000)
+    assert within.plan.assignment == alone.plan.assignment
+    assert within.totals.bytes == weights + 1000
+    assert (within.plan.bytes, within.plan.fixed_bytes) == (weights, 1000)
+    assert within.plan.limits == {"bytes": weights + 1000}
+    tight = plan_for_budget(table, max_bytes=weights + 999, fixed_bytes=1000)
+    assert (tight.plan.bytes or 0) < weights
+    # Bits per weight stay those of the weights.
+    bits = 8 * weights / sum(p.parameters for p in PARTS)
+    assert plan_for_budget(table, max_bpw=bits, fixed_bytes=1000).plan.assignment == alone.plan.assignment
+    assert (
+        pareto_frontier(build_problem(table, fixed_bytes=1000))[0].bytes
+        == 1000 + cost_of(PARTS, dict.fromkeys(NAMES, "int4")).bytes
+    )
+
+
+def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
+    table = measured_table("int4", "int8")
+    odd = measurement("in_proj", "int4", kl_teacher_to_student=Estimate(value, error))
+    rest = [m for m in table.measurements if (m.component, m.format) != ("in_proj", "int4")]
+    return replace(table, measurements=(*rest, odd))
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [(math.nan, "which is no number"), (-0.01, "never negative"), (5e8, "far too large for a KL")],
+)
+def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
+    with pytest.raises(PlanError, match=f"in_proj at int4: kl_teacher_to_student is .*{complaint}"):
+        plan_for_budget(with_kl(value), max_bpw=6.0)
+
+
+def test_noise_below_zero_and_ruin_are_kls() -> None:
+    assert plan_for_budget(with_kl(-1e-6), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    assert plan_for_budget(with_kl(-0.01, error=0.003), max_kl=0.0).plan.assignment["in_proj"] == "int4"
+    for ruin in (90.0, math.inf):
+        assert plan_for_budget(with_kl(ruin), max_kl=0.5).plan.assignment["in_proj"] == "int8"
+
+
+def test_sqnr_cannot_be_added_up() -> None:
+    with pytest.raises(PlanError, match="sqnr_db cannot be added up"):
+        build_problem(measured_table("int4"), metric="sqnr_db")
+
+
+def test_the_usual_metric_needs_no_reason() -> None:
+    assert prediction_metric(measured_table("int4")) == ("kl_teacher_to_student", None)
+
+
+@pytest.mark.parametrize("quantities", [2, 3])
+def test_the_one_filter_keeps_what_nothing_beats(quantities: int) -> None:
+    random = np.random.default_rng(3)
+    for count in (0, 1, 7, 40):
+        rows = random.integers(0, 6, size=(count, quantities))
+        expected = [
+            i
+            for i, row in enumerate(rows)
+            if not any(
+                (other <= row).all() and ((other < row).any() or j < i)
+                for j, other in enumerate(rows)
+                if j != i
+            )
+        ]
+        assert sorted(undominated(*rows.T)) == expected
