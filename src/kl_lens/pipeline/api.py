@@ -11,6 +11,7 @@ from typing import Any
 from kl_lens import evaluation, planning, profiling, reporting, targets
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError, TargetError
+from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
 from kl_lens.pipeline.generating import generate as generate_text
 from kl_lens.pipeline.planning import refined, verified
@@ -242,7 +243,7 @@ def generate(artifact: Artifact | Path | str, prompt: str, **settings: Any) -> G
     Example:
         >>> generate("out/mamba-4mb", "The history of the city").text
     """
-    return generate_text(GenerateSettings(artifact=_place(artifact), prompt=prompt, **settings))
+    return generate_text(GenerateSettings(artifact=_place(artifact), prompt=prompt, **settings), Events())
 
 
 def report(run: Path | str, *others: Path | str, path: Path | None = None) -> Path:

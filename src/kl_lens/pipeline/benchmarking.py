@@ -28,6 +28,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings(OfRun):
     verb: ClassVar[str] = "benchmark"
+    opens_models: ClassVar[bool] = False
 
     artifacts: tuple[Path, ...] = option(
         (),
@@ -87,9 +88,7 @@ class BenchmarkResult:
         return 1 if self.report.failures else 0
 
 
-def benchmark(
-    settings: BenchmarkSettings, bench: object = None, events: Events | None = None
-) -> BenchmarkResult:
+def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
     targets = chosen_targets(settings.targets)
     with ExitStack() as stack:
         run = None
@@ -99,7 +98,7 @@ def benchmark(
         if not places:
             assert run is not None
             places = profiling.run_places(run, plans=settings.plan, targets=targets)
-        progress = stack.enter_context((events or Events()).progress("benchmark"))
+        progress = stack.enter_context(events.progress("benchmark"))
         measuring = profiling.Benchmark(
             settings=settings.use,
             protocol=settings.protocol,

@@ -126,16 +126,14 @@ class EvaluateResult:
         return 2 if any(verdict["verdict"] == FAIL for verdict in self.verdicts) else 0
 
 
-def evaluate(
-    settings: EvaluateSettings, bench: Workbench | None = None, events: Events | None = None
-) -> EvaluateResult:
+def evaluate(settings: EvaluateSettings, bench: Workbench, events: Events) -> EvaluateResult:
     chosen_targets(settings.targets, TORCH)
     if settings.tasks is not None:
         if not settings.tasks:
             raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
         require_lm_eval()
     with _run(settings) as run:
-        return _Evaluation(settings, run, bench or Workbench(), events or Events()).judged()
+        return _Evaluation(settings, run, bench, events).judged()
 
 
 @contextmanager

@@ -118,10 +118,7 @@ class ExportResult:
     measured: dict[str, Measured] = field(default_factory=dict)  # by plan
 
 
-def export(
-    settings: ExportSettings, bench: Workbench | None = None, events: Events | None = None
-) -> ExportResult:
-    bench, events = bench or Workbench(), events or Events()
+def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
         return ExportResult([_whole_model(settings, bench)])
     if settings.run is None and settings.model is not None:

@@ -21,6 +21,7 @@ from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(Settings):
     verb: ClassVar[str] = "generate"
+    opens_models: ClassVar[bool] = False
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
     prompt: str = option(metavar="TEXT")
@@ -51,9 +52,7 @@ class GenerateResult:
     peak_memory_bytes: int
 
 
-def generate(
-    settings: GenerateSettings, bench: object = None, events: Events | None = None
-) -> GenerateResult:
+def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
     if settings.temperature < 0:
         raise TargetError("--temperature must not be negative")
     begin = time.perf_counter()
@@ -66,7 +65,7 @@ def generate(
         ids = tokenizer.encode(settings.prompt)
         if not ids:
             raise TargetError("the prompt holds no tokens")
-        return _generated(settings, session, tokenizer, ids, load_seconds, events or Events())
+        return _generated(settings, session, tokenizer, ids, load_seconds, events)
     finally:
         session.close()
 

@@ -33,10 +33,8 @@ class ImportLegacyResult:
     measurements: int
 
 
-def import_legacy(
-    settings: ImportLegacySettings, bench: Workbench | None = None, events: Events | None = None
-) -> ImportLegacyResult:
-    model = (bench or Workbench()).model(settings)
+def import_legacy(settings: ImportLegacySettings, bench: Workbench, events: Events) -> ImportLegacyResult:
+    model = bench.model(settings)
     measurements = []
     for bits, path in settings.bits:
         if not bits.isdigit():

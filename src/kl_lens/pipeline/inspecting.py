@@ -28,10 +28,8 @@ class InspectResult:
     by_component: bool
 
 
-def inspect(
-    settings: InspectSettings, bench: Workbench | None = None, events: Events | None = None
-) -> InspectResult:
-    return InspectResult((bench or Workbench()).model(settings), settings.components)
+def inspect(settings: InspectSettings, bench: Workbench, events: Events) -> InspectResult:
+    return InspectResult(bench.model(settings), settings.components)
 
 
 def stored_bytes(component: Component, precision: str) -> int:

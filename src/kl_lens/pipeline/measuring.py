@@ -72,10 +72,7 @@ class MeasureResult:
     sweep: SweepResult
 
 
-def measure(
-    settings: MeasureSettings, bench: Workbench | None = None, events: Events | None = None
-) -> MeasureResult:
-    bench, events = bench or Workbench(), events or Events()
+def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
     model = bench.model(settings)
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")

@@ -107,8 +107,7 @@ class PlanResult:
     frontier: planning.Frontier | None = None
 
 
-def plan(settings: PlanSettings, bench: Workbench | None = None, events: Events | None = None) -> PlanResult:
-    events = events or Events()
+def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
     with Run.open(settings.run_folder) as run:
         table = run.table()
         folder = run.folder / "plans"
@@ -120,7 +119,7 @@ def plan(settings: PlanSettings, bench: Workbench | None = None, events: Events 
                 table, **settings.menu(table), metric=_metric(settings, table, events)
             )
             return PlanResult(table, frontier=planning.pareto_frontier(problem))
-        meters = _Meters(settings, run, bench or Workbench())
+        meters = _Meters(settings, run, bench)
         plans = _made(settings, run, table, meters, events)
         if settings.refine:
             options = settings.menu(table) | {"max_evaluations": settings.max_evaluations}

@@ -35,8 +35,7 @@ class RankSettings(Loading, OfRun):
     memory_budget: int = option(DEFAULT_MEMORY, "for cached states", kind=SIZE)
 
 
-def rank(settings: RankSettings, bench: Workbench | None = None, events: Events | None = None) -> Ranking:
-    bench, events = bench or Workbench(), events or Events()
+def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
     with Run.open(settings.run_folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         model = bench.model_of(run, settings)

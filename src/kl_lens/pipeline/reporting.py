@@ -15,6 +15,7 @@ from kl_lens.runs import Run
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(OfRun):
     verb: ClassVar[str] = "report"
+    opens_models: ClassVar[bool] = False
 
     out: Path | None = option(
         None,
@@ -31,7 +32,7 @@ class ReportResult:
     path: Path
 
 
-def report(settings: ReportSettings, bench: object = None, events: Events | None = None) -> ReportResult:
+def report(settings: ReportSettings, events: Events) -> ReportResult:
     if settings.compare:
         first = [Path(settings.run)] if settings.run else []
         return ReportResult(write_comparison([*first, *settings.compare], settings.out))

@@ -107,10 +107,9 @@ class RunResult:
         return 1 if self.failed else 0
 
 
-def run(settings: RunSettings, bench: Workbench | None = None, events: Events | None = None) -> RunResult:
+def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     begin = time.perf_counter()
     settings.check()
-    bench, events = bench or Workbench(), events or Events()
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
@@ -205,7 +204,7 @@ class _Course:
         paths = sorted((self.folder / "plans").glob("*.json"))
         found = {path.stem: planning.read_plan(path, components) for path in paths}
         best = best_paper_point(list(found.values()), found[RECOMMENDED])
-        uniform = [f"uniform_{name.replace('+', '_')}" for name in self.formats]
+        uniform = [f"uniform_{name.replace('+', '.')}" for name in self.formats]
         names = [UNIFORM_FP16, *uniform, best.name if best else "", RECOMMENDED]
         return [name for name in names if name in found]
 

@@ -160,6 +160,7 @@ class Settings:
     """What a verb is asked to do."""
 
     verb: ClassVar[str]
+    opens_models: ClassVar[bool] = True  # its function takes a workbench
 
 
 def command_of(settings: Settings) -> list[str]:

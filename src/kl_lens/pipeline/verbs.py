@@ -41,7 +41,11 @@ def perform(settings: Settings, bench: Workbench | None = None, events: Events |
         >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements
     """
     function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb.replace("-", "_"))
-    return function(settings, bench, events)
+    if not settings.opens_models:
+        return function(settings, events or Events())
+    from kl_lens.pipeline.workbench import Workbench
+
+    return function(settings, bench or Workbench(), events or Events())
 
 
 def _home(verb: str) -> Any:

@@ -25,8 +25,8 @@ class Workbench:
 
     Example:
         >>> bench = Workbench()
-        >>> measure(MeasureSettings(windows=8), bench)
-        >>> rank(RankSettings(evaluation_windows=8), bench)
+        >>> perform(MeasureSettings(windows=8), bench)
+        >>> perform(RankSettings(evaluation_windows=8), bench)
     """
 
     def __init__(self) -> None:
