@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kl_lens import paper, planning
+from kl_lens import planning
 from kl_lens.errors import PlanError
+from kl_lens.paper import PUBLISHED_METRIC, RANKING_METRICS, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -45,8 +46,8 @@ class PlanSettings(HeldOut, Loading, OfRun):
     gpu_int4: bool = _paper(False, "the GPU pipeline with INT4", excludes="pipeline")
     metric: str | None = _paper(
         None,
-        f"what ranks the components (default: {paper.PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
-        choices=tuple(paper.RANKING_METRICS),
+        f"what ranks the components (default: {PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
+        choices=tuple(RANKING_METRICS),
     )
     no_head: bool = option(False, "leave the head at FP16, as the published models do")
     uniform: tuple[str, ...] = option(
@@ -168,9 +169,9 @@ def _made(
         return [planning.repredicted(plan, table) if plan.notes.get("edited") else plan]
     made: list[Plan] = []
     if settings.paper or settings.gpu or settings.gpu_int4:
-        made += paper.paper_points(
+        made += paper_points(
             table,
-            metric=settings.metric or paper.PUBLISHED_METRIC,
+            metric=settings.metric or PUBLISHED_METRIC,
             pipeline="gpu" if settings.gpu else "gpu-int4" if settings.gpu_int4 else "cpu",
             no_head=settings.no_head,
         )
@@ -196,7 +197,7 @@ def _made(
 def _greedy(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
     gamma = settings.gamma or settings.gamma_exhaustive
     assert gamma is not None
-    result = paper.greedy_plan(
+    result = greedy_plan(
         table,
         meters.halves[0].perplexity,
         gamma=gamma,
