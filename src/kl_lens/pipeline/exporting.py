@@ -120,7 +120,7 @@ class ExportResult:
 
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
-        return ExportResult([_whole_model(settings, bench)])
+        return ExportResult([_whole_model(settings, settings.format, bench)])
     if settings.run is None and settings.model is not None:
         raise PlanError(
             "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
@@ -129,7 +129,7 @@ def export(settings: ExportSettings, bench: Workbench, events: Events) -> Export
         return _plans_of(run, settings, bench, events)
 
 
-def _whole_model(settings: ExportSettings, bench: Workbench) -> tuple[Path, Artifact]:
+def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
     if settings.model is None:
         raise PlanError(
             "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
@@ -140,18 +140,17 @@ def _whole_model(settings: ExportSettings, bench: Workbench) -> tuple[Path, Arti
     if target.streams:
         # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
         model = resolve(settings.model, revision=settings.revision)
-        plan, name = target.uniform_plan(model, settings.format), settings.model
+        plan, name = target.uniform_plan(model, fmt), settings.model
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
     else:
         model = bench.model(settings)
-        plan, name = _uniform(model, settings.format), model.name
+        plan, name = _uniform(model, fmt), model.name
     folder = settings.out or new_run_folder(settings.run, name) / "artifacts" / settings.target / plan.name
     return folder, write_files(model, plan, settings.target, folder, **extra)
 
 
-def _uniform(model: LoadedModel, name: str | None) -> Plan:
-    assert name is not None
+def _uniform(model: LoadedModel, name: str) -> Plan:
     assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
     return Plan(name=f"uniform_{name}", assignment=assignment, made_by="--format")
 

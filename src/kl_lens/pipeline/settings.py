@@ -165,7 +165,8 @@ class Settings:
 
 def command_of(settings: Settings) -> list[str]:
     """The words behind `kl-lens` that give these settings: only what differs from the defaults."""
-    alone, flagged = [], []
+    alone: list[str] = []
+    flagged: list[str] = []
     for each, value in values_of(settings):
         if value is None or (value == each.default and not each.required):
             continue

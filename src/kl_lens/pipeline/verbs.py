@@ -31,7 +31,7 @@ HOMES = {
 def settings_of(verb: str) -> type[Settings]:
     """`import-legacy` → ImportLegacySettings."""
     name = "".join(part.capitalize() for part in verb.split("-")) + "Settings"
-    return getattr(_home(verb), name)  # type: ignore[no-any-return]
+    return getattr(_home(verb), name)
 
 
 def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:

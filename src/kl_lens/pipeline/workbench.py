@@ -40,10 +40,11 @@ class Workbench:
 
     def model(self, loading: Loading) -> LoadedModel:
         """The model that these settings name."""
-        assert loading.model is not None
-        place = Path(loading.model).expanduser()
-        key = (str(place.resolve()) if place.is_dir() else loading.model, *loading.how.values())
-        return self._once(("model", key), lambda: load(loading.model, **loading.how))
+        name = loading.model
+        assert name is not None
+        place = Path(name).expanduser()
+        key = (str(place.resolve()) if place.is_dir() else name, *loading.how.values())
+        return self._once(("model", key), lambda: load(name, **loading.how))
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:
         """The model a run was made with, from where it was, or from --model; refused when its weights differ."""
