@@ -24,7 +24,6 @@ from pathlib import Path
 from common import machine
 from kl_lens import paper, planning
 from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.cli.options import rest
 from kl_lens.pipeline import measure
 from kl_lens.records import SensitivityTable
 from kl_lens.sensitivity.joint import PlanMeter
@@ -92,7 +91,7 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> di
     tokenizer = model.require_tokenizer()
     valid = evaluation_windows("wikitext2:valid", tokenizer, length=512, limit=2 * arguments.refine_windows)
     deciding = PlanMeter(model, valid.first(arguments.refine_windows))
-    confirming = PlanMeter(model, rest(valid, arguments.refine_windows))
+    confirming = PlanMeter(model, valid.after(arguments.refine_windows))
     judge = PlanMeter(
         model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)
     )

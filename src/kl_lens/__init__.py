@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from kl_lens import text
     from kl_lens.checkpoints import load
     from kl_lens.errors import KLLensError
-    from kl_lens.pipeline import benchmark, evaluate, export, measure, plan
+    from kl_lens.pipeline import (
+        benchmark,
+        evaluate,
+        export,
+        generate,
+        measure,
+        plan,
+        rank,
+        refine,
+        report,
+        verify,
+    )
     from kl_lens.targets import open_session
 else:
     __getattr__ = lazy_names(
@@ -29,11 +40,13 @@ else:
         {
             "kl_lens.checkpoints": ["load"],
             "kl_lens.errors": ["KLLensError"],
-            "kl_lens.pipeline": ["benchmark", "evaluate", "export", "measure", "plan"],
+            "kl_lens.pipeline": [
+                "benchmark", "evaluate", "export", "generate", "measure", "plan", "rank", "refine", "report", "verify",
+            ],
             "kl_lens.targets": ["open_session"],
         },
         submodules=["text"],
-    )
+    )  # fmt: skip
 
 __all__ = [
     "KLLensError",
@@ -41,9 +54,14 @@ __all__ = [
     "benchmark",
     "evaluate",
     "export",
+    "generate",
     "load",
     "measure",
     "open_session",
     "plan",
+    "rank",
+    "refine",
+    "report",
     "text",
+    "verify",
 ]

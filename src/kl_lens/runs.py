@@ -25,6 +25,7 @@ from kl_lens.errors import PlanError, RunError
 from kl_lens.records import Component, Measurement, SensitivityTable, Subject
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
 from kl_lens.subjects import checked_plan_name
+from kl_lens.units import parse_names
 from kl_lens.version import __version__
 
 # Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects.
@@ -421,10 +422,10 @@ def named_plans(text: str) -> tuple[str, ...] | None:
     """Plans as a command line names them: `small,large`; None for `all`."""
     if text == ALL_PLANS:
         return None
-    names = [checked_plan_name(name.strip()) for name in text.split(",") if name.strip()]
+    names = tuple(checked_plan_name(name) for name in parse_names(text))
     if not names:
         raise PlanError(f"{text!r} names no plan; write small, or small,large, or {ALL_PLANS}")
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def provenance() -> dict[str, Any]:

@@ -28,17 +28,41 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_share(text: str, flag: str = "") -> float:
-    """`45%` or `0.45` → a share between 0 and 1; `flag` names the option in the error."""
+def parse_share(text: str) -> float:
+    """`45%` or `0.45` → a share between 0 and 1."""
     try:
         value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise KLLensError(
-            f"{f'{flag} ' if flag else ''}{text!r} is no share; write something like 3% or 0.03"
-        )
+        raise KLLensError(f"{text!r} is no share; write something like 3% or 0.03")
     return value
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """`a, b,` → ("a", "b"): names separated by commas, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def spell_bytes(count: int) -> str:
+    """As `parse_bytes` reads it, to the byte."""
+    for unit in ("GB", "MB", "kB"):
+        size = _DECIMAL[unit[0].lower()]
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def spell_seconds(seconds: float) -> str:
+    """As `parse_seconds` reads it."""
+    text = f"{1e3 * seconds:g}ms"
+    return text if parse_seconds(text) == seconds else f"{seconds!r}s"
+
+
+def spell_share(share: float) -> str:
+    """As `parse_share` reads it."""
+    text = f"{100 * share:g}%"
+    return text if parse_share(text) == share else repr(share)
 
 
 def human_bytes(count: float) -> str:

@@ -206,7 +206,7 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
         (["--plan", "best (v2)"], "'best (v2)' is no name for a plan"),
         (["--plan", ","], "',' names no plan"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
-        (["--targets", "onnx"], "--targets 'onnx'"),
+        (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--max-drop", "much"], "--max-drop"),
         (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),
         (["--perplexity", "HELD_OUT", "--stride", "500"], "stride 500 is longer"),

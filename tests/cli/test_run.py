@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kl_lens.cli.main import main
+from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.pipeline import command_of
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
 
@@ -17,7 +19,7 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 
 SMALL = [
     "--windows", "3", "--window-length", "32", "--evaluation-windows", "3", "--held-out-windows", "4",
-    "--refinements", "2", "--repeats", "1", "--threads", "1",
+    "--repeats", "1", "--threads", "1",
 ]  # fmt: skip
 
 
@@ -35,7 +37,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_every_stage_leaves_its_records(finished: Path) -> None:
     plans = {path.stem for path in (finished / "plans").glob("*.json")}
-    assert {"uniform_fp16", "uniform_int8", "uniform_int4", "exact", "recommended"} <= plans
+    assert {"uniform_fp16", "uniform_int8", "uniform_int4", "recommended"} <= plans
     with Run.open(finished) as run:
         assert run.load("ranking", "latest")
         artifacts = run.load_all("artifact")
@@ -46,10 +48,53 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         assert "openvino/recommended" in timed
         samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", "openvino/recommended"}
-        verbs = [entry["command"][1] for entry in run.commands()][1:]  # the first is how pytest was called
-    order = ["measure", "rank", "plan", "export", "evaluate", "benchmark"]
+        verbs = [entry["command"][1] for entry in run.commands()]
+    order = ["run", "measure", "rank", "plan", "export", "evaluate", "benchmark"]
     assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
     assert "recommended" in (finished / "report.html").read_text()
+
+
+def test_the_checkpoint_is_opened_once(
+    finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kl_lens.pipeline import workbench
+
+    opened: list[str] = []
+
+    def counting(source: str, **how: object) -> object:
+        opened.append(source)
+        return load(source, **how)
+
+    load = workbench.load
+    monkeypatch.setattr(workbench, "load", counting)
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--targets", "openvino")) == 0
+    assert opened == [str(tiny_folder)]
+
+
+def test_every_stage_is_shown_as_a_command_that_does_the_same(
+    finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark,report")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== kl-lens ")]
+    commands = [shlex.split(line)[2:] for line in lines]
+    assert [command[0] for command in commands] == [
+        "inspect",
+        "measure",
+        "rank",
+        "plan",
+        "plan",
+        "export",
+        "export",
+    ]
+    for command in commands:
+        assert command_of(settings_from(parse(command))) == command
+    with Run.open(folder) as run:
+        noted = [entry["command"][1:] for entry in run.commands()]
+    assert commands[1] in noted
 
 
 def test_the_recommendation_keeps_the_budget(finished: Path) -> None:
@@ -71,8 +116,8 @@ def test_what_is_done_is_not_done_again(
     before = (folder / "plans/recommended.json").read_bytes()
     assert main(words(folder, tiny_folder)) == 0
     out = capsys.readouterr().out
-    # rank and three plans are remembered; what was deleted is exported anew, and timed again only if it changed.
-    assert out.count("done already") >= 4
+    # rank and two plans are remembered; what was deleted is exported anew, and timed again only if it changed.
+    assert out.count("done already") >= 3
     assert (folder / "plans/recommended.json").read_bytes() == before
     assert (folder / "artifacts/openvino/recommended/openvino_model.bin").is_file()
     assert "Recommended:" in out
@@ -112,10 +157,10 @@ def test_a_plan_that_another_stage_overwrote_is_made_again(
     shutil.copytree(finished, folder)
     quick = ["--without", "rank,evaluate,benchmark,report", "--targets", ""]
     plan = folder / "plans/recommended.json"
-    refined = plan.read_text()
+    made = plan.read_text()
     plan.unlink()
     assert main(words(folder, tiny_folder, *quick)) == 0
-    assert yaml.safe_load(plan.read_text())["assignment"] == yaml.safe_load(refined)["assignment"]
+    assert yaml.safe_load(plan.read_text())["assignment"] == yaml.safe_load(made)["assignment"]
 
 
 def test_the_closing_table_and_sentence(

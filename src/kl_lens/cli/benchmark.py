@@ -1,122 +1,23 @@
-"""`kl-lens benchmark`: speed, memory and size of exported models, and how near they are to the machine's limit."""
+"""`kl-lens benchmark`: speed, memory and size, and how near they are to the machine's limit."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from kl_lens import profiling
-from kl_lens.cli import options
-from kl_lens.cli.progress import sweep_progress
-from kl_lens.errors import TargetError
+from kl_lens.cli.console import console, new_table
+from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.records import Profile, Spread
-from kl_lens.runs import Run
-from kl_lens.targets import TARGETS
 from kl_lens.units import human_bytes, human_seconds
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "artifacts",
-        metavar="ARTIFACT",
-        nargs="*",
-        type=Path,
-        help="exported folders or .gguf files (default: all that the run has)",
-    )
-    parser.add_argument("--run", metavar="DIR", help="the run folder; results are kept there")
-    options.add_plans(parser)
-    parser.add_argument(
-        "--targets", default=",".join(TARGETS), metavar="LIST", help=f"default: {','.join(TARGETS)}"
-    )
-    parser.add_argument("--device", default="CPU", help="OpenVINO device: CPU, GPU, NPU (default: CPU)")
-    parser.add_argument("--threads", type=options.positive, metavar="N", help="default: all processors")
-    parser.add_argument("--gpu-layers", type=int, default=0, metavar="N", help="llama.cpp: layers on a GPU")
-    parser.add_argument(
-        "--protocol",
-        choices=tuple(profiling.PROTOCOLS),
-        default="use",
-        help="use: what a user feels (default); benchmark_app: the published one, 60 s for each IR",
-    )
-    parser.add_argument("--quick", action="store_true", help="short, to try things out; the record says so")
-    parser.add_argument("--tag", metavar="TAG", help="part of the CSV's name (default: the model's name)")
-    group = parser.add_argument_group("use")
-    group.add_argument(
-        "--prompt-lengths", default="32,128,512", metavar="LIST", help="tokens (default: 32,128,512)"
-    )
-    group.add_argument("--new-tokens", type=options.positive, default=64, metavar="N", help="default: 64")
-    group.add_argument("--repeats", type=options.positive, default=5, metavar="N", help="default: 5")
-    layers = parser.add_argument_group("latency table for `kl-lens plan --max-latency`")
-    layers.add_argument("--layers", action="store_true", help="time components by shape and format")
-    layers.add_argument("--formats", metavar="LIST", help="default: those that the run measured")
-    options.add_json(parser)
-
-
-def execute(arguments: argparse.Namespace) -> int:
-    with ExitStack() as stack:
-        run = None
-        if arguments.run or not arguments.artifacts:
-            run = stack.enter_context(options.open_run(arguments))
-        places = _places(arguments, run)
-        progress = stack.enter_context(sweep_progress("benchmark"))
-        benchmark = profiling.Benchmark(
-            settings=_settings(arguments),
-            protocol=arguments.protocol,
-            tag=profiling.tag_of(arguments.tag or (run.identity.get("model", "model") if run else "model")),
-            run=run,
-            started=lambda total: progress.started(total, 0),
-            advanced=lambda what: progress.advanced(1, what),
-        )
-        if run is not None:
-            run.note_command(sys.argv)
-        report = benchmark.measure(places, layers=arguments.layers, formats=_list(arguments.formats) or None)
-    if arguments.json:
-        options.print_json(_as_json(report))
-    else:
-        _print(report, run)
-    for failure in report.failures:
-        print(f"kl-lens benchmark: {failure.subject}: {failure.reason}", file=sys.stderr)
-    return 1 if report.failures else 0
-
-
-def _list(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _places(arguments: argparse.Namespace, run: Run | None) -> list[Path]:
-    targets = _list(arguments.targets)
-    if unknown := [name for name in targets if name not in TARGETS]:
-        raise TargetError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(TARGETS)}")
-    if arguments.artifacts:
-        return list(arguments.artifacts)
-    assert run is not None
-    return profiling.run_places(run, plans=arguments.plan, targets=targets)
-
-
-def _settings(arguments: argparse.Namespace) -> profiling.UseSettings:
-    lengths = _list(arguments.prompt_lengths)
-    if not lengths or not all(length.isdigit() and int(length) > 0 for length in lengths):
-        raise TargetError(
-            f"--prompt-lengths {arguments.prompt_lengths}: give numbers of tokens, as in 32,128,512"
-        )
-    settings = profiling.UseSettings(
-        prompt_lengths=tuple(sorted({int(length) for length in lengths})),
-        new_tokens=arguments.new_tokens,
-        repeats=arguments.repeats,
-        device=arguments.device.upper(),
-        threads=arguments.threads,
-        gpu_layers=arguments.gpu_layers,
-    )
-    return profiling.quick(settings) if arguments.quick else settings
-
-
-def _as_json(report: profiling.Report) -> dict[str, object]:
+def as_json(result: BenchmarkResult) -> dict[str, Any]:
+    report = result.report
     return {
         "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
-        "failures": {failure.subject: failure.reason for failure in report.failures},
+        "failures": result.failures,
         "notes": report.notes,
         "latency": {profile.name: profile.seconds for profile in report.latency},
         "latency_protocol": {profile.name: profile.protocol for profile in report.latency},
@@ -124,25 +25,25 @@ def _as_json(report: profiling.Report) -> dict[str, object]:
     }
 
 
-def _print(report: profiling.Report, run: Run | None) -> None:
-    console = options.console()
+def show(result: BenchmarkResult) -> None:
+    report, out = result.report, console()
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
     if used:
-        console.print(_use_table(used))
+        out.print(_use_table(used))
     if timed:
-        console.print(_app_table(timed))
+        out.print(_app_table(timed))
     for latency in report.latency:
-        console.print(_latency_table(latency))
+        out.print(_latency_table(latency))
     for line in [*_remarks(report, used, timed), *report.notes]:
-        console.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     for latency in report.latency:
-        console.print(
+        out.print(
             f"{latency.name}: {latency.protocol['method']}; everything else: {latency.protocol['rest']}.",
             soft_wrap=True,
         )
-        where = run.folder if run else "DIR"
-        console.print(
+        where = result.folder or "DIR"
+        out.print(
             f"Next: kl-lens plan --run {where} --max-latency TIME --profile {latency.name}", soft_wrap=True
         )
 
@@ -154,11 +55,9 @@ def _spread(spread: Spread, scale: float, digits: int) -> str:
 
 def _use_table(profiles: list[Profile]) -> Table:
     lengths = profiles[0].settings["prompt_lengths"]
-    table = Table(title="In use: median (quartiles)", title_justify="left")
-    table.add_column("artifact")
-    for column in ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
-                   "× FP16", "peak memory", "of it model", "bound tokens/s", "share"):  # fmt: skip
-        table.add_column(column, justify="right")
+    numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
+               "× FP16", "peak memory", "of it model", "bound tokens/s", "share")  # fmt: skip
+    table = new_table("In use: median (quartiles)", ("artifact",), numbers)
     for p in profiles:
         ratio = p.ratios["tokens_per_second"]
         table.add_row(
@@ -178,12 +77,9 @@ def _use_table(profiles: list[Profile]) -> Table:
 
 
 def _app_table(profiles: list[Profile]) -> Table:
-    table = Table(title="benchmark_app, the published protocol", title_justify="left")
-    table.add_column("artifact")
-    table.add_column("one inference")
-    for column in ("size", "median ms", "average ms", "min ms", "max ms", "inferences/s", "× FP16",
-                   "iterations", "seconds", "share of bound"):  # fmt: skip
-        table.add_column(column, justify="right")
+    numbers = ("size", "median ms", "average ms", "min ms", "max ms", "inferences/s", "× FP16",
+               "iterations", "seconds", "share of bound")  # fmt: skip
+    table = new_table("benchmark_app, the published protocol", ("artifact", "one inference"), numbers)
     for p in profiles:
         s = p.settings
         table.add_row(
@@ -204,10 +100,8 @@ def _app_table(profiles: list[Profile]) -> Table:
 
 
 def _latency_table(latency: profiling.LatencyProfile) -> Table:
-    table = Table(title=f"Latency table {latency.name}", title_justify="left")
-    table.add_column("artifact")
-    for column in ("predicted per token", "measured", "predicted / measured"):
-        table.add_column(column, justify="right")
+    numbers = ("predicted per token", "measured", "predicted / measured")
+    table = new_table(f"Latency table {latency.name}", ("artifact",), numbers)
     for check in latency.checks:
         table.add_row(
             check["subject"],

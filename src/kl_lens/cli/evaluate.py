@@ -1,263 +1,180 @@
-"""`kl-lens evaluate`: perplexity, divergence and tasks of plans in PyTorch and of the files that ship."""
+"""`kl-lens evaluate`: scores, and whether the files agree with PyTorch."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import math
 from typing import Any
 
-from kl_lens import evaluation
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.cli import options
-from kl_lens.cli.evaluate_tables import labelled, print_outcome, verdicts
-from kl_lens.cli.progress import sweep_progress
-from kl_lens.errors import KLLensError
-from kl_lens.evaluation.agreement import DISAGREES
-from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
-from kl_lens.evaluation.tasks import FAIL, require_lm_eval, task_names
-from kl_lens.paper import write_published
-from kl_lens.runs import CALIBRATION, Run
-from kl_lens.targets import TARGETS
-from kl_lens.text import refuse_overlap
-from kl_lens.units import parse_share
+from rich.table import Table
 
-DEFAULT_TEXT = "wikitext2:test"
+from kl_lens.cli.console import console, new_table
+from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
+from kl_lens.evaluation.tasks import judge, near_chance
+from kl_lens.pipeline.evaluating import EvaluateResult
+from kl_lens.records import Estimate, Score, Subject
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "artifact",
-        metavar="ARTIFACT",
-        nargs="*",
-        type=Path,
-        help="exported folders or .gguf files (default: everything in the run)",
-    )
-    parser.add_argument("--run", metavar="DIR", help="the run folder (default: runs/reference-mamba)")
-    options.add_plans(parser)
-    parser.add_argument(
-        "--targets",
-        default=",".join(("torch", *TARGETS)),
-        metavar="LIST",
-        help="torch (plans in PyTorch), and targets (exported files); default: all",
-    )
-    text = parser.add_argument_group("what to measure (default: --perplexity --divergence)")
-    text.add_argument(
-        "--perplexity",
-        nargs="?",
-        const=DEFAULT_TEXT,
-        metavar="TEXT",
-        help=f"token and word perplexity (default text: {DEFAULT_TEXT})",
-    )
-    text.add_argument(
-        "--divergence",
-        nargs="?",
-        const="",
-        metavar="TEXT",
-        help="KL from the original's own distribution (default text: that of --perplexity)",
-    )
-    text.add_argument("--window", type=options.positive, default=2048, metavar="N", help="default: 2048")
-    text.add_argument(
-        "--stride",
-        type=options.positive,
-        metavar="S",
-        help="score only the last S tokens of each window (default: the window)",
-    )
-    text.add_argument("--limit", type=options.positive, metavar="N", help="only the first N windows")
-    tasks = parser.add_argument_group("tasks (lm-eval)")
-    tasks.add_argument("--tasks", metavar="LIST", help="such as arc_easy,hellaswag,lambada_openai,piqa")
-    tasks.add_argument(
-        "--task-data", type=Path, metavar="DIR", help="local NAME_test.jsonl files, instead of the hub"
-    )
-    tasks.add_argument("--task-limit", type=options.positive, metavar="N", help="only the first N examples")
-    tasks.add_argument("--few-shot", type=int, metavar="N", help="worked examples (default: the task's own)")
-    tasks.add_argument("--max-drop", metavar="SHARE", help="accuracy that may be lost, such as 3%% (points)")
-    running = parser.add_argument_group("running")
-    running.add_argument("--exact", action="store_true", help="float32 arithmetic instead of the fastest")
-    running.add_argument("--device", default="CPU", help="OpenVINO device (default: CPU)")
-    running.add_argument(
-        "--threads", type=options.positive, metavar="N", help="default: the runtime's own choice"
-    )
-    running.add_argument("--gpu-layers", type=int, default=0, metavar="N", help="llama.cpp: layers on a GPU")
-    running.add_argument("--again", action="store_true", help="measure afresh what the run holds already")
-    running.add_argument("--tag", help="for perplexity_results_TAG.json (default: the text's name)")
-    loading = parser.add_argument_group("loading the model")
-    loading.add_argument("--model", metavar="MODEL", help="where the run's model is now, if it moved")
-    loading.add_argument("--revision", help="branch, tag or commit of a hub id")
-    loading.add_argument("--tokenizer", metavar="PLACE", help="folder, tokenizer.json or hub id")
-    loading.add_argument("--dtype", default="float32", help="what PyTorch computes in (default: float32)")
-    loading.add_argument("--torch-device", default="cpu", metavar="DEVICE", help="PyTorch's (default: cpu)")
-    loading.add_argument("--trust-remote-code", action="store_true")
-    options.add_json(parser)
+def as_json(result: EvaluateResult) -> dict[str, Any]:
+    return {
+        "scores": [_labelled(score) for score in result.outcome.scores],
+        "agreements": [_labelled(agreement) for agreement in result.outcome.agreements],
+        "verdicts": result.verdicts,
+        "failures": result.failures,
+        "notes": result.notes,
+        "files": [str(path) for path in result.written],
+    }
 
 
-def execute(arguments: argparse.Namespace) -> int:
-    limit = None if arguments.max_drop is None else parse_share(arguments.max_drop, "--max-drop")
-    if arguments.tasks:
-        require_lm_eval()
-    outcome = evaluation.Outcome()
-    written: list[Path] = []
-    with _run(arguments) as run:
-        model = _model(arguments, run)
-        selection = _selection(arguments, run, model)
-        outcome.failures |= selection.failures
-        if not selection.subjects and model is None:
-            raise KLLensError(next(iter(outcome.failures.values()), "there is nothing to evaluate"))
-        tokenizer = _tokenizer(arguments, model, selection)
-        journal = evaluation.Journal(run, again=arguments.again)
-        original = None if model is None else evaluation.JudgedModel(model)
-        try:
-            for name, kinds in _texts(arguments, original is not None).items():
-                text = _text(arguments, run, name, tokenizer)
-                outcome.add(_judge_text(journal, original, selection, text, kinds))
-                if "perplexity" in kinds and model is not None and _is_kept(arguments):
-                    written.append(write_published(run, model.name, text, arguments.tag))
-            if arguments.tasks:
-                outcome.add(_judge_tasks(arguments, journal, original, selection, tokenizer))
-        except KeyboardInterrupt:
-            goes_on = f"; the same command goes on from there ({run.folder})" if _is_kept(arguments) else ""
-            print(f"\nkl-lens evaluate: stopped{goes_on}", file=sys.stderr)
-            return 130
-    found = verdicts(outcome, limit)
-    if arguments.json:
-        options.print_json(
-            {
-                "scores": [labelled(score) for score in outcome.scores],
-                "agreements": [labelled(agreement) for agreement in outcome.agreements],
-                "verdicts": found,
-                "failures": outcome.failures,
-                "notes": selection.notes,
-                "files": [str(path) for path in written],
-            }
+def _labelled(record: Score | Agreement) -> dict[str, Any]:
+    """A record as JSON for people: subjects by their labels."""
+    labels = {name: value.label for name, value in vars(record).items() if isinstance(value, Subject)}
+    return record.to_json() | labels
+
+
+def show(result: EvaluateResult) -> None:
+    outcome, limit, out = result.outcome, result.max_drop, console()
+    for kind, table_of in (("perplexity", _perplexity), ("divergence", _divergence)):
+        scores = [score for score in outcome.scores if score.kind == kind]
+        for what in dict.fromkeys(score.what for score in scores):
+            out.print(table_of([s for s in scores if s.what == what], outcome.agreements))
+            out.print(_protocol(next(s for s in scores if s.what == what)))
+    tasks = [score for score in outcome.scores if score.kind == "task"]
+    if tasks:
+        out.print(_tasks(tasks, limit))
+        out.print(
+            "Drop: the original's accuracy less this one's, in percentage points, paired by example; "
+            "verdicts on acc, by the drop's 95 % interval."
         )
-    else:
-        print_outcome(outcome, limit, [*selection.notes, *(f"Written: {path}" for path in written)])
-    for subject, reason in outcome.failures.items():
-        print(f"kl-lens evaluate: {subject}: {reason}", file=sys.stderr)
-    if outcome.failures or any(a.verdict == DISAGREES for a in outcome.agreements):
-        return 1
-    return 2 if any(verdict["verdict"] == FAIL for verdict in found) else 0
-
-
-def _is_kept(arguments: argparse.Namespace) -> bool:
-    """Files given without --run are judged without a run folder."""
-    return arguments.run is not None or not arguments.artifact
-
-
-@contextmanager
-def _run(arguments: argparse.Namespace) -> Iterator[Run]:
-    if _is_kept(arguments):
-        with options.open_run(arguments) as run:
-            run.note_command(sys.argv)
-            yield run
-    else:
-        with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
-            yield run
-
-
-def _model(arguments: argparse.Namespace, run: Run) -> LoadedModel | None:
-    loading = argparse.Namespace(**{**vars(arguments), "device": arguments.torch_device})
-    if arguments.threads is not None:
-        import torch
-
-        torch.set_num_threads(arguments.threads)
-    if _is_kept(arguments):
-        return options.load_run_model(loading, run)
-    return None if arguments.model is None else options.load_model(loading)
-
-
-def _selection(arguments: argparse.Namespace, run: Run, model: LoadedModel | None) -> evaluation.Selection:
-    settings = evaluation.RuntimeSettings(
-        arguments.device, arguments.threads, arguments.gpu_layers, arguments.exact
-    )
-    if arguments.artifact:
-        kept = run if _is_kept(arguments) else None
-        return evaluation.given_subjects(arguments.artifact, settings, model, kept)
-    targets = [name.strip() for name in arguments.targets.split(",") if name.strip()]
-    unknown = [name for name in targets if name not in ("torch", *TARGETS)]
-    if unknown:
-        raise KLLensError(f"--targets {unknown[0]!r}: there are {', '.join(['torch', *TARGETS])}")
-    assert model is not None
-    return evaluation.run_subjects(run, model, settings, plans=arguments.plan, targets=targets)
-
-
-def _tokenizer(
-    arguments: argparse.Namespace, model: LoadedModel | None, selection: evaluation.Selection
-) -> Any:
-    if model is not None:
-        return model.require_tokenizer()
-    first = selection.subjects[0]
-    assert isinstance(first, evaluation.JudgedArtifact)
-    return evaluation.artifact_tokenizer(first, arguments.tokenizer)
-
-
-def _texts(arguments: argparse.Namespace, has_original: bool) -> dict[str, set[str]]:
-    """Text → what is measured on it; a text for both is read once."""
-    perplexity, divergence = arguments.perplexity, arguments.divergence
-    if perplexity is None and divergence is None and not arguments.tasks:
-        perplexity, divergence = DEFAULT_TEXT, "" if has_original else None
-    wanted: dict[str, set[str]] = {}
-    if perplexity is not None:
-        wanted.setdefault(perplexity, set()).add("perplexity")
-    if divergence is not None:
-        wanted.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add("divergence")
-    return wanted
-
-
-def _text(arguments: argparse.Namespace, run: Run, name: str, tokenizer: Any) -> evaluation.EvaluationText:
-    text = evaluation.prepare_text(
-        name, tokenizer, window=arguments.window, stride=arguments.stride, limit=arguments.limit
-    )
-    if run.text_identity(CALIBRATION) is not None:
-        refuse_overlap(options.redraw(run, tokenizer), text.windows)
-    return text
-
-
-def _judge_text(
-    journal: evaluation.Journal,
-    original: evaluation.JudgedModel | None,
-    selection: evaluation.Selection,
-    text: evaluation.EvaluationText,
-    kinds: set[str],
-) -> evaluation.Outcome:
-    with sweep_progress(text.label) as progress:
-        evaluator = evaluation.Evaluator(journal, original, progress)
-        try:
-            return evaluator.judge_text(
-                selection.subjects,
-                text,
-                perplexity="perplexity" in kinds,
-                divergence="divergence" in kinds,
+    for found in outcome.agreements:
+        if found.verdict == DISAGREES:
+            labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
+            changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in found.differences.items()]
+            out.print(
+                f"[bold red]{found.subject.label} DISAGREES with {found.compared_with.label}[/] on the same windows: "
+                f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again."
+                " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
+                soft_wrap=True,
             )
-        finally:
-            evaluator.close()
+    if any(a.verdict == AS_DEPLOYED for a in outcome.agreements):
+        out.print(
+            "As deployed: the file holds the weights that were measured; the runtime also rounds activations, and "
+            "PyTorch agrees once it rounds them too.",
+            soft_wrap=True,
+        )
+    if any(a.verdict == IN_FLOAT32 for a in outcome.agreements):
+        out.print(
+            "In float32: the file holds the weights that were measured; the runtime's own arithmetic is coarser, and "
+            "agrees with PyTorch when told to compute in float32.",
+            soft_wrap=True,
+        )
+    for note in [*result.notes, *(f"Written: {path}" for path in result.written)]:
+        out.print(note, soft_wrap=True)
 
 
-def _judge_tasks(
-    arguments: argparse.Namespace,
-    journal: evaluation.Journal,
-    original: evaluation.JudgedModel | None,
-    selection: evaluation.Selection,
-    tokenizer: Any,
-) -> evaluation.Outcome:
-    names = task_names(arguments.tasks)
-    chosen: Sequence[LocalTask | str] = (
-        chosen_tasks(arguments.task_data, names) if arguments.task_data else names
+def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
+    beside = {a.subject: a for a in agreements if a.what == scores[0].what}
+    numbers = ["token perplexity", "Δ to original", "word perplexity", "Δ to original"]
+    numbers += ["same weights in PyTorch"] if beside else []
+    table = new_table(f"Perplexity on {scores[0].what}", ("model",), numbers, ("agrees?",) if beside else ())
+    values = {score.subject: score.values for score in scores}
+    for score in scores:
+        row = [
+            score.subject.label,
+            estimate(score.values["token_perplexity"]),
+            estimate(score.values.get("token_perplexity_change"), "+.3f"),
+            estimate(score.values["word_perplexity"], ".2f"),
+            estimate(score.values.get("word_perplexity_change"), "+.2f"),
+        ]
+        if beside:
+            found = beside.get(score.subject)
+            torch = None if found is None else values.get(found.counterpart, {}).get("token_perplexity")
+            row += [estimate(torch), "" if found is None else _verdict(found)]
+        table.add_row(*row)
+    return table
+
+
+def _verdict(agreement: Agreement) -> str:
+    change = agreement.differences["cross_entropy"]
+    words = {
+        AGREES: "yes",
+        AS_DEPLOYED: "yes, as deployed",
+        IN_FLOAT32: "yes, in float32",
+        DISAGREES: "[bold red]NO[/]",
+    }
+    return f"{words[agreement.verdict]} ({change.value:+.1e} nats)"
+
+
+def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
+    title = f"KL from the original on {scores[0].what}, nats per token"
+    table = new_table(title, ("model",), ("mean", "median", "99 %", "99.9 %", "max", "same top token"))
+    for score in scores:
+        found = score.values
+        table.add_row(
+            score.subject.label,
+            *(
+                estimate(found[name], ".4g")
+                for name in ("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max")
+            ),
+            estimate(_percent(found["same_top"]), ".2f") + " %",
+        )
+    return table
+
+
+def _tasks(scores: list[Score], limit: float | None) -> Table:
+    numbers = ("examples", "acc, %", "acc_norm, %", "drop of acc", "drop of acc_norm")
+    remarks = ("note",) if limit is None else (f"≤ {100 * limit:g} points?", "note")
+    table = new_table("Tasks", ("task", "model"), numbers, remarks)
+    for score in scores:
+        found = {name: _percent(value) for name, value in score.values.items()}
+        row = [
+            score.what,
+            score.subject.label,
+            str(score.tokens),
+            *(estimate(found.get(name), ".2f") for name in ("acc", "acc_norm")),
+            *(estimate(found.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),
+        ]
+        if limit is not None:
+            row.append(judge(score.values["acc_drop"], limit) if "acc_drop" in score.values else "")
+        table.add_row(*row, _task_note(score))
+    return table
+
+
+def _task_note(score: Score) -> str:
+    parts = []
+    chance = score.protocol.get("chance")
+    near = [
+        name
+        for name in ("acc", "acc_norm")
+        if name in score.values and near_chance(score.values[name], chance)
+    ]
+    if near and chance is not None:
+        parts.append(f"{' and '.join(near)} near chance ({100 * chance:.0f} %)")
+    if "last_word_perplexity" in score.values:
+        parts.append(f"last-word perplexity {estimate(score.values['last_word_perplexity'], '.4g')}")
+    others = {"acc", "acc_norm", "last_word_perplexity"}
+    for name, value in score.values.items():
+        if name not in others and not name.endswith("_drop"):
+            parts.append(f"{name} {estimate(value, '.4g')}")
+    return ", ".join(parts)
+
+
+def _protocol(score: Score) -> str:
+    p = score.protocol
+    overlap = "" if p["stride"] == p["window"] else f", the last {p['stride']} tokens of each scored"
+    return (
+        f"{p['windows']} windows of {p['window']} tokens{overlap}; {p['tokens']:,} tokens, {p['words']:,} words. "
+        f"± is one standard error over windows; Δ is paired by window."
     )
-    subjects = [*([] if original is None else [original]), *selection.subjects]
-    outcome = evaluation.Outcome()
-    for name, task in zip(names, chosen, strict=True):
-        with sweep_progress(name) as progress:
-            evaluator = evaluation.TaskEvaluator(
-                journal,
-                tokenizer,
-                max_length=arguments.window,
-                limit=arguments.task_limit,
-                few_shot=arguments.few_shot,
-                progress=progress,
-            )
-            outcome.add(evaluator.judge_task(subjects, task))
-    return outcome
+
+
+def estimate(value: Estimate | None, spec: str = ".3f") -> str:
+    if value is None:
+        return ""
+    shown = format(value.value, spec)
+    if math.isnan(value.standard_error):
+        return shown
+    return f"{shown} ± {format(value.standard_error, spec.replace('+', '').replace('.4g', '.2g'))}"
+
+
+def _percent(value: Estimate) -> Estimate:
+    return Estimate(100 * value.value, 100 * value.standard_error)

@@ -1,49 +1,27 @@
-"""`kl-lens inspect MODEL`: what a model is made of, and what each part weighs at each precision."""
+"""`kl-lens inspect`: a model's parts, and what each weighs."""
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
 from kl_lens.checkpoints import Anatomy, LoadedModel
-from kl_lens.cli import options
-from kl_lens.formats import get_format
+from kl_lens.cli.console import console, new_table
+from kl_lens.pipeline.inspecting import PRECISIONS, InspectResult, stored_bytes
 from kl_lens.records import Component
 from kl_lens.units import human_bytes
 
-PRECISIONS = ("fp16", "int8", "int4")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser, optional=True)
-    parser.add_argument(
-        "--components", action="store_true", help="one row per component instead of per block"
-    )
-    options.add_json(parser)
-
-
-def execute(arguments: argparse.Namespace) -> int:
-    model = options.load_model(arguments)
-    if arguments.json:
-        options.print_json(_records(model))
-        return 0
-    console = options.console()
-    console.print(f"[bold]{model.name}[/]  {_headline(model)}")
-    console.print(_component_table(model.anatomy) if arguments.components else _block_table(model.anatomy))
-    console.print(_left_alone_table(model.anatomy))
-    for note in model.anatomy.notes:
-        console.print(f"Note: {note}")
-    return 0
-
-
-def _bytes(component: Component, precision: str) -> int:
-    """What is left alone stays FP16 here; a target may keep it in FP32."""
-    if not component.quantizable or precision == "fp16":
-        return 2 * component.parameters
-    return get_format(precision).bytes(component.shape)
+def show(result: InspectResult) -> None:
+    model, anatomy, out = result.model, result.model.anatomy, console()
+    out.print(f"[bold]{model.name}[/]  {_headline(model)}")
+    out.print(_component_table(anatomy) if result.by_component else _block_table(anatomy))
+    out.print(_left_alone_table(anatomy))
+    for note in anatomy.notes:
+        out.print(f"Note: {note}")
 
 
 def _headline(model: LoadedModel) -> str:
@@ -71,15 +49,12 @@ def _add_size_columns(table: Table) -> None:
 
 def _sizes(components: Sequence[Component]) -> list[str]:
     cells = [f"{sum(c.parameters for c in components):,}"]
-    return cells + [human_bytes(sum(_bytes(c, p) for c in components)) for p in PRECISIONS]
+    return cells + [human_bytes(sum(stored_bytes(c, p) for c in components)) for p in PRECISIONS]
 
 
 def _block_table(anatomy: Anatomy) -> Table:
     """One row per block and family; equal neighbours would only repeat, but a user may want to see each."""
-    table = Table(title="Quantizable components", title_justify="left")
-    table.add_column("block")
-    table.add_column("family")
-    table.add_column("components (rows × columns)", overflow="fold")
+    table = new_table("Quantizable components", ("block", "family"), fold=("components (rows × columns)",))
     _add_size_columns(table)
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.candidates:
@@ -95,9 +70,8 @@ def _block_table(anatomy: Anatomy) -> Table:
 
 
 def _component_table(anatomy: Anatomy) -> Table:
-    table = Table(title="Quantizable components", title_justify="left")
-    for column in ("component", "kind", "family", "shape", "tied with, or fused by runtimes with"):
-        table.add_column(column, overflow="fold")
+    words = ("component", "kind", "family", "shape", "tied with, or fused by runtimes with")
+    table = new_table("Quantizable components", fold=words)
     _add_size_columns(table)
     for component in anatomy.candidates:
         relations = [f"= {name}" for name in component.tied_with]
@@ -118,11 +92,7 @@ def _component_table(anatomy: Anatomy) -> Table:
 
 
 def _left_alone_table(anatomy: Anatomy) -> Table:
-    table = Table(title="Left alone", title_justify="left")
-    table.add_column("kind")
-    table.add_column("tensors", justify="right")
-    table.add_column("parameters", justify="right")
-    table.add_column("why")
+    table = new_table("Left alone", ("kind",), ("tensors", "parameters"), ("why",))
     groups: dict[tuple[str, str], list[Component]] = defaultdict(list)
     for component in anatomy.components:
         if not component.quantizable:
@@ -136,7 +106,8 @@ def _shape(component: Component) -> str:
     return "×".join(str(size) for size in component.shape)
 
 
-def _records(model: LoadedModel) -> dict[str, object]:
+def as_json(result: InspectResult) -> dict[str, Any]:
+    model = result.model
     anatomy = model.anatomy
     return {
         "name": model.name,
@@ -147,9 +118,9 @@ def _records(model: LoadedModel) -> dict[str, object]:
         "embedding": anatomy.embedding,
         "head": anatomy.head,
         "parameters": anatomy.parameters,
-        "bytes": {p: sum(_bytes(c, p) for c in anatomy.components) for p in PRECISIONS},
+        "bytes": {p: sum(stored_bytes(c, p) for c in anatomy.components) for p in PRECISIONS},
         "notes": list(anatomy.notes),
         "components": [
-            c.to_json() | {"bytes": {p: _bytes(c, p) for p in PRECISIONS}} for c in anatomy.components
+            c.to_json() | {"bytes": {p: stored_bytes(c, p) for p in PRECISIONS}} for c in anatomy.components
         ],
     }

@@ -1,4 +1,4 @@
-"""`kl-lens VERB …`: finds the verb, runs it, and turns errors into one line and an exit code."""
+"""`kl-lens VERB …`: words become the verb's settings, its function is called, its result is shown."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from kl_lens.environment import set_defaults
 
 set_defaults()
 
+from kl_lens.cli.console import Terminal, print_json  # noqa: E402
 from kl_lens.errors import KLLensError  # noqa: E402
+from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
+from kl_lens.pipeline.verbs import perform, settings_of  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
 
-# In the order of the pipeline. A new verb is one new file and one line here; the file has add_arguments(parser) and
-# execute(arguments) -> exit code. The help stands here so that `kl-lens --help` need not load every library.
+# In the order of the pipeline. The settings are in `kl_lens.pipeline`; the file here has show(result) and, for --json,
+# as_json(result). The help stands here so that `kl-lens --help` need not load every library.
 VERBS = {
     "run": "everything in order, on the embedded model or on yours, with a report at the end",
     "inspect": "look inside a model: blocks, components, bytes, what is left alone and why",
@@ -34,14 +38,8 @@ VERBS = {
 }
 
 
-def build_parser(
-    verbs: Collection[str] = tuple(VERBS),
-    defaults: Callable[[argparse.ArgumentParser], dict[str, Any]] = lambda parser: {},
-) -> argparse.ArgumentParser:
-    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries.
-
-    `defaults` gives settings of a verb that take the place of its own defaults.
-    """
+def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
+    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
     parser = argparse.ArgumentParser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
@@ -51,30 +49,88 @@ def build_parser(
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, help_text in VERBS.items():
-        subparser = subparsers.add_parser(
-            verb,
-            help=help_text,
-            description=help_text[0].upper() + help_text[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        description = help_text[0].upper() + help_text[1:] + "."
+        subparser = subparsers.add_parser(verb, help=help_text, description=description)
         if verb in verbs:
-            module = importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
-            module.add_arguments(subparser)
-            subparser.set_defaults(execute=module.execute, **defaults(subparser))
+            _add_arguments(subparser, verb)
     return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    from kl_lens.cli.flags import add_arguments
+
+    add_arguments(parser, settings_of(verb))
+    if hasattr(_shown_by(verb), "as_json"):
+        parser.add_argument("--json", action="store_true", help="print records as JSON instead of a table")
+    if verb == "run":
+        parser.add_argument(
+            "--config", metavar="FILE", help="YAML with the same names as the flags; flags win"
+        )
+        parser.add_argument(
+            "--write-config",
+            nargs="?",
+            const="-",
+            metavar="FILE",
+            help="write the settings as YAML (to the screen, or to FILE) and do nothing else",
+        )
+
+
+def _shown_by(verb: str) -> Any:
+    return importlib.import_module(f"kl_lens.cli.{verb.replace('-', '_')}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
-    verb = [word for word in words if word in VERBS][:1]
-    parser = build_parser(verb)
-    arguments = parser.parse_args(words)
-    if getattr(arguments, "config", None):
-        from kl_lens.cli.config import read_defaults
+    return build_parser(_verb(words)).parse_args(words)
 
-        parser = build_parser(verb, lambda of_verb: read_defaults(of_verb, arguments.config))
-        arguments = parser.parse_args(words)
-    return arguments
+
+def _verb(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word in VERBS][:1]
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """The verb's settings: what was typed, then what a --config file says, then the defaults."""
+    from kl_lens.cli.flags import file_values, typed_values
+
+    settings = settings_of(arguments.verb)
+    file = getattr(arguments, "config", None)
+    from_file = file_values(settings, file) if file else {}
+    return with_values(settings, from_file | typed_values(settings, arguments))
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    settings = settings_from(arguments)
+    if place := getattr(arguments, "write_config", None):
+        _write_config(settings, place)
+        return 0
+    wants_json = getattr(arguments, "json", False)
+    terminal = Terminal(settings.verb, _show, writes=not wants_json)
+    result = perform(settings, None, terminal)
+    _show(terminal, result, wants_json)
+    return int(getattr(result, "exit_code", 0))
+
+
+def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
+    shown_by = _shown_by(terminal.verb)
+    if wants_json:
+        print_json(shown_by.as_json(result))
+    else:
+        shown_by.show(result)
+    for subject, reason in getattr(result, "failures", {}).items():
+        terminal.warn(f"{subject}: {reason}")
+
+
+def _write_config(settings: Settings, place: str) -> None:
+    from kl_lens.cli.flags import as_yaml
+    from kl_lens.writing import write_text
+
+    if place == "-":
+        sys.stdout.write(as_yaml(settings))
+        return
+    try:
+        write_text(Path(place), as_yaml(settings))
+    except OSError as error:
+        raise KLLensError(f"{place} cannot be written: {error.strerror}") from error
 
 
 def _quiet_libraries() -> None:
@@ -93,20 +149,19 @@ def _quiet_libraries() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    program = "kl-lens"
+    program = " ".join(["kl-lens", *_verb(words)])
     try:
         arguments = parse(words)
-        program = f"kl-lens {arguments.verb}"
         if not arguments.debug:
             _quiet_libraries()
-        return int(arguments.execute(arguments) or 0)
+        return execute(arguments)
     except KLLensError as error:
         if "--debug" in words:
             raise
         print(f"{program}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"\n{program}: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"\n{program}: {stop or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from kl_lens.cli import options
+from kl_lens.cli.console import console
 from kl_lens.sensitivity.sweep import Progress
 
 # Seconds between two plain lines.
@@ -38,7 +38,7 @@ def _bar(title: str) -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[what]}", style="dim"),
     )
-    with Bar(*columns, console=options.console(stderr=True)) as bar:
+    with Bar(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task(title, total=None, what="")
 
         def started(total: float, done: float) -> None:

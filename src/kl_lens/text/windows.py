@@ -105,6 +105,17 @@ class Windows:
             self, ids=self.ids[:count], starts=self.starts[:count], documents=self.documents[:count]
         )
 
+    def after(self, count: int) -> Windows:
+        """The windows behind the first `count`."""
+        return replace(
+            self, ids=self.ids[count:], starts=self.starts[count:], documents=self.documents[count:]
+        )
+
+    @property
+    def label(self) -> str:
+        """The text's name for people: `wikitext2:valid`."""
+        return f"{self.source}:{self.split}" if self.split else self.source
+
     def first_target(self, window: int) -> int:
         """Index of the first token of this window whose prediction counts in a perplexity.
 

@@ -1,16 +1,20 @@
-"""The stages of `kl-lens run`: each is a verb with its words, and one that is done is not done again."""
+"""The stages of `run`: each is a verb with its settings, and one that is done is not done again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import Settings, command_of
+from kl_lens.pipeline.verbs import perform
+from kl_lens.pipeline.workbench import Workbench
 from kl_lens.runs import CALIBRATION, Run
 
 
@@ -20,23 +24,23 @@ class Stages:
     `failures` collects stages that ended badly but whose results the later ones do not need.
     """
 
-    def __init__(self, folder: Path, *, again: bool = False) -> None:
-        self.folder = folder
-        self.again = again
+    def __init__(self, folder: Path, bench: Workbench, events: Events, *, again: bool = False) -> None:
+        self.folder, self.again = folder, again
+        self._bench, self._events = bench, events
         self.seconds: dict[str, float] = {}
         self.failures: list[str] = []
 
     def do(
         self,
-        verb: str,
-        *words: str,
+        settings: Settings,
+        *,
         key: str | None = None,
         inputs: str = "",
         optional: bool = False,
         lost: bool = False,
         outputs: Sequence[str] = (),
-    ) -> bool:
-        """Runs a verb, unless it was done with the same words and inputs. False when an optional one failed.
+    ) -> None:
+        """Performs a verb, unless it was done with the same settings and inputs.
 
         Args:
             key: the name under which it is remembered; without one it always runs.
@@ -45,55 +49,41 @@ class Stages:
             lost: what it made is no longer there.
             outputs: patterns of the files that it writes, in the run folder.
         """
-        print(f"\n== kl-lens {shlex.join([verb, *words])}", flush=True)
+        words = command_of(settings)
         # A run folder may be moved; what was done in it stays done.
-        done = {
-            "words": [verb, *("RUN" if word == str(self.folder) else word for word in words)],
-            "inputs": inputs,
-        }
-        if key and not self.again and not lost and self._remembered(key) == done | self._made(outputs):
-            print("done already")
-            return True
+        done = {"words": ["RUN" if word == str(self.folder) else word for word in words], "inputs": inputs}
+        with self._events.stage(settings):
+            if key and not self.again and not lost and self._remembered(key) == self._with(done, outputs):
+                self._events.result(None)
+                return
+            if not self._performed(settings, optional):
+                self.failures.append(shlex.join(words))
+            elif key:
+                with Run.open(self.folder) as run:
+                    run.store("stage", key, self._with(done, outputs))
+
+    def _performed(self, settings: Settings, optional: bool) -> bool:
         begin = time.perf_counter()
         try:
-            code = self._execute(verb, words)
+            result = perform(settings, self._bench, self._events)
+            self._events.result(result)
+            return getattr(result, "exit_code", 0) == 0
         except KLLensError as error:
             if not optional:
                 raise
-            print(f"kl-lens {verb}: {error}", file=sys.stderr)
-            code = error.exit_code
-        self.seconds[verb] = self.seconds.get(verb, 0.0) + time.perf_counter() - begin
-        if code == 130:
-            raise KeyboardInterrupt
-        if code and not optional:
-            raise SystemExit(code)
-        if code:
-            self.failures.append(shlex.join([verb, *words]))
+            self._events.warn(str(error))
             return False
-        if key:
-            with Run.open(self.folder) as run:
-                run.store("stage", key, done | self._made(outputs))
-        return True
+        finally:
+            spent = time.perf_counter() - begin
+            self.seconds[settings.verb] = self.seconds.get(settings.verb, 0.0) + spent
 
-    def _made(self, outputs: Sequence[str]) -> dict[str, str]:
-        """What a stage wrote: deleted or overwritten by another, it has to be made again."""
-        return {"outputs": self.files(*outputs)}
+    def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+        """With what a stage wrote: deleted or overwritten by another, it has to be made again."""
+        return done | {"outputs": self.files(*outputs)}
 
     def _remembered(self, key: str) -> object:
         with Run.open(self.folder) as run:
             return run.load("stage", key)
-
-    def _execute(self, verb: str, words: Sequence[str]) -> int:
-        from kl_lens.cli.main import parse
-
-        typed = sys.argv
-        # The journal keeps each stage's own command, so that each can be repeated alone.
-        sys.argv = ["kl-lens", verb, *words]
-        try:
-            arguments = parse([verb, *words])
-            return int(arguments.execute(arguments) or 0)
-        finally:
-            sys.argv = typed
 
     # -- what stages depend on -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The stages as Python functions, in their order: measure, plan, export, evaluate, benchmark."""
+"""The stages on opened models and records, in their order: what `kl_lens.measure` and its neighbours are."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kl_lens import evaluation, planning, profiling, targets
+from kl_lens import evaluation, planning, profiling, reporting, targets
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
+from kl_lens.errors import PlanError, TargetError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
+from kl_lens.pipeline.generating import generate as generate_text
+from kl_lens.pipeline.planning import refined, verified
+from kl_lens.pipeline.ranking import rank_run
+from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Artifact, Plan, Profile, Score, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.ranking import Ranking
 from kl_lens.sensitivity.sweep import Progress, Sweep
-from kl_lens.text import draw_windows
+from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.text.documents import TextSource
 from kl_lens.units import parse_bytes
 
@@ -33,6 +41,7 @@ def measure(
     run: Path | str | None = None,
     engine: str = FastEngine.name,
     memory_budget: int = DEFAULT_MEMORY,
+    as_deployed: str | None = None,
     progress: Progress | None = None,
 ) -> SensitivityTable:
     """How much each component suffers from each format.
@@ -45,6 +54,7 @@ def measure(
         components: regular expression; only components whose name matches.
         run: a run folder to keep the measurements in, and to go on from; a temporary one when not given.
         engine: `fast`, or `plain`, the reference.
+        as_deployed: a target; also quantize the activations as its kernels do.
 
     Example:
         >>> table = measure(load("reference:mamba"), formats=["int4", "int8"], windows=8)
@@ -52,8 +62,39 @@ def measure(
     candidates, _ = find_candidates(model.anatomy, formats, components)
     drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
-        Sweep(model, journal, engine, memory_budget, progress or Progress()).measure(candidates, drawn)
+        context = targets.deployed(as_deployed) if as_deployed else None
+        kind = as_deployed or "weights"
+        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind)
+        sweep.measure(candidates, drawn)
         return journal.table()
+
+
+def rank(
+    model: LoadedModel,
+    run: Path | str,
+    text: TextSource | str = "wikitext2:test",
+    *,
+    windows: int = 128,
+    other_texts: Sequence[str] = (),
+    memory_budget: int = DEFAULT_MEMORY,
+) -> Ranking:
+    """Which metric predicts the damage that a run's candidates do on held-out text; kept in the run.
+
+    Args:
+        model: the run's, from `kl_lens.load`.
+        run: a run folder with measurements.
+        text: held-out text; refused where the run was calibrated on some of it.
+        other_texts: out-of-domain texts to calibrate on as well.
+
+    Example:
+        >>> rank(model, "runs/mine", windows=8).correlations[0].tau
+    """
+    tokenizer = model.require_tokenizer()
+    with Run.open(Path(run)) as journal:
+        calibration = Workbench().calibration(journal, tokenizer)
+        held_out = evaluation_windows(text, tokenizer, length=calibration.length, limit=windows)
+        refuse_overlap(calibration, held_out)
+        return rank_run(journal, model, held_out, other_texts, memory_budget)
 
 
 def plan(
@@ -66,6 +107,49 @@ def plan(
     """
     size = parse_bytes(max_bytes) if isinstance(max_bytes, str) else max_bytes
     return planning.plan_for_budget(table, max_bytes=size, name=name, **limits).plan
+
+
+def verify(
+    model: LoadedModel,
+    plan: Plan,
+    table: SensitivityTable,
+    text: TextSource | str = "wikitext2:valid",
+    *,
+    windows: int = 32,
+    window_length: int = 512,
+) -> Plan:
+    """The plan with its KL and perplexity as a whole, measured on held-out text.
+
+    Example:
+        >>> verify(model, plan, table, windows=8).measured.kl
+    """
+    held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
+    return verified(plan, table, PlanMeter(model, held_out))
+
+
+def refine(
+    model: LoadedModel,
+    plan: Plan,
+    table: SensitivityTable,
+    text: TextSource | str = "wikitext2:valid",
+    *,
+    windows: int = 32,
+    window_length: int = 512,
+    max_evaluations: int = 60,
+    name: str | None = None,
+) -> Plan:
+    """The plan improved by swaps that one half of a held-out text measured as better, and the other confirmed.
+
+    Example:
+        >>> refine(model, plan, table, windows=8, max_evaluations=4).notes["refinement"]
+    """
+    held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
+    if len(held_out) < 2:
+        raise PlanError("refining needs at least 2 windows: one half decides, the other confirms")
+    middle = (len(held_out) + 1) // 2
+    deciding, confirming = (PlanMeter(model, w) for w in (held_out.first(middle), held_out.after(middle)))
+    better = refined(plan, table, deciding, confirming, max_evaluations=max_evaluations, name=name)
+    return verified(better, table, confirming)
 
 
 def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **options: Any) -> Artifact:
@@ -147,3 +231,28 @@ def benchmark(artifact: Artifact | Path | str, **settings: Any) -> Profile:
     if not report.profiles:
         raise TargetError(report.notes[0])
     return report.profiles[0]
+
+
+def generate(artifact: Artifact | Path | str, prompt: str, **settings: Any) -> GenerateResult:
+    """Text from an exported model, and how fast it came.
+
+    Args:
+        artifact: from `export`, or an exported folder, or a .gguf file.
+        settings: of `kl_lens.pipeline.GenerateSettings`: max_new_tokens, temperature, seed, tokenizer, threads, …
+
+    Example:
+        >>> generate("out/mamba-4mb", "The history of the city").text
+    """
+    return generate_text(GenerateSettings(artifact=_place(artifact), prompt=prompt, **settings), Events())
+
+
+def report(run: Path | str, *others: Path | str, path: Path | None = None) -> Path:
+    """A run as one HTML file, or several on one page; returns where it was written.
+
+    Example:
+        >>> report("runs/mine")
+    """
+    if others:
+        return reporting.write_comparison([Path(run), *map(Path, others)], path)
+    with Run.open(Path(run)) as journal:
+        return reporting.write_report(journal, path)

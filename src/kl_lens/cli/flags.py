@@ -1,0 +1,134 @@
+"""Settings from flags and from YAML files, and back: one dataclass, three ways to fill it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.settings import Option, Settings, options_of, values_of
+
+
+def add_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
+    """An argument for every field. None has a default here: what was not typed is left to the dataclass."""
+    groups: dict[str, Any] = {"": parser}
+    for option in options_of(settings):
+        for name, make in (
+            (option.group, lambda title: parser.add_argument_group(title)),
+            (option.excludes, lambda _, of=option: groups[of.group].add_mutually_exclusive_group()),
+        ):
+            if name not in groups:
+                groups[name] = make(name)
+        groups[option.excludes or option.group].add_argument(
+            *_names(option), **_behaviour(option), help=option.meaning.replace("%", "%%") or None
+        )
+
+
+def _names(option: Option) -> tuple[str, ...]:
+    return (option.flag or option.name,)
+
+
+def _behaviour(option: Option) -> dict[str, Any]:
+    found: dict[str, Any] = {"default": argparse.SUPPRESS}
+    if option.flag:
+        found |= {"dest": option.name, "required": option.required}
+    if option.is_switch:
+        const = True if option.bare is None else option.bare
+        return found | {"action": "store_const", "const": const}
+    if option.kind.parse is not str:
+        found["type"] = _named(option)
+    for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
+        if value:
+            found[name] = value
+    if option.nargs == "?" and option.flag:
+        found["const"] = option.bare
+    return found | ({"action": "append"} if option.repeated else {})
+
+
+def _named(option: Option) -> Any:
+    """The option's own parser, whose errors name the flag."""
+
+    def parse(text: str) -> Any:
+        try:
+            return option.kind.parse(text)
+        except KLLensError as error:
+            raise KLLensError(f"{option.flag or option.name} {error}") from None
+
+    parse.__name__ = getattr(option.kind.parse, "__name__", "value").removeprefix(
+        "_"
+    )  # argparse names it in errors
+    return parse
+
+
+def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was typed, by field."""
+    found = vars(arguments)
+    return {
+        option.name: _frozen(found[option.name]) for option in options_of(settings) if option.name in found
+    }
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+# -- YAML ------------------------------------------------------------------------------------------------------
+
+
+def as_yaml(settings: Settings) -> str:
+    """The settings under the names of their flags, those left empty not named."""
+    values = {}
+    for option, value in values_of(settings):
+        if value is not None and (value != () or value != option.default):
+            plain = isinstance(value, bool | int | float) and str(value) == option.kind.spell(value)
+            values[option.title] = value if plain else option.spelled(value)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def file_values(settings: type[Settings], file: str) -> dict[str, Any]:
+    """The settings that a YAML file holds, by field."""
+    known = {option.title.replace("-", "_"): option for option in options_of(settings)}
+    found = {}
+    for key, value in _read(Path(file)).items():
+        option = known.get(key.replace("-", "_"))
+        if option is None:
+            titles = ", ".join(sorted(each.title for each in known.values()))
+            raise KLLensError(f"{file}: no setting is called {key!r}; there are {titles}")
+        if value is not None:  # left empty: as if it were not there
+            found[option.name] = _converted(option, value, file)
+    return found
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KLLensError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise KLLensError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise KLLensError(f"{path}: expected lines such as `windows: 16`; see kl-lens run --write-config")
+    return content
+
+
+def _converted(option: Option, value: Any, file: str) -> Any:
+    """YAML's own types are taken; words go through the flag's own parser."""
+    if option.is_switch:
+        if not isinstance(value, bool):
+            raise KLLensError(f"{file}: {option.title}: expected true or false, not {value!r}")
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = ",".join(str(item) for item in value)
+    try:
+        converted = option.kind.parse(str(value))
+    except (ValueError, KLLensError) as error:
+        raise KLLensError(f"{file}: {option.title}: {value!r} does not fit ({error})") from error
+    if option.choices and converted not in option.choices:
+        raise KLLensError(f"{file}: {option.title}: {value!r} is none of {', '.join(option.choices)}")
+    return converted

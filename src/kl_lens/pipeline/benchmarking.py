@@ -1,0 +1,113 @@
+"""`benchmark`: speed, memory and size of exported models, and how near they are to the machine's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens import profiling
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, chosen_targets, command_of, grouped, option
+from kl_lens.runs import ALL_PLANS, Run
+from kl_lens.units import parse_names
+
+_use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = parse_names(text)
+    if not lengths or not all(length.isdigit() and int(length) > 0 for length in lengths):
+        raise KLLensError(f"{text}: give numbers of tokens, as in 32,128,512")
+    return tuple(sorted({int(length) for length in lengths}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings(OfRun):
+    verb: ClassVar[str] = "benchmark"
+    opens_models: ClassVar[bool] = False
+
+    artifacts: tuple[Path, ...] = option(
+        (),
+        "exported folders or .gguf files (default: all that the run has)",
+        positional=True,
+        nargs="*",
+        metavar="ARTIFACT",
+    )
+    run: str | None = option(None, "the run folder; results are kept there", metavar="DIR")
+    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
+    targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
+    device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
+    threads: int | None = option(None, "default: all processors", kind=COUNT)
+    gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
+    protocol: str = option(
+        "use",
+        "use: what a user feels; benchmark_app: the published one, 60 s for each IR",
+        choices=tuple(profiling.PROTOCOLS),
+    )
+    quick: bool = option(False, "short, to try things out; the record says so")
+    tag: str | None = option(None, "part of the CSV's name (default: the model's name)", metavar="TAG")
+    prompt_lengths: tuple[int, ...] = _use(
+        (32, 128, 512),
+        "tokens",
+        kind=Kind(_lengths, lambda lengths: ",".join(map(str, lengths))),
+        metavar="LIST",
+    )
+    new_tokens: int = _use(64, kind=COUNT)
+    repeats: int = _use(5, kind=COUNT)
+    layers: bool = _layers(False, "time components by shape and format")
+    formats: tuple[str, ...] = _layers((), "default: those that the run measured", kind=NAMES)
+
+    @property
+    def use(self) -> profiling.UseSettings:
+        settings = profiling.UseSettings(
+            prompt_lengths=self.prompt_lengths,
+            new_tokens=self.new_tokens,
+            repeats=self.repeats,
+            device=self.device.upper(),
+            threads=self.threads,
+            gpu_layers=self.gpu_layers,
+        )
+        return profiling.quick(settings) if self.quick else settings
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    report: profiling.Report
+    folder: Path | None  # of the run
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return {failure.subject: failure.reason for failure in self.report.failures}
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.report.failures else 0
+
+
+def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
+    targets = chosen_targets(settings.targets)
+    with ExitStack() as stack:
+        run = None
+        if settings.run or not settings.artifacts:
+            run = stack.enter_context(Run.open(settings.run_folder))
+        places: Sequence[Path] = settings.artifacts
+        if not places:
+            assert run is not None
+            places = profiling.run_places(run, plans=settings.plan, targets=targets)
+        progress = stack.enter_context(events.progress("benchmark"))
+        measuring = profiling.Benchmark(
+            settings=settings.use,
+            protocol=settings.protocol,
+            tag=profiling.tag_of(settings.tag or (run.identity.get("model", "model") if run else "model")),
+            run=run,
+            started=lambda total: progress.started(total, 0),
+            advanced=lambda what: progress.advanced(1, what),
+        )
+        if run is not None:
+            run.note_command(["kl-lens", *command_of(settings)])
+        report = measuring.measure(places, layers=settings.layers, formats=settings.formats or None)
+        return BenchmarkResult(report, None if run is None else run.folder)

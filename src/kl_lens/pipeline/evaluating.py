@@ -1,0 +1,254 @@
+"""`evaluate`: perplexity, divergence and tasks of plans in PyTorch and of the files that ship."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kl_lens import evaluation
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import KLLensError
+from kl_lens.evaluation.agreement import DISAGREES
+from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
+from kl_lens.evaluation.tasks import FAIL, judge, require_lm_eval
+from kl_lens.paper import write_published
+from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.settings import (
+    COUNT,
+    NAMES,
+    SHARE,
+    Loading,
+    OfRun,
+    chosen_targets,
+    command_of,
+    grouped,
+    loading,
+    option,
+)
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.runs import ALL_PLANS, Run
+
+DEFAULT_TEXT = "wikitext2:test"
+TORCH = "torch"
+_what = grouped("what to measure (default: --perplexity --divergence)")
+_tasks, _running = grouped("tasks (lm-eval)"), grouped("running")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSettings(Loading, OfRun):
+    verb: ClassVar[str] = "evaluate"
+
+    artifact: tuple[Path, ...] = option(
+        (),
+        "exported folders or .gguf files (default: everything in the run)",
+        positional=True,
+        nargs="*",
+        metavar="ARTIFACT",
+    )
+    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
+    targets: tuple[str, ...] | None = option(
+        None, "torch (plans in PyTorch), and targets (exported files); default: all", kind=NAMES
+    )
+    perplexity: str | None = _what(
+        None,
+        f"token and word perplexity (default text: {DEFAULT_TEXT})",
+        nargs="?",
+        bare=DEFAULT_TEXT,
+        metavar="TEXT",
+    )
+    divergence: str | None = _what(
+        None,
+        "KL from the original's own distribution (default text: that of --perplexity)",
+        nargs="?",
+        bare="",
+        metavar="TEXT",
+    )
+    window: int = _what(2048, kind=COUNT)
+    stride: int | None = _what(
+        None, "score only the last S tokens of each window (default: the window)", kind=COUNT, metavar="S"
+    )
+    limit: int | None = _what(None, "only the first N windows", kind=COUNT)
+    tasks: tuple[str, ...] | None = _tasks(None, "such as arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES)
+    task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
+    task_limit: int | None = _tasks(None, "only the first N examples", kind=COUNT)
+    few_shot: int | None = _tasks(None, "worked examples (default: the task's own)", metavar="N")
+    max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
+    exact: bool = _running(False, "float32 arithmetic instead of the fastest")
+    runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
+    threads: int | None = _running(None, "default: the runtime's own choice", kind=COUNT)
+    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU", metavar="N")
+    again: bool = _running(False, "measure afresh what the run holds already")
+    tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
+    dtype: str = loading("float32", "what PyTorch computes in")
+    device: str = loading("cpu", "PyTorch's", flag="--torch-device", metavar="DEVICE")
+
+    @property
+    def is_kept(self) -> bool:
+        """Files given without --run are judged without a run folder."""
+        return self.run is not None or not self.artifact
+
+
+@dataclass
+class EvaluateResult:
+    outcome: evaluation.Outcome = field(default_factory=evaluation.Outcome)
+    notes: list[str] = field(default_factory=list)
+    written: list[Path] = field(default_factory=list)
+    max_drop: float | None = None
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        """For every task score that has a drop: whether the limit holds."""
+        if self.max_drop is None:
+            return []
+        return [
+            {
+                "subject": s.subject.label,
+                "task": s.what,
+                "max_drop": self.max_drop,
+                "verdict": judge(s.values["acc_drop"], self.max_drop),
+            }
+            for s in self.outcome.scores
+            if s.kind == "task" and "acc_drop" in s.values
+        ]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return self.outcome.failures
+
+    @property
+    def exit_code(self) -> int:
+        if self.failures or any(a.verdict == DISAGREES for a in self.outcome.agreements):
+            return 1
+        return 2 if any(verdict["verdict"] == FAIL for verdict in self.verdicts) else 0
+
+
+def evaluate(settings: EvaluateSettings, bench: Workbench, events: Events) -> EvaluateResult:
+    chosen_targets(settings.targets, TORCH)
+    if settings.tasks is not None:
+        if not settings.tasks:
+            raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
+        require_lm_eval()
+    with _run(settings) as run:
+        return _Evaluation(settings, run, bench, events).judged()
+
+
+@contextmanager
+def _run(settings: EvaluateSettings) -> Iterator[Run]:
+    if settings.is_kept:
+        with Run.open(settings.run_folder) as run:
+            run.note_command(["kl-lens", *command_of(settings)])
+            yield run
+    else:
+        with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
+            yield run
+
+
+class _Evaluation:
+    """One evaluation: who is judged, by which texts and tasks."""
+
+    def __init__(self, settings: EvaluateSettings, run: Run, bench: Workbench, events: Events) -> None:
+        self.settings, self.run, self.bench, self.events = settings, run, bench, events
+        self.result = EvaluateResult(max_drop=settings.max_drop)
+        self.model = self._model()
+        self.selection = self._selection()
+        self.result.notes += self.selection.notes
+        self.result.failures.update(self.selection.failures)
+        if not self.selection.subjects and self.model is None:
+            raise KLLensError(next(iter(self.result.failures.values()), "there is nothing to evaluate"))
+        self.tokenizer = self._tokenizer()
+        self.journal = evaluation.Journal(run, again=settings.again)
+        self.original = None if self.model is None else evaluation.JudgedModel(self.model)
+
+    def judged(self) -> EvaluateResult:
+        with going_on(self.run.folder if self.settings.is_kept else None):
+            for name, kinds in self._texts().items():
+                self._judge_text(name, kinds)
+            for task in self._tasks():
+                self._judge_task(task)
+        return self.result
+
+    def _model(self) -> LoadedModel | None:
+        settings = self.settings
+        if settings.threads is not None:
+            import torch
+
+            torch.set_num_threads(settings.threads)
+        if settings.is_kept:
+            return self.bench.model_of(self.run, settings)
+        return None if settings.model is None else self.bench.model(settings)
+
+    def _selection(self) -> evaluation.Selection:
+        settings = self.settings
+        runtime = evaluation.RuntimeSettings(
+            settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact
+        )
+        if settings.artifact:
+            kept = self.run if settings.is_kept else None
+            return evaluation.given_subjects(settings.artifact, runtime, self.model, kept)
+        assert self.model is not None
+        return evaluation.run_subjects(
+            self.run, self.model, runtime, plans=settings.plan, targets=settings.targets
+        )
+
+    def _tokenizer(self) -> Any:
+        if self.model is not None:
+            return self.model.require_tokenizer()
+        first = self.selection.subjects[0]
+        assert isinstance(first, evaluation.JudgedArtifact)
+        return evaluation.artifact_tokenizer(first, self.settings.tokenizer)
+
+    def _texts(self) -> dict[str, set[str]]:
+        """Text → what is measured on it; a text for both is read once."""
+        perplexity, divergence = self.settings.perplexity, self.settings.divergence
+        if perplexity is None and divergence is None and self.settings.tasks is None:
+            perplexity, divergence = DEFAULT_TEXT, "" if self.original is not None else None
+        wanted: dict[str, set[str]] = {}
+        if perplexity is not None:
+            wanted.setdefault(perplexity, set()).add("perplexity")
+        if divergence is not None:
+            wanted.setdefault(divergence or perplexity or DEFAULT_TEXT, set()).add("divergence")
+        return wanted
+
+    def _judge_text(self, name: str, kinds: set[str]) -> None:
+        settings = self.settings
+        text = evaluation.prepare_text(
+            name, self.tokenizer, window=settings.window, stride=settings.stride, limit=settings.limit
+        )
+        self.bench.refuse_overlap(self.run, text.windows, self.tokenizer)
+        with self.events.progress(text.label) as progress:
+            evaluator = evaluation.Evaluator(self.journal, self.original, progress)
+            try:
+                self.result.outcome.add(
+                    evaluator.judge_text(
+                        self.selection.subjects,
+                        text,
+                        perplexity="perplexity" in kinds,
+                        divergence="divergence" in kinds,
+                    )
+                )
+            finally:
+                evaluator.close()
+        if "perplexity" in kinds and self.model is not None and settings.is_kept:
+            self.result.written.append(write_published(self.run, self.model.name, text, settings.tag))
+
+    def _tasks(self) -> Sequence[LocalTask | str]:
+        names = list(self.settings.tasks or ())
+        return chosen_tasks(self.settings.task_data, names) if names and self.settings.task_data else names
+
+    def _judge_task(self, task: LocalTask | str) -> None:
+        settings = self.settings
+        subjects = [*([] if self.original is None else [self.original]), *self.selection.subjects]
+        with self.events.progress(task if isinstance(task, str) else task.name) as progress:
+            evaluator = evaluation.TaskEvaluator(
+                self.journal,
+                self.tokenizer,
+                max_length=settings.window,
+                limit=settings.task_limit,
+                few_shot=settings.few_shot,
+                progress=progress,
+            )
+            self.result.outcome.add(evaluator.judge_task(subjects, task))

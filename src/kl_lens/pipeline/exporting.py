@@ -1,0 +1,251 @@
+"""`export`: a plan as files that a runtime loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kl_lens import planning
+from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
+from kl_lens.errors import PlanError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import (
+    COUNT,
+    HeldOut,
+    Kind,
+    Loading,
+    Option,
+    command_of,
+    grouped,
+    new_run_folder,
+    option,
+)
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.records import Artifact, Plan
+from kl_lens.runs import ALL_PLANS, Run, named_plans
+from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.subjects import own_artifact, plan_digest
+from kl_lens.targets import TARGETS, describe_target, get_target
+from kl_lens.targets import export as write_files
+from kl_lens.units import parse_names
+
+_mapped = grouped("formats of other targets")
+Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
+_KINDS = {
+    "switch": Kind(str),
+    "text": Kind(str, metavar="NAME"),
+    "number": COUNT,
+    "names": Kind(
+        lambda text: tuple(name for name in parse_names(text) if name != "none"),
+        lambda names: ",".join(names) or "none",
+        "LIST",
+    ),
+}
+
+
+def _target_options(within: str) -> list[Option]:
+    """What the exports of the targets can be told, each flag once."""
+    found: dict[str, Option] = {}
+    for name in TARGETS:
+        for each in describe_target(name).options:
+            kind = _KINDS[each.kind]
+            switch = each.kind == "switch"
+            found.setdefault(
+                each.flag,
+                Option(
+                    each.keyword,
+                    each.flag,
+                    kind,
+                    None,
+                    each.help,
+                    kind.metavar,
+                    name,
+                    is_switch=switch,
+                    bare=each.given if switch else None,
+                    within=within,
+                ),
+            )
+    return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(HeldOut, Loading):
+    verb: ClassVar[str] = "export"
+
+    model: str | None = option(
+        None,
+        "a model to export with --format, when there is no run",
+        positional=True,
+        nargs="?",
+        metavar="MODEL",
+    )
+    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    target: str = option(choices=TARGETS)
+    plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
+    format: str | None = option(None, "one format for everything, instead of a plan", metavar="FORMAT")
+    out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
+    stream: bool = option(
+        False,
+        "read the run's checkpoint one tensor at a time, for large models and targets that can; its weights are then "
+        "not compared with the run's (--format always streams where it can)",
+    )
+    map: bool = _mapped(
+        False,
+        "export formats that the target does not have as its own (int8 as q8_0, int4 as q4_0); the numerics change, so "
+        "the plan is measured again as the runtime computes it",
+    )
+    held_out: str = _mapped("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = _mapped(8, kind=COUNT)
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run or "runs/reference-mamba")
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """The options that the target knows, as its export takes them."""
+        target = get_target(self.target)
+        found = {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
+        return found | ({"format_map": target.translations} if self.map and target.translations else {})
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    artifacts: list[tuple[Path, Artifact]]
+    measured: dict[str, Measured] = field(default_factory=dict)  # by plan
+
+
+def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
+    if settings.format:
+        return ExportResult([_whole_model(settings, settings.format, bench)])
+    if settings.run is None and settings.model is not None:
+        raise PlanError(
+            "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
+        )
+    with Run.open(settings.run_folder) as run:
+        return _plans_of(run, settings, bench, events)
+
+
+def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+    if settings.model is None:
+        raise PlanError(
+            "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
+        )
+    extra = settings.target_options
+    model: LoadedModel | Path
+    target = get_target(settings.target)
+    if target.streams:
+        # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
+        model = resolve(settings.model, revision=settings.revision)
+        plan, name = target.uniform_plan(model, fmt), settings.model
+        if settings.tokenizer:
+            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
+    else:
+        model = bench.model(settings)
+        plan, name = _uniform(model, fmt), model.name
+    folder = settings.out or new_run_folder(settings.run, name) / "artifacts" / settings.target / plan.name
+    return folder, write_files(model, plan, settings.target, folder, **extra)
+
+
+def _uniform(model: LoadedModel, name: str) -> Plan:
+    assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
+    return Plan(name=f"uniform_{name}", assignment=assignment, made_by="--format")
+
+
+def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
+    components = run.table().components
+    folder = run.folder / "plans"
+    names = named_plans(settings.plan)
+    if names is None:
+        names = tuple(sorted(path.stem for path in folder.glob("*.json")))
+        if not names:
+            raise PlanError(
+                f"{run.folder} has no plans; make some with: kl-lens plan --run {run.folder} --paper"
+            )
+    plans = [planning.read_plan(planning.plan_path(folder, name), components) for name in names]
+    model = _source(run, settings, bench)
+    meters = _meters(run, settings, model, bench, events)
+    run.note_command(["kl-lens", *command_of(settings)])
+    made = []
+    for plan in plans:
+        events.note(f"exporting {plan.name} to {settings.target}")
+        made.append(_written(run, settings, model, plan))
+    if meters is None:
+        return ExportResult(made)
+    artifacts = [artifact for _, artifact in made]
+    return ExportResult(made, _measured(run, meters, plans, artifacts, events))
+
+
+def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel | Path:
+    if not settings.stream:
+        return bench.model_of(run, settings)
+    target = get_target(settings.target)
+    if not target.streams:
+        raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
+    return resolve(settings.model or run.identity["source"], revision=settings.revision)
+
+
+def _written(
+    run: Run, settings: ExportSettings, model: LoadedModel | Path, plan: Plan
+) -> tuple[Path, Artifact]:
+    folder = (settings.out or run.folder / "artifacts" / settings.target) / plan.name
+    extra = settings.target_options
+    if isinstance(model, Path):
+        extra["fingerprint"] = run.identity["model_fingerprint"]
+    artifact = write_files(model, plan, settings.target, folder, **extra)
+    about = {
+        "folder": str(folder.resolve()),
+        "of_plan": plan_digest(plan.assignment, run.identity["model_fingerprint"]),
+    }
+    run.store("artifact", f"{settings.target}/{plan.name}", artifact.to_json() | about)
+    return folder, artifact
+
+
+def _meters(
+    run: Run, settings: ExportSettings, model: LoadedModel | Path, bench: Workbench, events: Events
+) -> tuple[PlanMeter, PlanMeter] | None:
+    """With --map the file holds other numbers than were measured: what measures the plan as made, and as the runtime
+    computes it. Made before anything is written, so that unfit text is refused first."""
+    if not settings.map or not get_target(settings.target).translations:
+        return None
+    if isinstance(model, Path):
+        events.warn(
+            "--stream does not open the model, so the mapped formats are not measured; "
+            "kl-lens evaluate --divergence does that"
+        )
+        return None
+    windows = bench.held_out(settings, run, model.require_tokenizer())
+    return bench.meter(model, windows), bench.meter(model, windows, settings.target)
+
+
+def _measured(
+    run: Run,
+    meters: tuple[PlanMeter, PlanMeter],
+    plans: Sequence[Plan],
+    artifacts: Sequence[Artifact],
+    events: Events,
+) -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    as_planned, as_exported = meters
+    windows = as_planned.text
+    quantizable = {c.name for c in as_planned.model.anatomy.candidates}
+    for plan, artifact in zip(plans, artifacts, strict=True):
+        events.note(f"measuring {plan.name} as exported")
+        realised = {t.component: t.realised for t in artifact.tensors if t.component in quantizable}
+        results = {
+            "planned": as_planned.measure(plan.assignment),
+            "exported": as_exported.measure(realised),
+        }
+        measured: Measured = {"original_perplexity": results["planned"].original_perplexity}
+        for name, result in results.items():
+            measured[f"{name}_kl"] = result.kl.value
+            measured[f"{name}_kl_standard_error"] = result.kl.standard_error
+            measured[f"{name}_perplexity"] = result.perplexity.value
+        measured["measured_on"] = f"{windows.label}, {len(windows)} windows"
+        found[plan.name] = measured
+        subject = own_artifact(plan.name, artifact.target, artifact)
+        run.store_result("mapped", subject, measured["measured_on"], measured)
+    return found

@@ -1,0 +1,49 @@
+"""`import-legacy`: measurements that others published, as a run that plans can be made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens.errors import RunError
+from kl_lens.paper import read_legacy
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import VERB_MODEL, Loading, command_of, new_run_folder, option
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.runs import Run
+from kl_lens.sensitivity.sweep import model_identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportLegacySettings(Loading):
+    verb: ClassVar[str] = "import-legacy"
+
+    model: str = option(help=VERB_MODEL, metavar="MODEL")
+    bits: tuple[tuple[str, str], ...] = option(
+        help="a file and its bit width; once per width", nargs=2, repeated=True, metavar=("BITS", "FILE")
+    )
+    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+
+
+@dataclass(frozen=True)
+class ImportLegacyResult:
+    folder: Path
+    model: str
+    measurements: int
+
+
+def import_legacy(settings: ImportLegacySettings, bench: Workbench, events: Events) -> ImportLegacyResult:
+    model = bench.model(settings)
+    measurements = []
+    for bits, path in settings.bits:
+        if not bits.isdigit():
+            raise RunError(f"--bits {bits}: expected a number, then a file")
+        measurements += read_legacy(Path(path), int(bits), model.anatomy)
+    with Run.create(new_run_folder(settings.run, model.name)) as run:
+        if run.roles():
+            raise RunError(f"{run.folder} holds measurements of its own; import into another --run")
+        run.identify(model_identity(model))
+        run.store("imported", "measurements", [m.to_json() for m in measurements])
+        run.note_command(["kl-lens", *command_of(settings)])
+    return ImportLegacyResult(run.folder, model.name, len(measurements))

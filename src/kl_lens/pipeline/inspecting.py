@@ -1,0 +1,39 @@
+"""`inspect`: what a model is made of, and what each part weighs at each precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.formats import get_format
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import OfModel, option
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.records import Component
+
+PRECISIONS = ("fp16", "int8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectSettings(OfModel):
+    verb: ClassVar[str] = "inspect"
+
+    components: bool = option(False, "one row per component instead of per block")
+
+
+@dataclass(frozen=True)
+class InspectResult:
+    model: LoadedModel
+    by_component: bool
+
+
+def inspect(settings: InspectSettings, bench: Workbench, events: Events) -> InspectResult:
+    return InspectResult(bench.model(settings), settings.components)
+
+
+def stored_bytes(component: Component, precision: str) -> int:
+    """What is left alone stays FP16 here; a target may keep it in FP32."""
+    if not component.quantizable or precision == "fp16":
+        return 2 * component.parameters
+    return get_format(precision).bytes(component.shape)

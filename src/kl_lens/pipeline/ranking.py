@@ -1,0 +1,96 @@
+"""`rank`: which metric predicts real damage?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import RunError
+from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.settings import SIZE, Loading, OfRun, command_of, option
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.records import Component
+from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY
+from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.ranking import Ranking
+from kl_lens.sensitivity.ranking import rank as compare_metrics
+from kl_lens.sensitivity.sweep import Sweep
+from kl_lens.targets import deployed
+from kl_lens.text import Windows, draw_windows, refuse_overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(Loading, OfRun):
+    verb: ClassVar[str] = "rank"
+
+    evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
+    evaluation_windows: int = option(128, "windows of held-out text", metavar="N")
+    other_text: tuple[str, ...] = option(
+        (), "also calibrate on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
+    )
+    memory_budget: int = option(DEFAULT_MEMORY, "for cached states", kind=SIZE)
+
+
+def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
+    with Run.open(settings.run_folder) as run:
+        run.note_command(["kl-lens", *command_of(settings)])
+        model = bench.model_of(run, settings)
+        tokenizer = model.require_tokenizer()
+        length = bench.calibration(run, tokenizer).length
+        held_out = bench.in_order(
+            settings.evaluation_text, tokenizer, length=length, limit=settings.evaluation_windows
+        )
+        bench.refuse_overlap(run, held_out, tokenizer)
+        with going_on(run.folder):
+            return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events)
+
+
+def rank_run(
+    run: Run,
+    model: LoadedModel,
+    held_out: Windows,
+    other_texts: Sequence[str] = (),
+    memory_budget: int = DEFAULT_MEMORY,
+    events: Events | None = None,
+) -> Ranking:
+    """Measures the damage of every candidate of a run on held-out text, and keeps the ranking there."""
+    events = events or Events()
+    candidates = _measured(run)
+    calibration = run.text_identity(CALIBRATION)
+    assert calibration is not None
+    activations = run.identity.get("activations", "weights")
+    context = deployed(activations) if activations != "weights" else None
+
+    def sweep(windows: Windows, role: str, title: str) -> None:
+        with events.progress(title) as progress:
+            Sweep(
+                model,
+                run,
+                memory_budget=memory_budget,
+                progress=progress,
+                deployed=context,
+                deployed_as=activations,
+            ).measure(candidates, windows, role)
+
+    sweep(held_out, EVALUATION, "damage on held-out text")
+    how = {name: calibration[name] for name in ("windows", "length", "seed")}
+    for text in other_texts:
+        other = draw_windows(text, model.require_tokenizer(), **how)
+        refuse_overlap(other, held_out)
+        sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
+    ranking = compare_metrics(run)
+    run.store("ranking", "latest", ranking.to_json())
+    return ranking
+
+
+def _measured(run: Run) -> list[Candidate]:
+    components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
+    found = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(CALIBRATION)]
+    if not found:
+        raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
+    order = {name: index for index, name in enumerate(components)}
+    return sorted(found, key=lambda c: (order[c.component.name], c.format))

@@ -1,0 +1,238 @@
+"""The settings of a verb: a frozen dataclass whose fields also say how they are written on a command line.
+
+The command line, a YAML file and Python fill the same dataclasses, and `command_of` turns them back into words.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from kl_lens import units
+from kl_lens.errors import KLLensError
+from kl_lens.targets import TARGETS
+
+VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
+DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value is written as one word, and read back."""
+
+    parse: Callable[[str], Any]
+    spell: Callable[[Any], str] = str
+    metavar: str | None = None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{text} is not positive")
+    return value
+
+
+COUNT = Kind(_positive, metavar="N")
+SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
+SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
+TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
+NAMES = Kind(units.parse_names, ",".join, "LIST")
+_PLAIN = {str: Kind(str), int: Kind(int, metavar="N"), float: Kind(float), Path: Kind(Path)}
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field of the settings is written on a command line."""
+
+    name: str  # of the field
+    flag: str  # --window-length; empty for what stands alone
+    kind: Kind
+    default: Any
+    help: str = ""
+    metavar: str | tuple[str, ...] | None = None
+    group: str = ""
+    choices: Collection[str] = ()
+    required: bool = False
+    is_switch: bool = False
+    nargs: str | int | None = None  # as argparse has it
+    bare: Any = None  # the value of a flag without a word behind it
+    repeated: bool = False
+    excludes: str = ""  # options with the same word here exclude each other
+    within: str = ""  # the field that holds it beside others, by keyword
+
+    @property
+    def title(self) -> str:
+        """Its name for people and in YAML files, without dashes in front."""
+        return self.flag.removeprefix("--") or self.name
+
+    @property
+    def meaning(self) -> str:
+        """The help, with the default where there is one to name."""
+        if self.required or self.is_switch or self.default in (None, (), ""):
+            return self.help
+        default = f"default: {self.spelled(self.default)}"
+        return f"{self.help} ({default})" if self.help else default
+
+    @property
+    def has_many(self) -> bool:
+        return self.nargs in ("*", "+") or isinstance(self.nargs, int)
+
+    def spelled(self, value: Any) -> str:
+        """For people and YAML: one text."""
+        return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
+
+    def words(self, value: Any) -> list[str]:
+        """What gives this value on a command line."""
+        front = [self.flag] if self.flag else []
+        if self.is_switch or (self.bare is not None and value == self.bare):
+            return front
+        if self.repeated:
+            each = value if self.has_many else [(one,) for one in value]
+            return [word for one in each for word in (*front, *map(str, one))]
+        return [*front, *map(str, value)] if self.has_many else [*front, self.kind.spell(value)]
+
+
+def option(default: Any = MISSING, help: str = "", *, positional: bool = False, **metadata: Any) -> Any:
+    """A field of settings; `metadata` are fields of `Option`. Without a default it has to be given."""
+    if positional:
+        metadata["flag"] = ""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def grouped(title: str) -> Callable[..., Any]:
+    """`option` for a group of flags under a heading."""
+    return partial(option, group=title)
+
+
+def options_of(settings: type[Settings]) -> list[Option]:
+    """The options of a verb, in the order of its fields."""
+    hints = typing.get_type_hints(settings)
+    found: list[Option] = []
+    for f in fields(settings):
+        metadata = dict(f.metadata)
+        if "spread" in metadata:
+            found += metadata["spread"](f.name)
+            continue
+        kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hints[f.name]), _PLAIN[str])
+        flag = metadata.pop("flag", f"--{f.name.replace('_', '-')}")
+        required = f.default is MISSING
+        default = None if required else f.default
+        switch = hints[f.name] is bool
+        metadata = {"metavar": kind.metavar} | metadata
+        found.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
+    return found
+
+
+def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
+    """Every option with its value."""
+    for each in options_of(type(settings)):
+        held = getattr(settings, each.within or each.name)
+        yield each, held.get(each.name) if each.within else held
+
+
+def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from values by the names of their options."""
+    given: dict[str, Any] = {}
+    for each in options_of(settings):
+        if each.name in values:
+            (given.setdefault(each.within, {}) if each.within else given)[each.name] = values[each.name]
+    return settings(**given)
+
+
+def _bare_type(hint: Any) -> Any:
+    """`int | None` → int, `tuple[Path, ...]` → Path."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+
+
+T = TypeVar("T", bound="Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a verb is asked to do."""
+
+    verb: ClassVar[str]
+    opens_models: ClassVar[bool] = True  # its function takes a workbench
+
+
+def command_of(settings: Settings) -> list[str]:
+    """The words behind `kl-lens` that give these settings: only what differs from the defaults."""
+    alone: list[str] = []
+    flagged: list[str] = []
+    for each, value in values_of(settings):
+        if value is None or (value == each.default and not each.required):
+            continue
+        (flagged if each.flag else alone).extend(each.words(value))
+    return [settings.verb, *alone, *flagged]
+
+
+loading = grouped("loading the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Settings):
+    """Which model, and how it is opened. Verbs say for themselves where on the command line the model stands."""
+
+    model: str | None = option(None, "where the run's model is now, if it moved", metavar="MODEL")
+    revision: str | None = loading(None, "branch, tag or commit of a hub id")
+    tokenizer: str | None = loading(
+        None, "folder, tokenizer.json or hub id of another tokenizer", metavar="PLACE"
+    )
+    dtype: str = loading("float32", "what to compute in")
+    device: str = loading("cpu", "where to compute")
+    trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The loading settings alone, to hand on to another verb's."""
+        return {name: getattr(self, name) for name in _LOADING_NAMES}
+
+
+_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun(Settings):
+    """About a run that is there."""
+
+    run: str | None = option(None, f"the run folder (default: {DEFAULT_RUN})", metavar="DIR")
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run or DEFAULT_RUN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModel(Loading):
+    """About a model, the embedded one unless another is named."""
+
+    model: str = option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Settings):
+    """Text that judges what was made from other text."""
+
+    held_out: str = option("wikitext2:valid", metavar="TEXT")
+    held_out_windows: int = option(32, kind=COUNT)
+
+
+def new_run_folder(run: str | None, model_name: str) -> Path:
+    """--run DIR, or runs/<model>."""
+    return Path(run) if run else Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
+
+
+def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:
+    """The targets of --targets, or all; `others` may be named there too."""
+    known = (*others, *TARGETS)
+    if unknown := [name for name in names or () if name not in known]:
+        raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}")
+    return known if names is None else names

@@ -1,0 +1,52 @@
+"""The verbs by name: where each has its settings and its function. Its libraries load when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from kl_lens.pipeline.workbench import Workbench
+
+# In the order of the pipeline. A new verb is one module here and one that shows its result in `cli/`.
+HOMES = {
+    "run": "running",
+    "inspect": "inspecting",
+    "measure": "measuring",
+    "rank": "ranking",
+    "plan": "planning",
+    "export": "exporting",
+    "evaluate": "evaluating",
+    "benchmark": "benchmarking",
+    "generate": "generating",
+    "report": "reporting",
+    "import-legacy": "importing",
+}
+
+
+def settings_of(verb: str) -> type[Settings]:
+    """`import-legacy` → ImportLegacySettings."""
+    name = "".join(part.capitalize() for part in verb.split("-")) + "Settings"
+    return getattr(_home(verb), name)
+
+
+def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:
+    """Does what the settings say and returns the verb's result; prints nothing.
+
+    Example:
+        >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements
+    """
+    function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb.replace("-", "_"))
+    if not settings.opens_models:
+        return function(settings, events or Events())
+    from kl_lens.pipeline.workbench import Workbench
+
+    return function(settings, bench or Workbench(), events or Events())
+
+
+def _home(verb: str) -> Any:
+    return importlib.import_module(f"kl_lens.pipeline.{HOMES[verb]}")
