@@ -40,7 +40,7 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    return (module.split(".") + ["__init__"])[1]
+    return [*module.split("."), "__init__"][1]
 
 
 def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
@@ -90,7 +90,9 @@ def test_every_room_has_one_place_in_the_table() -> None:
 
 
 def test_imports_point_downwards() -> None:
-    wrong = [line for name, path in modules().items() for line in upward(name, path.read_text(encoding="utf-8"))]
+    wrong = [
+        line for name, path in modules().items() for line in upward(name, path.read_text(encoding="utf-8"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
