@@ -23,13 +23,14 @@ from pathlib import Path
 
 from common import machine
 from kl_lens import paper, planning
-from kl_lens.checkpoints import LoadedModel, load, stress
+from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.cli.options import rest
 from kl_lens.pipeline import measure
 from kl_lens.records import SensitivityTable
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.text import evaluation_windows
 from nncf_choice import nncf_plans
+from stress import stress
 
 # Where outliers are planted in the stressed variants: (components, factor), two channels each.
 STRESSED = {

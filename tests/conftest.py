@@ -23,7 +23,7 @@ transformers.utils.logging.disable_progress_bar()
 
 # The same examples every time: a test run is no lottery. `./test --all` explores too, with `-m explores`.
 EXPLORES = "KL_LENS_EXPLORE" in os.environ
-hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1_000)
 hypothesis.settings.load_profile("explore" if EXPLORES else "same")
 

@@ -163,10 +163,64 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 
+def _zaya() -> transformers.PretrainedConfig:
+    """Each block hands a router state to the next."""
+    return transformers.ZayaConfig(
+        **_COMMON, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=4, moe_intermediate_size=48, router_hidden_size=16,
+    )  # fmt: skip
+
+
+def _gemma4() -> transformers.PretrainedConfig:
+    """The last blocks take keys and values from a dictionary that earlier ones fill."""
+    return transformers.Gemma4TextConfig(
+        **_COMMON, **_ATTENTION, num_hidden_layers=4, head_dim=16, global_head_dim=16, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY, sliding_window=512,
+    )  # fmt: skip
+
+
+def _mistral() -> transformers.PretrainedConfig:
+    """A sliding window shorter than the text: below its length there is no mask at all."""
+    return transformers.MistralConfig(**_COMMON, **_ATTENTION, num_hidden_layers=3, sliding_window=8)
+
+
+def _recurrent_gemma() -> transformers.PretrainedConfig:
+    """Gates are stacks of matrices, input-major; attention with a sliding window."""
+    return transformers.RecurrentGemmaConfig(
+        **_COMMON, **_ATTENTION, num_hidden_layers=3, lru_width=64, attention_window_size=8
+    )
+
+
+def _zamba() -> transformers.PretrainedConfig:
+    """x_proj and dt_proj are stacks of matrices, one for each head, and no modules."""
+    return transformers.ZambaConfig(
+        **_COMMON, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=128,
+        attention_head_dim=32, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
+    )  # fmt: skip
+
+
+def _rwkv() -> transformers.PretrainedConfig:
+    """Halves its hidden states after every second block, unless it is told not to."""
+    return transformers.RwkvConfig(**_COMMON, num_hidden_layers=4, rescale_every=2)
+
+
+# Built otherwise than the promised families: what the chain and the anatomy must not be fooled by.
+UNUSUAL: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "zaya": _zaya,
+    "gemma4_text": _gemma4,
+    "mistral": _mistral,
+    "recurrent_gemma": _recurrent_gemma,
+    "zamba": _zamba,
+    "rwkv": _rwkv,
+}
+
+
 def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
     """A random model of the family, in float32, with every parameter away from zero and one."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | UNUSUAL)[family]())
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

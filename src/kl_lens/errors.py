@@ -45,15 +45,12 @@ class UnsupportedError(TargetError):
     """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""
 
 
-def first_line(error: BaseException) -> str:
-    """What a library's exception says, in one line."""
-    return _lines(error)[0]
+def one_line(error: BaseException, most: int = 240) -> str:
+    """What another library's error says, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def last_line(error: BaseException) -> str:
     """The same of a library that tells where it was first, and what is wrong in the end."""
-    return _lines(error)[-1]
-
-
-def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]

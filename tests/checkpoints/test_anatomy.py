@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from kl_lens.checkpoints import Anatomy, LoadedModel, load
+from kl_lens.checkpoints.anatomy import REASONS
 from kl_lens.errors import CheckpointError
 from kl_lens.records import Component
-from tests.families import CONFIGS, tiny_model
+from tests.families import CONFIGS, UNUSUAL, tiny_model
 
 
 def _anatomy(family: str) -> Anatomy:
@@ -90,6 +91,34 @@ def test_remote_code_is_understood_from_its_structure(remote_code_folder: Path) 
     assert _kinds(anatomy, "attention") == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not anatomy.component("meta_tokens").quantizable
     assert anatomy.head == anatomy.embedding
+
+
+def test_stacks_of_matrices_that_are_no_modules_are_components() -> None:
+    anatomy = _anatomy("zamba")
+    assert _kinds(anatomy, "ssm") == {"in_proj", "x_proj", "dt_proj", "out_proj"}
+    stack = anatomy.component("model.layers.0.mamba.x_proj_weight")
+    assert (stack.shape, stack.weight, stack.block) == ((2, 21, 64), stack.name, 0)
+
+
+def test_stacks_that_are_multiplied_the_other_way_round_have_a_true_reason() -> None:
+    gate = _anatomy("recurrent_gemma").component("model.layers.0.temporal_block.rg_lru.input_gate_weight")
+    assert not gate.quantizable
+    assert "input-major" in gate.reason
+    assert "1,024 numbers" in gate.reason
+
+
+def test_tables_and_what_is_in_no_product_have_a_true_reason(remote_code_folder: Path) -> None:
+    table = _anatomy("gemma4_text").component("model.embed_tokens_per_layer")
+    assert "looked up" in table.reason
+    meta = load(remote_code_folder, trust_remote_code=True).anatomy.component("meta_tokens")
+    assert "in no matrix product" in meta.reason
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})])
+def test_no_reason_is_untrue_of_a_large_parameter(family: str) -> None:
+    for component in _anatomy(family).components:
+        if component.reason == REASONS["vector"]:
+            assert max(component.shape) == component.parameters
 
 
 def test_an_unknown_component_is_an_error() -> None:

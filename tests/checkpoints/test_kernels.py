@@ -220,6 +220,38 @@ def test_under_autograd_the_librarys_own_functions_run() -> None:
     assert model.backbone.layers[0].mixer.in_proj.weight.grad is not None
 
 
+@pytest.mark.parametrize("broken", range(5))
+def test_a_nan_that_enters_a_scan_comes_out_of_it(broken: int) -> None:
+    """A broken weight must show in the logits, not be computed away."""
+    inputs = _mamba1_inputs(2, 33, 64, 16)
+    inputs[broken].view(-1)[-1] = float("nan")
+    assert selective_scan(*inputs)[0].isnan().any()
+    inputs = tuple(t.float() for t in _mamba2_inputs(2, 33, 4, 16, 1, 8))
+    inputs[broken].view(-1)[-1] = float("nan")
+    assert head_scan(*inputs)[0].isnan().any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "parameter", ["A_log", "dt_proj.weight", "dt_proj.bias", "conv1d.weight", "conv1d.bias"]
+)
+def test_a_broken_weight_of_a_mixer_shows_in_the_logits(parameter: str, value: float) -> None:
+    model, ids = tiny_model("mamba"), token_ids(2, 40)
+    with torch.inference_mode():
+        model.get_parameter(f"backbone.layers.1.mixer.{parameter}").view(-1)[0] = value
+        expected = model(ids, use_cache=False).logits.isfinite().all()
+        with fast_kernels(model):
+            found = model(ids, use_cache=False).logits.isfinite().all()
+    assert bool(found) == bool(expected)
+
+
+def test_a_nan_in_attention_and_convolution_comes_out() -> None:
+    query, key, value = torch.randn(3, 1, 2, 40, 16).unbind()
+    query[0, 0, 5, 3] = float("nan")
+    assert attention.causal_attention(query, key, value, 0.25).isnan().any()
+    assert causal_convolution(query[0], torch.randn(16, 4), None, with_silu=True).isnan().any()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(2, 7, 3, 4), (3, 65, 129, 16)])
 def test_the_gpus_scan_equals_the_recurrence(shape: tuple[int, int, int, int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -234,9 +235,49 @@ def _reshape_tensor(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _extra_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.layers.4.mixer.D"] = torch.zeros(128)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _configured(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def _holding(value: float, name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights[name].view(-1)[-1] = value
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_extra_tensor, r"hold backbone\.layers\.4\.mixer\.D, which config\.json has no place for"),
+        (_configured(num_hidden_layers=2), r"hold backbone\.layers\.2\.\S+ \(and 19 more\), which config"),
+        (
+            _configured(num_hidden_layers=10**12),
+            "num_hidden_layers is 1000000000000, and the weights hold 42 ",
+        ),
+        (_configured(hidden_size=10**12), r"hidden_size is 1000000000000, and the weights hold \d+ bytes"),
+        (_configured(hidden_size=300_000), r"asks for [\d,]+ parameters, and the weights hold [\d,]+ bytes"),
+        (_configured(hidden_size="abc"), "hidden_size"),
+        (_configured(hidden_act="nonsense"), "hidden_act is 'nonsense'"),
+        (_configured(vocab_size=-1), "negative dimension"),
+        (_configured(auto_map=None), "auto_map must say"),
+        (_configured(auto_map=["x"]), "auto_map must say"),
+        (_configured(layer_norm_epsilon=float("nan")), "a number in it is NaN"),
+        (_holding(float("nan"), "backbone.layers.1.mixer.A_log"), r"layers\.1\.mixer\.A_log is NaN"),
+        (_holding(float("nan"), "backbone.norm_f.weight"), r"norm_f\.weight is NaN"),
+        (_holding(float("-inf"), "backbone.layers.0.mixer.D"), r"layers\.0\.mixer\.D is infinite in float32"),
         (_remove_config, "no config.json"),
         (_break_config, "no valid JSON"),
         (_rename_family, "knows no model_type 'caterpillar'"),
@@ -253,6 +294,63 @@ def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message
     with pytest.raises(CheckpointError, match=message) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_deeply_nested_json_is_no_config(saved) -> None:
+    folder = saved("mamba")
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CheckpointError, match="no valid JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.pop("metadata"), "needs metadata and a weight_map"),
+        (lambda index: index.update(weight_map=[1]), "needs metadata and a weight_map"),
+        (
+            lambda index: index["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"}),
+            r"names \.\./elsewhere\.safetensors, which is outside its folder",
+        ),
+    ],
+)
+def test_an_index_is_read_with_care(change, message, saved) -> None:
+    folder = saved("llama", max_shard_size="100KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_buffers_of_older_versions_do_no_harm(saved) -> None:
+    folder = saved("llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).anatomy.model_type == "llama"
+
+
+def test_a_number_too_large_for_half_precision_is_named(saved) -> None:
+    folder = saved("mamba")
+    _holding(1e6, "backbone.layers.0.mixer.D")(folder)
+    assert load(folder).layout == "transformers"
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mixer\.D is infinite in float16"):
+        load(folder, dtype="float16")
+
+
+def test_rwkv_keeps_its_weights_and_its_function(saved) -> None:
+    """By itself it halves hidden states and weights every few blocks, which only half precision needs."""
+    folder, ids = saved("rwkv"), token_ids(2, 9)
+    model = load(folder)
+    before = model.fingerprint
+    logits = model.chain.full_logits(ids)
+    del model.fingerprint
+    assert model.fingerprint == before
+    with torch.inference_mode():
+        expected = tiny_model("rwkv")(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_missing_shard_is_named(saved) -> None:

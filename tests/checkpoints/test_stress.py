@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.stress import stress
 
-from kl_lens.checkpoints import LoadedModel, stress
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import CheckpointError
 from kl_lens.formats import get_format
 from tests.families import tiny_model, token_ids

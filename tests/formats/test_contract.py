@@ -9,21 +9,30 @@ import torch
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format, known_formats, register, resolve
+from kl_lens.formats.zero_points import ZeroPointFormat
 
-GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1"]
+NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
+FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"]
+GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1", *FROM_2024]
 GROUPED = ["int4-g128", "int4-g64", "int4-g32", "int8-g128"]
-ALL = ["fp16", "int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *GGUF]
+ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32"]
+NORMAL = ["nf4", "nf4-g128", "nf4-g64", "nf4-g32"]
+ALL = ["fp16", "int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, *GGUF]
+# ggml builds tables for IQ2_S, six seconds long.
+every_format = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "iq2_s" else name for name in ALL]
+)
 
 
 def needs_gguf(name: str) -> None:
     if name in GGUF:
         pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
-    if name.endswith("_k"):
+    if name.endswith("_k") or name.startswith("iq"):
         pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
 
 
 def test_known_formats() -> None:
-    assert list(known_formats()) == ALL
+    assert list(known_formats()) == [*ALL, *NEEDS_TEXT]
     assert get_format("Q4_K") is get_format("q4_k")
 
 
@@ -53,20 +62,27 @@ def test_a_name_is_registered_once() -> None:
         ("q4_k", (8, 10, 512), 80 * 2 * 144),
         ("q5_k", (10, 512), 10 * 2 * 176),
         ("q6_k", (10, 512), 10 * 2 * 210),
+        ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
+        ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
+        ("nf4-g64", (768, 1536), 768 * 1536 // 2 + 768 * 24 * 2),
+        ("iq4_xs", (10, 512), 10 * 2 * 136),
+        ("q2_k", (10, 512), 10 * 2 * 84),
+        ("iq2_xxs", (10, 512), 10 * 2 * 66),
     ],
 )
 def test_bytes(name: str, shape: tuple[int, ...], expected: int) -> None:
     assert get_format(name).bytes(shape) == expected
 
 
-@pytest.mark.parametrize("name", ALL)
+@every_format
 @pytest.mark.parametrize("shape", [(3, 256), (5, 512), (2, 3, 256)])
 def test_bytes_are_those_of_the_packed_weight(name: str, shape: tuple[int, ...]) -> None:
     needs_gguf(name)
     fmt = get_format(name)
     stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     scales = 0 if stored.scales is None else stored.scales.nbytes
-    assert fmt.pack(stored).nbytes + scales == fmt.bytes(shape)
+    zero_points = fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
+    assert fmt.pack(stored).nbytes + scales + zero_points == fmt.bytes(shape)
     assert fmt.bits_per_weight(shape) == 8 * fmt.bytes(shape) / torch.Size(shape).numel()
 
 
@@ -94,6 +110,11 @@ def test_fits_gives_the_reason() -> None:
         ("int4-g128", 96, "int4-g32"),
         ("int4-g128", 48, "int8"),
         ("int8-g128", 48, "int8"),
+        ("uint4-g128", 192, "uint4-g64"),
+        ("uint4-g128", 96, "uint4-g32"),
+        ("uint4-g64", 48, "int8"),
+        ("nf4-g128", 96, "nf4-g32"),
+        ("nf4-g32", 48, "int8"),
         ("q4_k", 256, "q4_k"),
         ("q4_k", 96, "q5_0"),
         ("q5_k", 96, "q5_1"),
@@ -101,6 +122,12 @@ def test_fits_gives_the_reason() -> None:
         ("q4_k", 48, "fp16"),
         ("q6_k", 48, "fp16"),
         ("q4_0", 48, "fp16"),
+        ("q3_k", 96, "q4_0"),
+        ("q2_k", 96, "q4_0"),
+        ("iq4_xs", 96, "iq4_nl"),
+        ("iq3_s", 96, "iq4_nl"),
+        ("iq2_xxs", 96, "iq4_nl"),
+        ("iq2_xxs", 48, "fp16"),
     ],
 )
 def test_resolve(wanted: str, columns: int, given: str) -> None:
@@ -119,7 +146,7 @@ def test_resolve_refuses_what_nothing_holds() -> None:
         resolve("q4_k", (5,))
 
 
-@pytest.mark.parametrize("name", ALL)
+@every_format
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
@@ -153,7 +180,7 @@ def test_data_of_another_format_are_refused() -> None:
         get_format("int4").dequantize(stored)
 
 
-@pytest.mark.parametrize("name", ALL)
+@every_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
     needs_gguf(name)
@@ -166,7 +193,7 @@ def test_any_float_dtype_is_computed_in_float32(name: str, dtype: torch.dtype) -
     assert torch.equal(weight, kept)
 
 
-@pytest.mark.parametrize("name", ALL)
+@every_format
 def test_strides_do_not_matter(name: str) -> None:
     needs_gguf(name)
     weight = torch.randn(256, 6, generator=torch.Generator().manual_seed(2)).T
@@ -175,7 +202,7 @@ def test_strides_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ALL)
+@every_format
 def test_a_gpu_gives_the_same_bits(name: str) -> None:
     needs_gguf(name)
     generator = torch.Generator().manual_seed(3)
@@ -184,6 +211,7 @@ def test_a_gpu_gives_the_same_bits(name: str) -> None:
     here, there = fmt.quantize(weight), fmt.quantize(weight.cuda())
     assert there.data.is_cuda
     assert torch.equal(here.data, there.data.cpu())
-    if here.scales is not None and there.scales is not None:
-        assert torch.equal(here.scales, there.scales.cpu())
+    for ours, theirs in [(here.scales, there.scales), (here.zero_points, there.zero_points)]:
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours, theirs.cpu())
     assert torch.equal(fmt.dequantize(here), fmt.dequantize(there).cpu())

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kl_lens.errors import FormatError
-from kl_lens.formats import get_format
+from kl_lens.formats import Quantized, get_format
 from kl_lens.formats.ggml import ggml_library, gguf_module, quantize_rows
 from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.recipes import Recipe
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 pytest.importorskip("xllamacpp", reason="the extra 'gguf' is not installed")
 
-FORMATS = ["q8_0", "q4_0", "q5_0", "q5_1", "q6_k", "q5_k", "q4_k"]
+SIMPLE = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+FORMATS = [*SIMPLE, "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs", "iq3_s", "iq3_xxs"]
+# The tables that ggml builds for its two-bit types take one, three and six seconds.
+TWO_BITS = ["iq2_xxs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("iq2_xs", "iq2_s"))]
+EVERY = [*FORMATS, *TWO_BITS]
 
 
 def gguf_format(name: str) -> GGUFFormat:
@@ -40,16 +46,25 @@ def awkward_matrix() -> torch.Tensor:
     return w.clamp(-65504, 65504)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def importance() -> torch.Tensor:
+    return torch.rand(512, generator=torch.Generator().manual_seed(5)) ** 4
+
+
+def encoded(fmt: GGUFFormat, w: torch.Tensor) -> Quantized:
+    return fmt.quantize_with(w, importance()) if fmt.needs_importance else fmt.quantize(w)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "iq2_xxs", "iq2_xs", "iq2_s"])
 def test_sizes_are_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
     kind = gguf.GGMLQuantizationType[fmt.gguf_type]
     assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+    assert fmt.needs_importance == ggml_library().ggml_quantize_requires_imatrix(int(kind))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_equal_ggml_s(name: str) -> None:
-    """gguf-py's blocks are C's; for K-quants, where C is what runs, nothing is lost around the call."""
+    """gguf-py's blocks are C's; where C is what runs, nothing is lost around the call."""
     fmt = gguf_format(name)
     w = awkward_matrix()
     kind = gguf.GGMLQuantizationType[fmt.gguf_type]
@@ -59,10 +74,101 @@ def test_blocks_equal_ggml_s(name: str) -> None:
     assert np.array_equal(fmt.pack(fmt.quantize(w)), from_c)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
+def test_blocks_with_importance_equal_ggml_s(name: str) -> None:
+    """And only its proportions count, down to the smallest and up to the largest numbers."""
+    fmt = gguf_format(name)
+    w = awkward_matrix()[9:].clamp(-3e4, 3e4)
+    kind = gguf.GGMLQuantizationType[fmt.gguf_type]
+    from_c = np.empty(fmt.bytes(w.shape), np.uint8)
+    source, columns = np.ascontiguousarray(w.numpy()), importance().numpy()
+    ggml_library().ggml_quantize_chunk(
+        int(kind), source.ctypes.data, from_c.ctypes.data, 0, *w.shape, columns.ctypes.data
+    )
+    stored = fmt.quantize_with(w, importance())
+    assert np.array_equal(fmt.pack(stored), from_c)
+    for power in (-100, 120):
+        assert torch.equal(fmt.quantize_with(w, importance() * 2.0**power).data, stored.data)
+    if not fmt.needs_importance:
+        assert torch.equal(stored.data, fmt.quantize(w).data) == (not fmt.takes_importance)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q3_k", "iq4_xs", "iq3_xxs"])
+def test_importance_lowers_the_error_it_weighs(name: str) -> None:
+    fmt = gguf_format(name)
+    w = torch.randn(32, 512, generator=torch.Generator().manual_seed(6))
+    plain, weighed = fmt.roundtrip(w), fmt.dequantize(fmt.quantize_with(w, importance()))
+    error = [((values - w).square() * importance()).mean() for values in (plain, weighed)]
+    assert error[1] < 0.9 * error[0]
+
+
+def test_experts_have_an_importance_of_their_own() -> None:
+    fmt = gguf_format("q4_k")
+    w = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(7))
+    both = torch.stack([importance(), importance().flip(0)])
+    stacked = fmt.quantize_with(w, both)
+    alone = [fmt.quantize_with(w[i], both[i]) for i in range(2)]
+    assert torch.equal(stacked.data, torch.stack([a.data for a in alone]))
+    assert torch.equal(fmt.quantize_with(w, both[0]).data[0], alone[0].data)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda i: i[:100], r"importance has shape \(100,\) where \(512,\) was expected"),
+        (
+            lambda i: i.expand(3, -1),
+            r"importance of shape \(3, 512\) does not go with a weight of \(4, 512\)",
+        ),
+        (lambda i: -i, "importance holds NaN, infinity or a negative number"),
+        (lambda i: i / 0, "importance holds NaN, infinity or a negative number"),
+        (lambda i: i * 0, "importance is zero for every column"),
+    ],
+)
+def test_importance_that_ggml_would_choke_on(change: Any, complaint: str) -> None:
+    with pytest.raises(FormatError, match=rf"^layers\.0\.in_proj: {complaint}"):
+        gguf_format("q4_k").quantize_with(torch.ones(4, 512), change(importance()), "layers.0.in_proj")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_columns_that_never_matter_do_no_harm(name: str) -> None:
+    """Whole blocks without importance, next to numbers of every size: finite values, and no abort."""
+    fmt = gguf_format(name)
+    columns = importance()
+    columns[:256] = 0
+    columns[300:] *= torch.logspace(-30, 0, 212)
+    assert fmt.dequantize(fmt.quantize_with(awkward_matrix().clamp(-3e4, 3e4), columns)).isfinite().all()
+
+
+def test_a_minimum_beyond_fp16_is_refused() -> None:
+    w = torch.full((1, 32), -60000.0)
+    w[0, ::2] = torch.linspace(-65504, 65504, 16)
+    columns = torch.where(torch.arange(32) % 2 == 0, 1e-6, 1.0)
+    columns[::7] = 1.0
+    with pytest.raises(FormatError, match=r"^w: q4_1 cannot hold weights so close to FP16's end"):
+        gguf_format("q4_1").quantize_with(w, columns, "w")
+
+
+@pytest.mark.parametrize("name", ["iq2_xxs", "iq2_xs"])
+def test_what_needs_importance_is_refused_without(name: str) -> None:
+    with pytest.raises(FormatError, match=rf"^w: {name} cannot be made without .* ask for {name}\+imatrix"):
+        get_format(name).quantize(torch.ones(1, 256), "w")
+    with pytest.raises(FormatError, match=rf"recipe '{name}': {name} cannot be made without text"):
+        Recipe.parse(name)
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    with pytest.raises(FormatError, match=f"{name.upper()} cannot be encoded without"):
+        quantize_rows(np.zeros((1, 256), np.float32), int(kind), row_bytes=66)
+
+
+def test_columns_that_do_not_divide_do_not_reach_ggml() -> None:
+    with pytest.raises(FormatError, match="Q4_K: 100 columns do not divide into blocks of 256"):
+        quantize_rows(np.zeros((1, 100), np.float32), int(gguf.GGMLQuantizationType.Q4_K), row_bytes=144)
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_values_equal_ggml_s(name: str) -> None:
     fmt = gguf_format(name)
-    stored = fmt.quantize(awkward_matrix())
+    stored = encoded(fmt, awkward_matrix())
     c_name = fmt.name[:-1] + "K" if fmt.name.endswith("_k") else fmt.name
     dequantize = ggml_library()[f"dequantize_row_{c_name}"]
     dequantize.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -82,6 +188,19 @@ def test_values_equal_ggml_s(name: str) -> None:
         ("q5_0", 0.043),
         ("q4_k", 0.0715),
         ("q4_0", 0.086),
+        ("q4_1", 0.078),
+        ("iq4_nl", 0.0763),
+        ("iq4_xs", 0.0769),
+        ("q3_k", 0.151),
+        ("iq3_s", 0.166),
+        ("iq3_xxs", 0.214),
+        ("q2_k", 0.297),
+        ("uint4", 0.127),
+        ("uint4-g128", 0.101),
+        ("uint4-g64", 0.0912),
+        ("uint4-g32", 0.0809),
+        ("nf4", 0.105),
+        ("nf4-g64", 0.092),
     ],
 )
 def test_error_on_gaussian_weights(name: str, expected: float) -> None:

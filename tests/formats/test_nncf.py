@@ -12,6 +12,8 @@ import torch
 
 from kl_lens.formats import Format, Quantized, get_format, resolve
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.normal_float import BORDERS
+from kl_lens.formats.zero_points import ZeroPointFormat
 
 ov = pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
 nncf = pytest.importorskip("nncf", reason="the extra 'openvino' is not installed")
@@ -19,7 +21,19 @@ from openvino import opset13 as op  # noqa: E402
 
 logging.getLogger("nncf").setLevel(logging.ERROR)
 
-FORMATS = ["int8", "int4", "int4-g128", "int4-g64", "int4-g32"]
+SYMMETRIC = ["int8", "int4", "int4-g128", "int4-g64", "int4-g32"]
+FORMATS = [
+    *SYMMETRIC,
+    "uint4",
+    "uint4-g128",
+    "uint4-g64",
+    "uint4-g32",
+    "nf4",
+    "nf4-g128",
+    "nf4-g64",
+    "nf4-g32",
+]
+MORE_GROUPS = ["uint4-g128", "uint4-g64", "nf4", "nf4-g128", "nf4-g64"]
 # From 10,000 weights on, NNCF computes with an OpenVINO graph instead of numpy: have both.
 SHAPES = [(1, 128), (8, 128), (96, 384), (40, 256), (3, 40, 256), (300, 128)]
 
@@ -45,6 +59,10 @@ def awkward_matrices(seed: int) -> list[np.ndarray]:
                 w[..., 8, ::2], w[..., 8, 1::2] = size, -size  # both extremes equal
                 w[..., 9, :] = random.standard_normal(columns) * 10.0 ** random.integers(-10, 1, columns)
                 w[..., 10, 0] = 65504
+                w[..., 11, :] = np.resize(BORDERS, columns)  # NF4's ties, and their neighbours
+                w[..., 12, :] = np.nextafter(w[..., 11, :], np.float32(2))
+                w[..., 13, :] = np.nextafter(w[..., 11, :], np.float32(-2))
+                w[..., 11:14, ::32] = 1
             matrices.append(w)
     return matrices
 
@@ -60,7 +78,8 @@ def matmul_model(matrices: list[np.ndarray]) -> Any:
 
 def compressed(matrices: list[np.ndarray], fmt: Format, file: Path, **advanced: Any) -> Any:
     """The model as NNCF writes it, saved and read back."""
-    mode = nncf.CompressWeightsMode.INT8_SYM if fmt.bits == 8 else nncf.CompressWeightsMode.INT4_SYM
+    kinds = {"int8": "INT8_SYM", "int4": "INT4_SYM", "uint4": "INT4_ASYM", "nf4": "NF4"}
+    mode = nncf.CompressWeightsMode[kinds[fmt.name.partition("-")[0]]]
     options: dict[str, Any] = {}
     if fmt.bits == 4:
         options = {"ratio": 1.0, "group_size": fmt.group_size or -1, "all_layers": True}
@@ -74,7 +93,9 @@ def constants(model: Any) -> dict[str, Any]:
     return {n.get_friendly_name(): n for n in model.get_ops() if n.get_type_name() == "Constant"}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE_GROUPS else n for n in FORMATS]
+)
 def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
     fmt = get_format(name)
     matrices = awkward_matrices(seed=FORMATS.index(name))
@@ -87,14 +108,20 @@ def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
         assert their_scales.dtype == np.float16
         assert fmt.pack(stored).tobytes() == their_integers, f"integers of {w.shape}, matrix {i}"
         assert stored.scales.numpy().tobytes() == their_scales.tobytes(), f"scales of {w.shape}, matrix {i}"
-        assert len(their_integers) + their_scales.nbytes == fmt.bytes(w.shape)
+        their_zero_points = b""
+        if isinstance(fmt, ZeroPointFormat):
+            their_zero_points = found[f"w{i}/zero_point"].data.tobytes()
+            assert found[f"w{i}/zero_point"].get_element_type() == ov.Type.u4
+            assert fmt.pack_zero_points(stored).tobytes() == their_zero_points, f"zero points, matrix {i}"
+        assert len(their_integers) + their_scales.nbytes + len(their_zero_points) == fmt.bytes(w.shape)
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4", "nf4"])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 9), (5, 64)])
-def test_the_file_is_as_large_as_we_say(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_the_file_is_as_large_as_we_say(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    compressed([w], get_format("int4"), tmp_path / "model.xml")
-    assert (tmp_path / "model.bin").stat().st_size == get_format("int4").bytes(shape)
+    compressed([w], get_format(name), tmp_path / "model.xml")
+    assert (tmp_path / "model.bin").stat().st_size == get_format(name).bytes(shape)
 
 
 def test_int8_groups_follow_nncf_s_arithmetic() -> None:
@@ -119,10 +146,18 @@ def stored_model(stored: Quantized, fmt: Format) -> Any:
     assert stored.scales is not None
     rows, groups = stored.scales.shape
     shape = [rows, groups, stored.shape[-1] // groups]
-    kind = ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
-    tensor = ov.Tensor(kind, ov.Shape(shape))
-    tensor.data.view(np.uint8).reshape(-1)[:] = fmt.pack(stored)
-    integers = op.convert(op.constant(tensor), np.float16)
+    kind = {"int8": ov.Type.i8, "uint4": ov.Type.u4, "nf4": ov.Type.nf4}.get(
+        fmt.name.partition("-")[0], ov.Type.i4
+    )
+
+    def constant(packed: np.ndarray, shape: list[int]) -> Any:
+        tensor = ov.Tensor(kind, ov.Shape(shape))
+        tensor.data.view(np.uint8).reshape(-1)[:] = packed
+        return op.convert(op.constant(tensor), np.float16)
+
+    integers = constant(fmt.pack(stored), shape)
+    if isinstance(fmt, ZeroPointFormat):
+        integers = op.subtract(integers, constant(fmt.pack_zero_points(stored), [rows, groups, 1]))
     weight = op.multiply(integers, op.constant(stored.scales.unsqueeze(-1).numpy()))
     weight = op.convert(op.reshape(weight, list(stored.shape), False), np.float32)
     x = op.parameter([-1, stored.shape[-1]], np.float32)
@@ -131,7 +166,7 @@ def stored_model(stored: Quantized, fmt: Format) -> Any:
 
 @pytest.mark.parametrize("name", [*FORMATS, "int8-g128"])
 def test_openvino_computes_with_our_values(name: str) -> None:
-    """A product with the identity shows the weights that the plugin uses: q · fp16(s) in float32, exactly.
+    """A product with the identity shows the weights that the plugin uses: (q − z) · fp16(s) in float32, exactly.
 
     With its default on ARM, half-precision execution, the plugin rounds that product to FP16.
     """

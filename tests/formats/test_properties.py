@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format, known_formats
+from kl_lens.formats.normal_float import LEVELS
 
+# Kinds, not sizes: what differs in the group alone, or costs ggml seconds of tables, has its tests elsewhere.
+QUICK = tuple(
+    name
+    for name in known_formats()
+    if not name.startswith(("iq2", "iq3_s"))
+    and name not in ("uint4-g128", "uint4-g64", "nf4-g128", "nf4-g64")
+)
 NNCF = ("int8", "int4", "int4-g128", "int4-g64", "int4-g32", "int8-g128")
 
 quick = settings(max_examples=40)
@@ -99,6 +107,37 @@ def test_nncf_is_idempotent(name: str, data: st.DataObject) -> None:
     assert torch.equal(once.scales[stable], twice.scales[stable])
 
 
+@pytest.mark.parametrize("name", ["uint4", "uint4-g32"])
+@given(data=st.data())
+@quick
+def test_zero_points_bound_the_error_by_half_a_step(name: str, data: st.DataObject) -> None:
+    """Whatever the signs: an extreme that the rounded zero point pushes out is clipped by half a step at most."""
+    fmt = get_format(name)
+    weight = data.draw(weights(columns_for(name)))
+    stored = fmt.quantize(weight)
+    groups = weight.double().unflatten(-1, (-1, fmt.group_size or weight.shape[-1]))
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    step = ((high - low) / 15).clamp(min=2.0**-23)
+    scale_rounding = torch.maximum(step * 2.0**-11, torch.tensor(2.0**-25).double())
+    error = (fmt.dequantize(stored).double() - weight.double()).abs().unflatten(-1, groups.shape[-2:])
+    assert (error <= step * (0.5 + 1e-5) + 15 * scale_rounding).all()
+
+
+@given(data=st.data())
+@quick
+def test_normal_floats_are_the_nearest_level(data: st.DataObject) -> None:
+    fmt = get_format("nf4")
+    weight = data.draw(weights(st.integers(1, 40)))
+    stored = fmt.quantize(weight)
+    scale = weight.double().abs().amax(-1, keepdim=True).clamp(min=2.0**-23)
+    distances = (weight.double() / scale)[..., None] - torch.from_numpy(LEVELS).double()
+    chosen = distances.abs().gather(-1, stored.data.long()[..., None])[..., 0]
+    assert (chosen <= distances.abs().amin(-1) + 2e-7).all()  # borders are rounded to float32
+    again = fmt.quantize(fmt.dequantize(stored))  # the largest element is a level: the scale is found again
+    assert torch.equal(again.data, stored.data)
+    assert torch.equal(again.scales, stored.scales)
+
+
 @pytest.mark.parametrize("name", ["int8-absmax", "int4-absmax"])
 @given(data=st.data())
 @quick
@@ -161,7 +200,7 @@ def test_simple_gguf_blocks(name: str, data: st.DataObject) -> None:
     assert torch.equal(before[~scale_is_zero], after[~scale_is_zero])
 
 
-@pytest.mark.parametrize("name", params(*known_formats()))
+@pytest.mark.parametrize("name", params(*QUICK))
 @given(data=st.data())
 @quick
 def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -> None:
@@ -173,7 +212,7 @@ def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -
     assert (values[0] == 0).all()
 
 
-@pytest.mark.parametrize("name", params(*known_formats()))
+@pytest.mark.parametrize("name", params(*QUICK))
 @given(data=st.data())
 @settings(max_examples=15)
 def test_rows_are_independent(name: str, data: st.DataObject) -> None:
@@ -187,12 +226,13 @@ def test_rows_are_independent(name: str, data: st.DataObject) -> None:
     stacked = fmt.quantize(matrix.reshape(2, 3, -1))
     experts = [fmt.quantize(matrix[:3]), fmt.quantize(matrix[3:])]
     assert torch.equal(stacked.data, torch.stack([e.data for e in experts]))
-    if stacked.scales is not None:
-        assert torch.equal(stacked.scales, torch.stack([e.scales for e in experts if e.scales is not None]))
+    for part in ("scales", "zero_points"):
+        if (together := getattr(stacked, part)) is not None:
+            assert torch.equal(together, torch.stack([getattr(expert, part) for expert in experts]))
     assert torch.equal(fmt.dequantize(stacked), torch.stack([fmt.dequantize(e) for e in experts]))
 
 
-@pytest.mark.parametrize("name", params("q6_k", "q5_k", "q4_k"))
+@pytest.mark.parametrize("name", params("q6_k", "q5_k", "q4_k", "q3_k", "iq4_xs"))
 def test_k_quants_settle(name: str) -> None:
     """K-quants search for their scales and are not idempotent; a second trip adds little to the first."""
     fmt = get_format(name)

@@ -7,9 +7,9 @@ import torch
 
 from kl_lens.errors import FormatError, RunError
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine
+from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates, replacements, swapped
-from tests.families import CONFIGS, token_ids
+from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.sensitivity.conftest import loaded
 
 
@@ -24,7 +24,7 @@ def _one_of_each_kind(model) -> list[Perturbation]:
     return [c.perturbation for c in dict.fromkeys(chosen.values())] + [Perturbation(joint)]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, *sorted(UNUSUAL.keys() - {"rwkv"})])
 def test_fast_equals_plain(family: str) -> None:
     model, ids = loaded(family), token_ids(5, 24)
     perturbations = _one_of_each_kind(model)
@@ -142,3 +142,16 @@ def test_what_does_not_fit_is_said(mamba) -> None:
     assert {(c.kind, reason) for c, _, reason in unfit} == {
         ("dt_proj", "5 columns do not divide into blocks of 32")
     }
+
+
+def test_a_model_that_cannot_be_run_in_parts_is_measured_whole_and_a_line_says_so(mamba, monkeypatch) -> None:
+    said: list[str] = []
+    engine = engine_for("fast", mamba, token_ids(2, 12), say=said.append)
+    assert (type(engine), said) == (FastEngine, [])
+    original = mamba.chain.finish
+    monkeypatch.setattr(mamba.chain, "finish", lambda *given: original(*given) * 1.01)
+    engine = engine_for("fast", mamba, token_ids(2, 13), say=said.append)
+    assert type(engine) is PlainEngine
+    (line,) = said
+    assert "off by" in line
+    assert "measured with the plain engine" in line

@@ -97,6 +97,30 @@ def test_an_output_that_is_changed_in_place_is_not_kept(hidden) -> None:
 
 
 @torch.no_grad()
+def test_a_part_that_fills_a_dictionary_runs_every_time(hidden) -> None:
+    class Writing(Part):
+        def forward(self, input: torch.Tensor, notes: dict[str, torch.Tensor]) -> torch.Tensor:
+            notes["seen"] = output = super().forward(input)
+            return output
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writing = Writing(8, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            notes: dict[str, torch.Tensor] = {"seen": hidden}
+            return self.writing(hidden, notes) + notes["seen"]
+
+    block = Reader()
+    memo = BlockMemo(block)
+    with memo.recording():
+        expected = block(hidden)
+    with memo.replaying(set()):
+        torch.testing.assert_close(block(hidden), expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_afterwards_the_block_is_as_it_was(hidden) -> None:
     block = Block()
     memo = BlockMemo(block)

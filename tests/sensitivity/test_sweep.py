@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, Run
+from kl_lens.sensitivity.engines import ENGINES
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Progress, Sweep
 from tests.sensitivity.conftest import loaded, some_windows
@@ -52,6 +54,26 @@ def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) 
         result = Sweep(mamba, run).measure(_candidates(mamba), windows)
         assert result.measured == 11 * 6
         assert _table(run) == whole, "to the last bit"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logits_that_are_no_numbers_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
+    model = loaded("mamba")
+    weight = model.model.get_parameter("backbone.norm_f.weight")
+    assert len(model.chain) == 4, "opened while it was whole"
+    with Run.create(tmp_path / "original") as run:
+        weight.data[3] = float("nan")
+        with pytest.raises(RunError, match="the original model: the logits on window 0 are NaN"):
+            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+        assert _table(run) == {}
+        weight.data[3] = 1.0
+    with Run.create(tmp_path / "candidate") as run:
+        weight_of_one = model.model.get_parameter("backbone.layers.1.mixer.dt_proj.weight")
+        broken = torch.full_like(weight_of_one, float("nan"))
+        monkeypatch.setattr("kl_lens.sensitivity.engines.replacements", lambda *_: [(weight_of_one, broken)])
+        with pytest.raises(RunError, match=r"layers\.1\.mixer\.\w+ int4: the logits on window 0 are NaN"):
+            Sweep(model, run, engine).measure(_candidates(model), some_windows(2, 20))
+        assert _table(run) == {}
 
 
 def test_more_windows_and_more_formats_add_to_the_run(mamba, tmp_path) -> None:

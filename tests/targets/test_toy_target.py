@@ -19,6 +19,7 @@ from kl_lens.profiling.benchmark import profile_from
 from kl_lens.recipes import Recipe, resolve
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.runs import Run
+from kl_lens.subjects import current_results
 from kl_lens.targets import RuntimeSettings, Target, describe_target, get_target, register, target_of
 from kl_lens.targets.contents import BODY, HEAD, Contents, StoredWeight
 from kl_lens.targets.registry import TARGETS
@@ -172,13 +173,13 @@ def test_the_file_holds_what_was_planned(finished: Path) -> None:
 
 def test_it_is_judged_beside_pytorch_and_agrees(finished: Path) -> None:
     with Run.open(finished) as run:
-        verdicts = [value["verdict"] for value in run.load_all("agreement").values()]
+        verdicts = [result.value["verdict"] for result in current_results(run, "agreement")]
     assert verdicts == ["agrees"] * 2
 
 
 def test_it_is_timed_against_its_own_fp16(finished: Path) -> None:
     with Run.open(finished) as run:
-        found = [profile_from(record) for record in run.load_all("profile").values()]
+        found = [profile_from(result.value) for result in current_results(run, "profile")]
     profiles = {profile.subject.label: profile for profile in found}
     assert set(profiles) == {f"{NAME}/small", f"{NAME}/uniform_fp16"}
     small = profiles[f"{NAME}/small"]

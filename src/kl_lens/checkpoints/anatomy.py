@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from kl_lens.checkpoints.chain import Chain
+from kl_lens.checkpoints.products import summed_along_last_axis
 from kl_lens.errors import CheckpointError
 from kl_lens.records import Component
 
@@ -29,9 +31,17 @@ REASONS = {
     "norm": "normalisation weights: one per channel",
     "bias": "bias: one per channel",
     "router": "expert router: tiny, and decides which experts run",
-    "vector": "no matrix: too small to matter",
+    "vector": "no matrix: one number per channel",
     "input_major": "stored input-major (in × out); per-row formats do not apply",
+    "table": "a table that is looked up, not multiplied",
+    "unseen": "in no matrix product that was seen in a forward",
 }
+
+
+def component_name(parameter: str, dimensions: int) -> str:
+    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
+    owner, _, leaf = parameter.rpartition(".")
+    return owner if leaf == "weight" and dimensions >= 2 else parameter
 
 
 @dataclass(frozen=True)
@@ -59,16 +69,6 @@ class Anatomy:
             if candidate.name == name or name in candidate.tied_with:
                 return candidate
         raise CheckpointError(f"no component is called {name!r}; `kl-lens inspect` lists them all")
-
-    def block_components(self, index: int) -> tuple[Component, ...]:
-        """The components whose first use is in block `index`."""
-        return tuple(c for c in self.components if c.block == index)
-
-
-def component_name(parameter: str, dimensions: int) -> str:
-    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
-    owner, _, leaf = parameter.rpartition(".")
-    return owner if leaf == "weight" and dimensions >= 2 else parameter
 
 
 def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
@@ -105,11 +105,23 @@ class _Describer:
         self.blocks_name = chain.blocks_name
         self.embedding_weight = _identity(embedding.weight)
         self.head_weight = _identity(chain.head.weight)
+        loose = {name: p for name, p in model.named_parameters() if self._is_loose(name, p)}
+        ids = torch.zeros(1, 5, dtype=torch.long)
+        summed = summed_along_last_axis(lambda: chain.full_logits(ids), loose)
+        self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
+
+    def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
+        """A matrix, or a stack of them, that is no `Linear`'s: whether it lies the right way round must be seen."""
+        owner, _, leaf = name.rpartition(".")
+        if parameter.dim() < 2 or leaf in ("A_log", "A", "D") or leaf.endswith("bias"):
+            return False
+        if _identity(parameter) in (self.embedding_weight, self.head_weight):
+            return False
+        return not isinstance(self.modules[owner], (nn.Linear, nn.Conv1d))
 
     def component(self, parameter: nn.Parameter, names: Sequence[str]) -> Component:
-        owners = [name.rpartition(".")[0] for name in names]
-        leaf = names[0].rpartition(".")[2]
-        kind, family, reason = self._classify(parameter, owners[0], leaf)
+        owner, _, leaf = names[0].rpartition(".")
+        kind, family, reason = self._classify(parameter, owner, leaf)
         labels = [component_name(name, parameter.dim()) for name in names]
         blocks = sorted({index for name in names for index in self._block_of(name)})
         if _identity(parameter) in (self.embedding_weight, self.head_weight):
@@ -151,16 +163,15 @@ class _Describer:
             return "bias", family, REASONS["bias"]
         if "norm" in type(module).__name__.lower():
             return "norm", family, REASONS["norm"]
+        along_last = self.summed.get(identity)
         if parameter.dim() == 3 and "expert" in type(module).__name__.lower():
-            transposed = getattr(module, "is_transposed", False)
-            return kind, "moe", REASONS["input_major"] if transposed else None
+            transposed = getattr(module, "is_transposed", False) or along_last is False
+            return kind, "moe", _sized("input_major", parameter) if transposed else None
         if "router" in type(module).__name__.lower() or kind == "router" or (kind, family) == ("gate", "moe"):
             return "router", "moe", REASONS["router"]
         if isinstance(module, nn.Linear):
             return kind, family, None
-        if parameter.dim() == 2 and type(module).__name__ == "Conv1D":
-            return kind, family, REASONS["input_major"]
-        return kind, family, REASONS["vector"]
+        return kind.removesuffix("_weight"), family, _why_not(module, parameter, along_last)
 
     def _family(self, owner: str, kind: str) -> str:
         """Judged by the nearest module around it that is plainly a state-space, attention or MLP layer."""
@@ -182,6 +193,21 @@ class _Describer:
                 break
             path = path.rpartition(".")[0]
         return "norm" if "norm" in kind.lower() else "other"
+
+
+def _why_not(module: nn.Module, parameter: nn.Parameter, along_last: bool | None) -> str | None:
+    """Why a parameter of no `Linear` is left alone; None for a matrix, or a stack of them, that formats can hold."""
+    if max(parameter.shape, default=0) == parameter.numel():
+        return REASONS["vector"]
+    if isinstance(module, nn.Embedding):
+        return _sized("table", parameter)
+    if along_last is None:
+        return _sized("unseen", parameter)
+    return None if along_last else _sized("input_major", parameter)
+
+
+def _sized(reason: str, parameter: nn.Parameter) -> str:
+    return f"{REASONS[reason]}; its {parameter.numel():,} numbers stay as they are"
 
 
 def _identity(parameter: Any) -> int:

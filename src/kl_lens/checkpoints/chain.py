@@ -4,35 +4,44 @@ The blocks are the `ModuleList` whose members run once each, in order, each taki
 Everything around them stays the model's own code: to learn the arguments of each block, or to get from the last
 block to the logits, the model's own `forward` runs with its blocks bypassed. So masks, rotary embeddings, meta
 tokens, shared blocks, logit scaling and whatever a new architecture brings come out right without being known.
+What blocks hand to each other besides the hidden states is carried along (`linking.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from kl_lens.checkpoints.finding import check_linked, find_blocks, find_head, vocabulary_size
 from kl_lens.checkpoints.kernels import fast_kernels
-from kl_lens.errors import CheckpointError
+from kl_lens.checkpoints.linking import (
+    HIDDEN,
+    Arguments,
+    Board,
+    Given,
+    States,
+    board_contents,
+    hidden_of,
+    marked,
+    marks_in,
+    written_boards,
+)
+from kl_lens.checkpoints.patching import patched
+from kl_lens.errors import CheckpointError, one_line
+
+# How far the chain's logits may be from the model's own, of the largest: two orders of one float32 computation.
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
+_HALF_ROUNDING = 3e-2
 
 
 class _Stop(Exception):
     """Ends a forward early, once what was wanted has been seen."""
-
-
-class _Hidden:
-    """Marks the place of the hidden state in a recorded call."""
-
-    def __repr__(self) -> str:
-        return "<hidden states>"
-
-
-_HIDDEN = _Hidden()
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,8 @@ class BlockCalls:
 
     ids: torch.Tensor  # (batch, time)
     hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
-    arguments: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    arguments: tuple[Arguments, ...]
+    last_taker: dict[Given, int] = field(default_factory=dict, repr=False)
 
     @property
     def batch(self) -> int:
@@ -61,7 +71,9 @@ class Chain:
     def __init__(self, model: nn.Module, *, fast: bool = True) -> None:
         self.model = model
         self.fast = fast
-        self.head = _find_head(model)
+        self.head = find_head(model)
+        self._batched: dict[int, tuple[tuple[bool, ...], ...]] = {}  # by length
+        self._doubts: dict[int, str | None] = {}  # by length
         self._watch()
 
     def __len__(self) -> int:
@@ -70,57 +82,69 @@ class Chain:
     # -- finding the chain ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Two small forwards of different batch size show the blocks, the hidden state and batched arguments."""
-        vocabulary = _vocabulary_size(self.model)
+        """A small forward shows the blocks, what they return and the boards that they write to."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary, (3, 5), generator=generator).to(self.device)
-        self.blocks_name, self.blocks = _find_blocks(self.model, lambda: self._forward(ids[:2]))
-        calls, outputs = self._record(ids[:2])
-        # How many values each block returns as a tuple; None where it returns the hidden states alone.
-        self._output_lengths = [len(o) if isinstance(o, (tuple, list)) else None for o in outputs]
-        _check_linked(self.blocks_name, calls, outputs)
-        self._batched = self._find_batched_arguments(ids)
-        self._head_scale = self._find_head_scale(ids[:2])
+        ids = torch.randint(0, vocabulary_size(self.model), (2, 5), generator=generator).to(self.device)
+        self.blocks_name, self.blocks = find_blocks(self.model, lambda: self._first_forward(ids))
+        calls, outputs, self._boards = self._record(ids)
+        self._outputs = [pytree.tree_flatten(output) for output in outputs]
+        check_linked(self.model, self.blocks_name, calls, outputs)
+        self._head_scale = self._find_head_scale(ids)
 
-    def _record(self, ids: torch.Tensor) -> tuple[list[Any], list[Any]]:
-        """Each block's call and output in a full forward."""
-        calls: list[Any] = []
-        outputs: list[Any] = []
-
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((args, kwargs))
-            outputs.append(output)
-
-        handles = [block.register_forward_hook(after, with_kwargs=True) for block in self.blocks]
+    def _first_forward(self, ids: torch.Tensor) -> None:
         try:
             self._forward(ids)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return calls, outputs
+        except Exception as error:  # whatever a model's own code raises
+            raise CheckpointError(
+                f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} tokens "
+                f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit each other"
+            ) from error
 
-    def _find_batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
-        """For every tensor argument of every block: does its first axis follow the batch?"""
-        two, three = self.calls(ids[:2]), self.calls(ids)
-        found = []
-        for smaller, larger in zip(two.arguments, three.arguments, strict=True):
-            pairs = zip(pytree.tree_leaves(smaller), pytree.tree_leaves(larger), strict=True)
-            found.append(
+    def _record(self, ids: torch.Tensor) -> tuple[list[Arguments], list[Any], frozenset[str]]:
+        """Each block's call and output in a full forward, and the dictionaries among arguments that blocks fill."""
+        calls: list[Arguments] = []
+        outputs: list[Any] = []
+        before: list[dict[str, dict[Any, Any]]] = []
+        boards: set[str] = set()
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            before.append(board_contents((args, kwargs)))
+
+        def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((args, kwargs))
+            outputs.append(output)
+            boards.update(written_boards((args, kwargs), before[-1]))
+
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(leave, with_kwargs=True))
+            self._forward(ids)
+        return calls, outputs, frozenset(boards)
+
+    def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
+        """For every argument of every block: does its first axis follow the batch?
+
+        Learnt by comparing a batch of two with a batch of three at the length in use: a mask of a sliding window, say,
+        is only there when the text is longer than the window.
+        """
+        length = ids.shape[1]
+        if length not in self._batched:
+            two, three = (self.calls(ids[:1].repeat(rows, 1)) for rows in (2, 3))
+            self._batched[length] = tuple(
                 tuple(
                     isinstance(a, torch.Tensor) and a.dim() > 0 and (a.shape[0], b.shape[0]) == (2, 3)
-                    for a, b in pairs
+                    for a, b in zip(pytree.tree_leaves(smaller), pytree.tree_leaves(larger), strict=True)
                 )
+                for smaller, larger in zip(two.arguments, three.arguments, strict=True)
             )
-        return tuple(found)
+        return self._batched[length]
 
     def _find_head_scale(self, ids: torch.Tensor) -> float | None:
         """The factor between the head's output and the logits; None when it is no plain factor."""
         seen: list[torch.Tensor] = []
-        handle = self.head.register_forward_hook(lambda _m, _a, output: seen.append(output))
-        try:
+        with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
             logits = self._forward(ids)
-        finally:
-            handle.remove()
         if len(seen) != 1 or seen[0].shape != logits.shape:
             return None
         largest = int(seen[0].abs().argmax())
@@ -129,6 +153,42 @@ class Chain:
             if torch.allclose(seen[0] * candidate, logits, rtol=1e-6, atol=0):
                 return candidate
         return None
+
+    # -- trusting it ------------------------------------------------------------------------------------
+
+    def doubt(self, ids: torch.Tensor) -> str | None:
+        """Why this model cannot be run in parts on windows of this length; None once it is proven that it can.
+
+        Proven on the first window, once per length: in two parts, and stacked from the middle on, the chain has to give
+        the logits of the model's own forward.
+        """
+        length = ids.shape[1]
+        if length not in self._doubts:
+            self._doubts[length] = self._find_doubt(ids[:1].to(self.device))
+        return self._doubts[length]
+
+    def _find_doubt(self, ids: torch.Tensor) -> str | None:
+        expected = self.full_logits(ids).float()
+        try:
+            calls = self.calls(ids)
+            middle = len(self) // 2
+            half = self.run(calls.hidden, calls, 0, middle)
+            logits = self.logits(self.finish(self.run(half, calls, middle), calls)).float()
+            stacked = self.run(half.repeated(2), calls, middle)
+            copies = self.logits(self.finish(stacked, calls)).float()
+        except Exception as error:  # whatever a block raises when it does not get what it expects
+            return f"its blocks cannot be run in parts ({type(error).__name__}: {one_line(error)})"
+        scale = float(expected.abs().max())
+        limit = ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * scale
+        off = float((logits - expected).abs().max())
+        # In a larger batch products round otherwise, and a token may go to another expert: most rows must agree.
+        off_stacked = float((copies - expected).abs().amax(-1).median())
+        if max(off, off_stacked) <= limit:
+            return None
+        return (
+            f"run in parts, its blocks give logits that are off by {max(off, off_stacked):.1e} "
+            f"where the largest is {scale:.1e}"
+        )
 
     # -- running ------------------------------------------------------------------------------------------
 
@@ -144,72 +204,110 @@ class Chain:
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), self.kernels():
-            return _own_forward(self.model, ids)
+            output = self.model(input_ids=ids, use_cache=False)
+            return output.logits if hasattr(output, "logits") else output[0]
 
     def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own forward: (batch, time, vocabulary)."""
         return self._forward(ids.to(self.device))
 
+    def final_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """What enters the head in the model's own forward: (batch, time, width)."""
+        with _stopping_at(self.head) as seen:
+            self._forward(ids.to(self.device))
+        return seen[0]
+
     def calls(self, ids: torch.Tensor) -> BlockCalls:
         """What enters the first block for these token ids, and the other arguments of every block."""
         ids = ids.to(self.device)
-        calls: list[Any] = []
+        calls: list[Arguments] = []
+        given: dict[int, Given] = {}
+        states: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one of them
 
         def bypass(args: Any, kwargs: Any) -> torch.Tensor:
-            calls.append((args, kwargs))
-            return _hidden_of(args, kwargs)
+            hidden = _hidden(args, kwargs)
+            calls.append(marked((args, kwargs), given, self._boards))
+            states.append(hidden)
+            passed = hidden.view_as(hidden)  # the same states, yet to be told from those that entered
+            given[id(passed)] = Given(len(calls) - 1, 0)
+            states.append(passed)
+            return passed
 
         with self._blocks_bypassed(bypass), _stopping_at(self.head):
             self._forward(ids)
-        hidden = _hidden_of(*calls[0])
-        arguments = tuple(_without_hidden(args, kwargs) for args, kwargs in calls)
-        return BlockCalls(ids, hidden, arguments)
+        return BlockCalls(ids, states[0], tuple(calls), marks_in(calls))
 
     def run(
         self,
-        hidden: torch.Tensor,
+        states: States | torch.Tensor,
         calls: BlockCalls,
         start: int,
         stop: int | None = None,
         *,
-        keep: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
+        keep: Callable[[int, States], None] | None = None,
+    ) -> States:
         """Blocks `start` to `stop` (exclusive) on the states that enter block `start`.
 
-        `hidden` may stack k copies of the batch along the first axis: the arguments are repeated to fit.
+        `states` may stack k copies of the batch along the first axis: the arguments are repeated to fit. Bare hidden
+        states will do where nothing else passes between blocks, and for the first block.
         `keep(index, states)` sees what enters each block.
         """
         stop = len(self) if stop is None else stop
-        copies, remainder = divmod(hidden.shape[0], calls.hidden.shape[0])
+        if isinstance(states, torch.Tensor):
+            states = States(states)
+        copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
-            raise ValueError(f"{hidden.shape[0]} sequences are no multiple of the batch of {calls.batch}")
+            raise ValueError(
+                f"{states.hidden.shape[0]} sequences are no multiple of the batch of {calls.batch}"
+            )
         with torch.inference_mode(), self.kernels():
             for index in range(start, stop):
                 if keep is not None:
-                    keep(index, hidden)
-                args, kwargs = self._arguments(calls, index, copies)
-                args = tuple(hidden if a is _HIDDEN else a for a in args)
-                kwargs = {name: hidden if a is _HIDDEN else a for name, a in kwargs.items()}
-                output = self.blocks[index](*args, **kwargs)
-                hidden = output[0] if isinstance(output, (tuple, list)) else output
-        return hidden
+                    keep(index, states)
+                states = self._run_block(index, states, calls, copies)
+        return states
 
-    def _arguments(
-        self, calls: BlockCalls, index: int, copies: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _run_block(self, index: int, states: States, calls: BlockCalls, copies: int) -> States:
+        boards: dict[Board, Any] = {}
+
+        def value_of(mark: Any) -> Any:
+            if mark is HIDDEN:
+                return states.hidden
+            if isinstance(mark, Given):
+                return states.carried[mark]
+            if isinstance(mark, Board):
+                return boards.setdefault(mark, mark.filled(states.carried.get(mark, {})))
+            return mark
+
+        args, kwargs = pytree.tree_map(value_of, self._repeated(calls, index, copies))
+        output = self.blocks[index](*args, **kwargs)
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if not calls.last_taker and not boards:
+            return States(hidden)
+        leaves = pytree.tree_leaves(output)
+        carried: dict[Given | Board, Any] = {
+            mark: leaves[mark.leaf] if mark.block == index else states.carried[mark]
+            for mark, last in calls.last_taker.items()
+            if mark.block <= index < last
+        }
+        carried.update({mark: dict(board) for mark, board in boards.items()})
+        return States(hidden, carried)
+
+    def _repeated(self, calls: BlockCalls, index: int, copies: int) -> Arguments:
         if copies == 1:
             return calls.arguments[index]
         leaves, structure = pytree.tree_flatten(calls.arguments[index])
+        batched = self._batched_arguments(calls.ids)[index]
         repeated = [
-            leaf.repeat(copies, *[1] * (leaf.dim() - 1)) if batched else leaf
-            for leaf, batched in zip(leaves, self._batched[index], strict=True)
+            leaf.repeat(copies, *[1] * (leaf.dim() - 1)) if follows else leaf
+            for leaf, follows in zip(leaves, batched, strict=True)
         ]
         return pytree.tree_unflatten(repeated, structure)
 
-    def finish(self, hidden: torch.Tensor, calls: BlockCalls) -> torch.Tensor:
+    def finish(self, states: States | torch.Tensor, calls: BlockCalls) -> torch.Tensor:
         """From the last block's output to what enters the head: (batch, time, width)."""
-        copies = hidden.shape[0] // calls.hidden.shape[0]
-        ids = calls.ids.repeat(copies, 1)
+        hidden = states.hidden if isinstance(states, States) else states
+        ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
         with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
             self._forward(ids)
         return seen[0]
@@ -223,32 +321,28 @@ class Chain:
             # Something else follows the head: let the model's own code do it, on these states.
             rows = states.reshape(1, -1, states.shape[-1])
             ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device)
-            handle = self.head.register_forward_pre_hook(lambda _module, _args: (rows,))
-            try:
-                with self._blocks_bypassed(_hidden_of):
-                    logits = self._forward(ids)
-            finally:
-                handle.remove()
+            given = self.head.register_forward_pre_hook(lambda _module, _args: (rows,))
+            with given, self._blocks_bypassed(_hidden):
+                logits = self._forward(ids)
             return logits.reshape(*states.shape[:-1], -1)
 
-    @contextmanager
-    def _blocks_bypassed(self, output_for: Callable[[Any, Any], torch.Tensor]) -> Iterator[None]:
-        """Within the block, each chain member returns `output_for(args, kwargs)` in place of its own work."""
+    def _blocks_bypassed(
+        self, hidden_for: Callable[[Any, Any], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Within, each block returns `hidden_for(args, kwargs)` and marks in place of the rest that it would give."""
 
-        def stand_in(length: int | None) -> Callable[..., Any]:
+        def stand_in(index: int) -> Callable[..., Any]:
+            leaves, structure = self._outputs[index]
+            marks = [
+                Given(index, n) if isinstance(leaf, torch.Tensor) else leaf for n, leaf in enumerate(leaves)
+            ]
+
             def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden = output_for(args, kwargs)
-                return hidden if length is None else (hidden, *[None] * (length - 1))
+                return pytree.tree_unflatten([hidden_for(args, kwargs), *marks[1:]], structure)
 
             return forward
 
-        for block, length in zip(self.blocks, self._output_lengths, strict=True):
-            block.forward = stand_in(length)
-        try:
-            yield
-        finally:
-            for block in self.blocks:
-                del block.forward
+        return patched((block, stand_in(index)) for index, block in enumerate(self.blocks))
 
 
 @contextmanager
@@ -260,101 +354,12 @@ def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         seen.append(args[0])
         raise _Stop
 
-    handle = module.register_forward_pre_hook(stop)
-    try:
+    with module.register_forward_pre_hook(stop), suppress(_Stop):
         yield seen
-    except _Stop:
-        pass
-    finally:
-        handle.remove()
 
 
-def _own_forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    output = model(input_ids=ids, use_cache=False)
-    return output.logits if hasattr(output, "logits") else output[0]
-
-
-def _vocabulary_size(model: nn.Module) -> int:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.weight.shape[0])
-
-
-def _find_head(model: nn.Module) -> nn.Module:
-    head: nn.Module | None = None
-    if hasattr(model, "get_output_embeddings"):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is None:
-        wide = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        wide = [m for m in wide if m.out_features == _vocabulary_size(model)]
-        head = wide[-1] if wide else None
-    if head is None:
-        raise CheckpointError(
-            f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
-            "KL Lens measures causal language models"
-        )
-    return head
-
-
-def _find_blocks(model: nn.Module, forward: Callable[[], Any]) -> tuple[str, Sequence[nn.Module]]:
-    """The longest-reaching `ModuleList` whose members run once each and in order; outer lists win."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    order: list[tuple[int, int]] = []
-    handles = []
-    for number, (_, members) in enumerate(lists):
-        for index, member in enumerate(members):
-            hook = lambda *_, number=number, index=index: order.append((number, index))  # noqa: E731
-            handles.append(member.register_forward_pre_hook(hook))
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    best: tuple[int, int] | None = None  # (parameters, list)
-    for number, (_, members) in enumerate(lists):
-        ran = [index for which, index in order if which == number]
-        if len(members) and ran == list(range(len(members))):
-            weight = sum(p.numel() for p in members.parameters())
-            if best is None or weight > best[0]:
-                best = (weight, number)
-    if best is None:
-        raise CheckpointError(
-            f"{type(model).__name__}: found no chain of blocks (a ModuleList whose members run once each, "
-            f"in order) among {[name for name, _ in lists] or 'no lists at all'}; "
-            "KL Lens needs embedding → blocks → norm → head"
-        )
-    name, members = lists[best[1]]
-    return name, list(members)
-
-
-def _is_hidden(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
-
-
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    if args and _is_hidden(args[0]):
-        return args[0]
-    if _is_hidden(kwargs.get("hidden_states")):
-        return kwargs["hidden_states"]
-    for value in [*args, *kwargs.values()]:
-        if _is_hidden(value):
-            return value
-    raise CheckpointError("a block of the chain was called without hidden states (batch, positions, width)")
-
-
-def _without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = _hidden_of(args, kwargs)
-    return (
-        tuple(_HIDDEN if a is hidden else a for a in args),
-        {name: _HIDDEN if a is hidden else a for name, a in kwargs.items()},
-    )
-
-
-def _check_linked(name: str, calls: list[Any], outputs: list[Any]) -> None:
-    """Each block must take exactly what the one before it gave; otherwise a suffix could not be run alone."""
-    for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
-        given = output[0] if isinstance(output, (tuple, list)) else output
-        if not torch.equal(_hidden_of(*call), given):
-            raise CheckpointError(
-                f"{name}.{index + 1} does not take what {name}.{index} gives: the model changes the hidden states "
-                "between blocks, so its blocks form no chain that KL Lens can run in parts"
-            )
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    hidden = hidden_of(args, kwargs)
+    if hidden is None:
+        raise CheckpointError("a block was called without hidden states (batch, positions, width)")
+    return hidden

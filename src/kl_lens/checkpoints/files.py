@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from kl_lens.errors import CheckpointError
+from kl_lens.errors import CheckpointError, one_line
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
+# Settings that count layers, each of which has a tensor at least, and settings that are the length of some axis.
+_LAYER_COUNT = re.compile(r"^n(um)?_(\w+_)?layers?$")
+_AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
+_PICKLED_TENSOR = 256  # bytes that a pickle needs for a tensor, at the very least
+_ALWAYS_FINE = 1000  # nothing is large below this
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dictionary."""
+    """config.json as a dictionary, with counts and sizes that the weights beside it can have."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder} is no model: it has no config.json; give a Hugging Face model folder"
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from error
+    config = _read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object; download it again")
+    if not isinstance(config.get("auto_map", {}), dict):
+        raise CheckpointError(
+            f"{path}: auto_map must say which classes the checkpoint brings, not {config['auto_map']!r}; remove it"
+        )
     return config
 
 
@@ -48,22 +55,70 @@ def weight_files(folder: Path) -> list[Path]:
 def check_weight_files(folder: Path) -> None:
     """Refuses a missing shard and a truncated or foreign safetensors file."""
     for path in weight_files(folder):
-        if path.suffix != ".safetensors":
+        _count_tensors(path)
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def check_sizes(folder: Path, config: dict[str, Any]) -> None:
+    """Refuses counts and sizes that weights of this size cannot have: a library would try to build them."""
+    tensors = sum(_count_tensors(path) for path in weight_files(folder))
+    stored = weight_bytes(folder)
+    pickled = any(path.suffix != ".safetensors" for path in weight_files(folder))
+    most_layers = max(tensors, _ALWAYS_FINE) if pickled else tensors
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    for name, value in (item for part in parts for item in part.items()):
+        if not isinstance(value, int):
             continue
-        try:
-            with safe_open(path, framework="numpy") as file:
-                file.keys()
-        except (SafetensorError, OSError) as error:
+        if _LAYER_COUNT.match(name) and value > most_layers:
             raise CheckpointError(
-                f"{path} is no complete safetensors file ({error}); download it again"
-            ) from error
+                f"{folder / 'config.json'}: {name} is {value}, and the weights hold {tensors} tensors in all; "
+                "weights and config.json do not belong together"
+            )
+        if _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {value}, and the weights hold {stored} bytes in all; "
+                "weights and config.json do not belong together"
+            )
+
+
+def _count_tensors(path: Path) -> int:
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // _PICKLED_TENSOR
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return len(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is no complete safetensors file ({one_line(error)}); download it again"
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    def refuse_nan(constant: str) -> float:
+        if constant == "NaN":  # infinities are in use: Mamba-2's time_step_limit
+            raise ValueError("a number in it is NaN")
+        return float(constant)
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise CheckpointError(f"{path} is no valid JSON ({one_line(error)}); download it again") from error
 
 
 def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no valid shard index ({error}); download it again") from error
+    content = _read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not places or "metadata" not in content:
+        raise CheckpointError(
+            f"{index} is no valid shard index: it needs metadata and a weight_map; download it again"
+        )
+    names = sorted({str(name) for name in places.values()})
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index} names {name}, which is outside its folder; download it again")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from kl_lens.checkpoints.files import weight_files
-from kl_lens.errors import CheckpointError
+from kl_lens.errors import CheckpointError, one_line
 
 
 def is_layout(config: dict[str, Any]) -> bool:
@@ -26,19 +26,28 @@ def is_layout(config: dict[str, Any]) -> bool:
 def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     """A transformers model with the folder's weights."""
     _refuse_what_transformers_lacks(folder, config)
-    settings = config.get("ssm_cfg") or {}
-    if settings.get("layer", "Mamba1") == "Mamba2":
-        model: Any = transformers.Mamba2ForCausalLM(mamba2_config(config))
-    else:
-        model = transformers.MambaForCausalLM(mamba1_config(config))
+    try:
+        model: Any = _empty_model(config)
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes no model: {type(error).__name__}: {one_line(error)}"
+        ) from error
     weights = _read_weights(folder)
     if "lm_head.weight" not in weights and config.get("tie_embeddings", True):
-        weights["lm_head.weight"] = weights["backbone.embeddings.weight"]
+        weights["lm_head.weight"] = weights.get("backbone.embeddings.weight", torch.empty(0))
     _check_shapes(folder, model.state_dict(), weights)
-    model.load_state_dict(weights, strict=True)
+    model.load_state_dict({name: w.to(dtype, copy=True) for name, w in weights.items()}, assign=True)
     if config.get("tie_embeddings", True):
         model.lm_head.weight = model.get_input_embeddings().weight
-    return model.to(dtype)
+    return model
+
+
+def _empty_model(config: dict[str, Any]) -> torch.nn.Module:
+    """Names and shapes; no memory is taken before the weights are known to fit."""
+    with torch.device("meta"):
+        if (config.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2":
+            return transformers.Mamba2ForCausalLM(mamba2_config(config))
+        return transformers.MambaForCausalLM(mamba1_config(config))
 
 
 def padded_vocabulary(config: dict[str, Any]) -> int:
@@ -120,10 +129,9 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
         try:
             weights.update(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         except Exception as error:  # the unpickler raises many kinds
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(
-                f"{path} holds more than tensors or is damaged, and pickles are only opened safely ({reason}); "
-                "convert it to safetensors with the tool that made it"
+                f"{path} holds more than tensors or is damaged, and pickles are only opened safely "
+                f"({one_line(error, 80)}); convert it to safetensors with the tool that made it"
             ) from error
     return {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()}
 

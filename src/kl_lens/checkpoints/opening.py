@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -21,13 +22,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from safetensors import SafetensorError
 
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
-from kl_lens.checkpoints.files import check_weight_files, read_config
-from kl_lens.errors import CheckpointError, FormatError, first_line
+from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
@@ -35,6 +35,10 @@ from kl_lens.weights import WeightStore, state_of
 REFERENCES = ("mamba", "mamba2", "hybrid")
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
+_HARMLESS = re.compile(
+    r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
+)
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -147,10 +151,12 @@ def load(
     if not Path(source).is_dir() and not str(source).startswith("reference:"):
         name = str(source)
     chosen = _dtype(dtype)
+    check_sizes(folder, config)
     if mamba_ssm.is_layout(config):
         model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
     else:
         model, layout = _load_transformers(folder, config, chosen, trust_remote_code), "transformers"
+    _refuse_broken_numbers(folder, model)
     model = model.to(device).eval().requires_grad_(False)
     return LoadedModel(
         name=name,
@@ -210,7 +216,7 @@ def _download(repo: str, revision: str | None) -> Path:
             f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error
+        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {one_line(error)}") from error
 
 
 def _load_transformers(
@@ -227,21 +233,61 @@ def _load_transformers(
             f"{folder / 'config.json'}: transformers {transformers.__version__} knows no model_type {kind!r}; "
             "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
         )
-    check_weight_files(folder)
+    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    loader: Any = transformers.AutoModelForCausalLM
     try:
-        loader: Any = transformers.AutoModelForCausalLM
+        parsed = transformers.AutoConfig.from_pretrained(folder, **options)
+        with torch.device("meta"):  # names and shapes only
+            empty = loader.from_config(parsed, trust_remote_code=trust_remote_code)
+        _refuse_more_than_the_files_hold(folder, empty)
+        if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
+            # RWKV halves its hidden states every few blocks, and its weights with them, lest float16 overflow.
+            parsed.rescale_every = 0  # the same function, with the weights as they are in the file
         model, info = loader.from_pretrained(
             folder,
+            config=parsed,
             dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **options,
         )
-    except (SafetensorError, OSError, ValueError, ImportError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} could not be loaded: {first_line(error)}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(_why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
     return model
+
+
+def _why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    if isinstance(
+        error, KeyError
+    ):  # a table of names, such as that of activation functions, has no such name
+        for name, value in config.items():
+            if isinstance(value, str) and error.args == (value,):
+                return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
+    return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
+
+
+def _refuse_more_than_the_files_hold(folder: Path, empty: torch.nn.Module) -> None:
+    """Before memory is taken for it: no checkpoint stores a parameter in less than two bits."""
+    wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
+    if wanted > 4 * stored:
+        raise CheckpointError(
+            f"{folder}: config.json asks for {wanted:,} parameters, and the weights hold {stored:,} bytes; "
+            "weights and config.json do not belong together"
+        )
+
+
+def _refuse_broken_numbers(folder: Path, model: torch.nn.Module) -> None:
+    """A NaN spreads, or worse, is computed away; either way nothing that is measured would be true."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            what = "NaN" if math.isnan(low) else f"infinite in {str(tensor.dtype).removeprefix('torch.')}"
+            raise CheckpointError(f"{folder}: a number in {name} is {what}; the weights are damaged")
 
 
 def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
@@ -258,6 +304,12 @@ def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{folder}: the weights lack {missing[0]}{_and_more(missing)}; download the checkpoint again, "
             "or check that config.json belongs to these weights"
+        )
+    unused = sorted(name for name in info.get("unexpected_keys") or () if not _HARMLESS.search(name))
+    if unused:
+        raise CheckpointError(
+            f"{folder}: the weights hold {unused[0]}{_and_more(unused)}, which config.json has no place for; "
+            "weights and config.json do not belong together"
         )
 
 
@@ -279,7 +331,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
             place, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
-        raise CheckpointError(f"the tokenizer in {place} could not be read: {first_line(error)}") from error
+        raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError, first_line
+from kl_lens.errors import KLLensError, TargetError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
@@ -96,7 +96,7 @@ class Evaluator:
             except RUNTIME_ERRORS as error:
                 if isinstance(judged, JudgedModel):
                     raise
-                outcome.failures[judged.label] = first_line(error)
+                outcome.failures[judged.label] = one_line(error)
                 continue
             windows[judged.identity] = scores
             outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence)
@@ -106,7 +106,7 @@ class Evaluator:
                 try:
                     found = self._agreement(judged, text, windows, subjects_of, divergence)
                 except RUNTIME_ERRORS as error:
-                    outcome.failures[judged.label] = f"not compared with PyTorch: {first_line(error)}"
+                    outcome.failures[judged.label] = f"not compared with PyTorch: {one_line(error)}"
                     continue
                 if found is not None:
                     outcome.agreements.append(found)

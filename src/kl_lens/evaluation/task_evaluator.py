@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kl_lens.errors import first_line
+from kl_lens.errors import one_line
 from kl_lens.evaluation.evaluator import RUNTIME_ERRORS, Outcome
 from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, Journal
 from kl_lens.evaluation.judged import Judged, JudgedModel
@@ -67,7 +67,7 @@ class TaskEvaluator:
             except RUNTIME_ERRORS as error:
                 if isinstance(judged, JudgedModel):
                     raise
-                outcome.failures[judged.label] = first_line(error)
+                outcome.failures[judged.label] = one_line(error)
                 continue
             if judged.subject.what == ORIGINAL:
                 original = found

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kl_lens.errors import KLLensError, TextError, first_line
+from kl_lens.errors import KLLensError, TextError, one_line
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.task_data import LocalTask, write_config
 from kl_lens.records import Estimate, Record
@@ -116,9 +116,9 @@ def _load(task: LocalTask | str, scratch: Path) -> Any:
         raise
     except Exception as error:  # datasets and the hub raise whatever they like: no connection, gated, moved
         if isinstance(task, LocalTask):
-            raise TextError(f"task {task.name}: its files cannot be read: {first_line(error)}") from error
+            raise TextError(f"task {task.name}: its files cannot be read: {one_line(error)}") from error
         raise TextError(
-            f"task {task}: its data could not be fetched from the hub ({first_line(error)}); "
+            f"task {task}: its data could not be fetched from the hub ({one_line(error)}); "
             f"go online, or give local files with --task-data DIR ({task}_test.jsonl)"
         ) from error
 

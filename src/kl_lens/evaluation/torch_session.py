@@ -118,9 +118,7 @@ class TorchSession:
         key = np.asarray(tokens, np.int64).tobytes()
         if key in self._states:
             return self._states[key]
-        chain = self._model.chain
-        calls = chain.calls(torch.tensor([list(tokens)]))
-        states = chain.finish(chain.run(calls.hidden, calls, 0), calls)[0]
+        states = self._model.chain.final_states(torch.tensor([list(tokens)]))[0]
         size = states.numel() * states.element_size()
         if size <= self._room:
             self._room -= size

@@ -33,9 +33,10 @@ class Quantized:
 
     format: str
     shape: tuple[int, ...]
-    data: torch.Tensor  # int8, one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
+    # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
+    data: torch.Tensor
     scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
-    zero_points: torch.Tensor | None = None  # none of the formats so far needs them
+    zero_points: torch.Tensor | None = None  # shaped as the scales, uint8
 
     @cached_property
     def digest(self) -> str:
@@ -65,6 +66,11 @@ class Format(ABC):
     @property
     def searches(self) -> bool:
         """Whether rounding to it tries many scales, so that a result is worth keeping."""
+        return False
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether nothing can be stored in it without knowing how much each column matters."""
         return False
 
     def fits(self, shape: Sequence[int]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -49,24 +50,45 @@ def ggml_library() -> ctypes.CDLL:
                     ctypes.c_int64,  # columns
                     ctypes.c_void_p,  # importance of each column, or null
                 ]
+                library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
                 return library
     raise FormatError(f"the installed xllamacpp does not export ggml_quantize_chunk: upgrade it, {_INSTALL}")
 
 
-def quantize_rows(weight: npt.NDArray[np.float32], ggml_type: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+def quantize_rows(
+    weight: npt.NDArray[np.float32],
+    ggml_type: int,
+    row_bytes: int,
+    importance: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.uint8]:
     """ggml's quantization of a (rows, columns) array, on as many threads as torch uses.
 
-    Rows are independent, so the number of threads changes nothing but the time. ggml aborts the process on
-    columns that do not divide into its blocks: callers check first.
+    Rows are independent, so the number of threads changes nothing but the time. ggml aborts the process on what it
+    does not expect; all that is known to make it do so is refused here, in one line.
+
+    Args:
+        importance: how much each column matters (mean square of its input), as llama.cpp's importance matrix has it.
+            Only proportions count.
     """
-    function = ggml_library().ggml_quantize_chunk
+    library = ggml_library()
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     rows, columns = weight.shape
+    kind = gguf_module().GGMLQuantizationType(ggml_type)
+    block, _ = gguf_module().GGML_QUANT_SIZES[kind]
+    if columns % block:
+        raise FormatError(f"{kind.name}: {columns} columns do not divide into blocks of {block}")
+    if importance is not None:
+        importance = _proportions(importance, columns)
+    elif library.ggml_quantize_requires_imatrix(ggml_type):
+        raise FormatError(f"{kind.name} cannot be encoded without the importance of columns")
     blocks = np.empty((rows, row_bytes), np.uint8)
+    weighed = None if importance is None else importance.ctypes.data
+    library.ggml_quantize_init(ggml_type)  # tables of the IQ types, once; up to six seconds
 
     def quantize(first: int, last: int) -> int:
-        written: int = function(
-            ggml_type, weight.ctypes.data, blocks.ctypes.data, first * columns, last - first, columns, None
+        at = first * columns
+        written: int = library.ggml_quantize_chunk(
+            ggml_type, weight.ctypes.data, blocks.ctypes.data, at, last - first, columns, weighed
         )
         return written
 
@@ -81,3 +103,16 @@ def quantize_rows(weight: npt.NDArray[np.float32], ggml_type: int, row_bytes: in
             f"ggml wrote {written} bytes where {blocks.nbytes} were expected: upgrade xllamacpp"
         )
     return blocks
+
+
+def _proportions(importance: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
+    """The importance with its largest between 1/2 and 1, by a power of two: exact, and far from ggml's overflows."""
+    values = np.ascontiguousarray(importance, dtype=np.float32)
+    if values.shape != (columns,):
+        raise FormatError(f"importance has shape {values.shape} where {(columns,)} was expected")
+    if not np.isfinite(values).all() or values.min() < 0:
+        raise FormatError("importance holds NaN, infinity or a negative number; calibrate again")
+    largest = float(values.max())
+    if largest == 0:
+        raise FormatError("importance is zero for every column; calibrate on text that reaches this weight")
+    return np.ldexp(values, -math.frexp(largest)[1]).astype(np.float32)

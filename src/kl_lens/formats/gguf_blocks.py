@@ -1,8 +1,8 @@
 """GGUF's block formats, quantized by llama.cpp's own code.
 
-Q8_0, Q4_0, Q5_0 and Q5_1 go through gguf-py, whose results equal the C code's bit for bit; the K-quants,
-which search for good scales, go through ggml's C function itself. gguf-py turns all of them back into
-float32 with the same values as ggml does.
+Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 go through gguf-py, whose results equal the C code's bit for bit; the K-quants and
+the IQ types, which search for good scales, go through ggml's C function itself, and so does everything that is
+told how much each column matters. gguf-py turns all of them back into float32 with the same values as ggml does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kl_lens.formats.base import Format, Quantized
+import numpy as np
+
+from kl_lens.errors import FormatError
+from kl_lens.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
 from kl_lens.formats.ggml import gguf_module, quantize_rows
 from kl_lens.formats.registry import register
 
@@ -36,27 +39,81 @@ class GGUFFormat(Format):
 
     @property
     def searches(self) -> bool:
-        return self.block_size == 256
+        return self.name.startswith("iq") or self.name.endswith("_k")
+
+    @property
+    def needs_importance(self) -> bool:
+        return self.name in (
+            "iq2_xs",
+            "iq2_xxs",
+        )  # `ggml_quantize_requires_imatrix`, known without the library
+
+    @property
+    def takes_importance(self) -> bool:
+        """Whether knowing how much each column matters changes anything."""
+        return self.name != "q8_0"
 
     @property
     def gguf_type(self) -> str:
         """The name of the type in gguf-py and llama.cpp."""
         return self.name.upper()
 
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
+        if self.needs_importance:
+            raise FormatError(
+                f"{name}: {self.name} cannot be made without the importance of columns; "
+                f"calibrate on text and ask for {self.name}+imatrix"
+            )
+        return super().quantize(weight, name)
+
+    def quantize_with(
+        self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
+    ) -> Quantized:
+        """The stored form with llama.cpp's search weighed by column, as its importance matrices do.
+
+        Args:
+            importance: mean square of each column's input, (columns,); or (experts, columns) for stacked experts.
+        """
+        self._require_fit(tuple(weight.shape), name)
+        values = checked_float32(weight, name)
+        try:
+            stored = self._blocks(values, importance.detach().float().cpu())
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from None
+        # Minima that the search moves further out can leave FP16's range, and only there.
+        if (
+            float(values.abs().max()) > LARGEST_MAGNITUDE / 2
+            and not self._dequantize(stored).isfinite().all()
+        ):
+            raise FormatError(f"{name}: {self.name} cannot hold weights so close to FP16's end; rescale them")
+        return stored
+
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return math.prod(shape) // self.block_size * self.block_bytes
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
+        return self._blocks(weight, None)
+
+    def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
         import torch
 
         gguf = gguf_module()
         ggml_type = gguf.GGMLQuantizationType[self.gguf_type]
         rows = torch.nn.functional.hardshrink(weight.flatten(0, -2), SMALLEST_MAGNITUDE).cpu().numpy()
-        if self.block_size == 256:  # a K-quant
-            row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
-            blocks = quantize_rows(rows, int(ggml_type), row_bytes)
-        else:
+        row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
+        if importance is None and not self.searches:
             blocks = gguf.quantize(rows, ggml_type)
+        elif importance is None or importance.dim() == 1:
+            weighed = None if importance is None else importance.numpy()
+            blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
+        elif weight.dim() == 3 and len(importance) == len(weight):
+            pairs = zip(np.split(rows, len(weight)), importance.numpy(), strict=True)
+            blocks = np.concatenate(
+                [quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs]
+            )
+        else:
+            shapes = f"{tuple(importance.shape)} does not go with a weight of {tuple(weight.shape)}"
+            raise FormatError(f"importance of shape {shapes}")
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
 
@@ -69,8 +126,8 @@ class GGUFFormat(Format):
         return torch.from_numpy(values).reshape(quantized.shape).to(quantized.data.device)
 
 
-# What stands in for a K-quant that does not fit is what llama.cpp puts there. For the others llama.cpp has no
-# rule; FP16 is its own last resort.
+# What stands in where 256 does not divide the columns is what llama.cpp puts there (`tensor_type_fallback`). For the
+# others llama.cpp has no rule; FP16 is its own last resort.
 register(GGUFFormat("q8_0", 8, 32, True, ("fp16",), 32, 34))
 register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", "fp16"), 256, 210))
 register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", "fp16"), 256, 176))
@@ -78,3 +135,13 @@ register(GGUFFormat("q4_k", 4, 32, False, ("q5_0", "fp16"), 256, 144))
 register(GGUFFormat("q4_0", 4, 32, True, ("fp16",), 32, 18))
 register(GGUFFormat("q5_0", 5, 32, True, ("fp16",), 32, 22))
 register(GGUFFormat("q5_1", 5, 32, False, ("fp16",), 32, 24))
+register(GGUFFormat("q4_1", 4, 32, False, ("fp16",), 32, 20))
+register(GGUFFormat("iq4_nl", 4, 32, True, ("fp16",), 32, 18))
+register(GGUFFormat("iq4_xs", 4, 32, True, ("iq4_nl", "fp16"), 256, 136))
+register(GGUFFormat("q3_k", 3, 16, True, ("q4_0", "fp16"), 256, 110))
+register(GGUFFormat("iq3_s", 3, 32, True, ("iq4_nl", "fp16"), 256, 110))
+register(GGUFFormat("iq3_xxs", 3, 32, True, ("iq4_nl", "fp16"), 256, 98))
+register(GGUFFormat("q2_k", 2, 16, False, ("q4_0", "fp16"), 256, 84))
+register(GGUFFormat("iq2_s", 2, 16, True, ("iq4_nl", "fp16"), 256, 82))
+register(GGUFFormat("iq2_xs", 2, 16, True, ("iq4_nl", "fp16"), 256, 74))
+register(GGUFFormat("iq2_xxs", 2, 32, True, ("iq4_nl", "fp16"), 256, 66))

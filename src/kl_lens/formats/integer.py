@@ -32,18 +32,40 @@ NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16
 
 
 @dataclass(frozen=True)
-class IntegerFormat(Format):
+class GroupedFormat(Format):
+    """Numbers of a few bits, one scale for each row or group of them: how they are laid out and counted."""
+
     @property
-    @abstractmethod
     def scale_dtype(self) -> torch.dtype:
-        """What a scale is stored in."""
+        """What a scale is stored in; FP16 wherever NNCF writes."""
+        import torch
+
+        return torch.float16
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        # Four-bit integers are packed across rows: only the very last byte can be half empty.
-        integers = (math.prod(shape) * self.bits + 7) // 8
-        groups = math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
-        return integers + groups * self.scale_dtype.itemsize
+        # Four-bit numbers are packed across rows: only the very last byte can be half empty.
+        numbers = (math.prod(shape) * self.bits + 7) // 8
+        return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
+    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
+        return super()._pack(quantized) if self.bits == 8 else pack_nibbles(quantized.data)
+
+    def _columns_per_group(self, shape: tuple[int, ...]) -> int:
+        return self.group_size or shape[-1]
+
+    def _groups(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
+
+
+def pack_nibbles(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """OpenVINO's i4, u4 and nf4: the first of two numbers in the low half of a byte."""
+    values = numbers.cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+    nibbles = np.append(values, np.zeros(values.size % 2, np.uint8)) & np.uint8(0x0F)
+    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+
+
+@dataclass(frozen=True)
+class IntegerFormat(GroupedFormat):
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         import torch
 
@@ -60,17 +82,6 @@ class IntegerFormat(Format):
         groups = quantized.data.float().unflatten(-1, (-1, self._columns_per_group(quantized.shape)))
         return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
 
-    def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        integers = super()._pack(quantized)
-        if self.bits == 8:
-            return integers
-        # OpenVINO's i4: the first of two integers in the low half of a byte.
-        nibbles = np.append(integers, np.zeros(integers.size % 2, np.uint8)) & np.uint8(0x0F)
-        return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
-
-    def _columns_per_group(self, shape: tuple[int, ...]) -> int:
-        return self.group_size or shape[-1]
-
     @abstractmethod
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
         """One float32 scale per group, last axis kept."""
@@ -79,12 +90,6 @@ class IntegerFormat(Format):
 @dataclass(frozen=True)
 class SignedScaleFormat(IntegerFormat):
     """NNCF's symmetric modes. The formula is the one at the head of this file."""
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.float16
 
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
         import torch

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class Nearest(Quantizer):
     name = "rtn"
 
+    def suits(self, fmt: Format) -> str | None:
+        if fmt.needs_importance:
+            return f"{fmt.name} cannot be made without text; calibrate and ask for {fmt.name}+imatrix"
+        return None
+
     def is_expensive(self, fmt: Format) -> bool:
         return fmt.searches
 

@@ -11,7 +11,8 @@ import math
 
 RAMP_STEPS = 24
 
-# Format → (light, dark). 8 bits are blue, 4 bits are orange, between them green and purple; FP16 is grey.
+# Format → (light, dark). 8 bits are blue, 4 bits are orange, between them green and purple; 3 bits are red, 2 bits
+# pink; FP16 is grey.
 _FORMATS = {
     "fp16": ("#8a8f98", "#7d838d"),
     "int8": ("#0072b2", "#3d9be0"),
@@ -29,6 +30,24 @@ _FORMATS = {
     "int4-absmax": ("#b96a3a", "#e59a70"),
     "q4_k": ("#e69f00", "#f5bd45"),
     "q4_0": ("#c97f00", "#e0a63a"),
+    "uint4": ("#a8480a", "#f07c3c"),
+    "uint4-g128": ("#b5651d", "#e8924a"),
+    "uint4-g64": ("#c07f2e", "#f2aa5e"),
+    "uint4-g32": ("#cc9640", "#f7bf78"),
+    "nf4": ("#8a6d1f", "#cfae4e"),
+    "nf4-g128": ("#9c7f2c", "#dabb5f"),
+    "nf4-g64": ("#ad913b", "#e4c872"),
+    "nf4-g32": ("#bda24c", "#edd486"),
+    "q4_1": ("#dba93c", "#ecc468"),
+    "iq4_nl": ("#b89412", "#d9b93c"),
+    "iq4_xs": ("#a6a116", "#cdc946"),
+    "q3_k": ("#b3262e", "#f0666c"),
+    "iq3_s": ("#c4474d", "#f5858a"),
+    "iq3_xxs": ("#d4696e", "#f9a3a6"),
+    "q2_k": ("#a3326f", "#e06fab"),
+    "iq2_s": ("#b5518a", "#e78abd"),
+    "iq2_xs": ("#c670a0", "#eda4cc"),
+    "iq2_xxs": ("#d68fb6", "#f3bedb"),
 }
 _OTHER = ("#6b7078", "#9aa0a8")
 # For what is not a format: families of plans, targets, runs, calibrations.

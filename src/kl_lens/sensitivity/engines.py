@@ -9,7 +9,7 @@ when batches are small, and forms logits and all metrics a chunk of rows at a ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import ClassVar
@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
 from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
@@ -248,7 +248,7 @@ class FastEngine(Engine):
         for student in students:
             with self.perturbed(student.perturbation, student.weights):
                 outputs.append(self._first_block(batch, student))
-        hidden = self.chain.run(torch.cat(outputs), batch.calls, block + 1)
+        hidden = self.chain.run(States.stacked(outputs), batch.calls, block + 1)
         states = self.chain.finish(hidden, batch.calls)
         return self._compare(batch, list(states.chunk(len(students))))
 
@@ -263,7 +263,7 @@ class FastEngine(Engine):
             hidden = self.chain.run(self._first_block(batch, student), batch.calls, student.start + 1)
             return self.chain.finish(hidden, batch.calls)
 
-    def _first_block(self, batch: Batch, student: _Student) -> torch.Tensor:
+    def _first_block(self, batch: Batch, student: _Student) -> States:
         """What leaves the first perturbed block; its parts that see no difference are not run again."""
         block = student.start
         memo = batch.memos[block]
@@ -300,3 +300,19 @@ class FastEngine(Engine):
 
 
 ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}
+
+
+def engine_for(
+    name: str,
+    model: LoadedModel,
+    ids: torch.Tensor,
+    memory_budget: int = DEFAULT_MEMORY,
+    deployed: Kernels | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Engine:
+    """The engine of this name; the plain one, and a line that says why, where a model cannot be run in parts."""
+    doubt = model.chain.doubt(ids) if name == FastEngine.name else None
+    if doubt is not None:
+        say(f"{model.name}: {doubt}; measured with the plain engine, which runs the whole model each time")
+        name = PlainEngine.name
+    return ENGINES[name](model, memory_budget, deployed)

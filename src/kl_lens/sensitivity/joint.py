@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.records import Estimate
 from kl_lens.samples import WindowMetrics, summarise, window_kl
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, engine_for
+from kl_lens.sensitivity.metrics import check_finite
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation
 from kl_lens.text import Windows
 
@@ -52,7 +53,7 @@ class PlanMeter:
         """`deployed`: measure with the activations that a runtime's kernels see, not with the weights alone."""
         self.model = model
         self.text = windows
-        self._engine = FastEngine(model, memory_budget, deployed)
+        self._engine = engine_for(FastEngine.name, model, windows.ids, memory_budget, deployed)
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
@@ -83,6 +84,7 @@ class PlanMeter:
                 entropies = self._engine.teacher_cross_entropy()
                 self._entropy.update(zip(slab, entropies.tolist(), strict=True))
             found += self._engine.measure([perturbation])[0]
+        check_finite("this plan", [(k, w.kl_teacher_to_student) for k, w in enumerate(found)])
         return found
 
     def _result(self, windows: list[WindowMetrics]) -> JointResult:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kl_lens.checkpoints.patching import has_own_forward, patched
+
 
 def gains_by_layout(device: torch.device) -> bool:
     """Measured with torch's OpenBLAS on ARM; other libraries pack their operands otherwise."""
@@ -29,7 +31,9 @@ class InputMajor:
         self.bytes = 0
         self._copies: dict[nn.Linear, tuple[int, torch.Tensor]] = {}
         for module in dict.fromkeys(m for outer in modules for m in outer.modules()):
-            if type(module) is not nn.Linear or module.weight.dtype != torch.float32 or not _is_own(module):
+            if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
+                continue
+            if not has_own_forward(module):
                 continue
             weight = module.weight.detach()
             if self.bytes + weight.nbytes > most_bytes:
@@ -40,19 +44,12 @@ class InputMajor:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within, the layers multiply by the copies."""
-        patched = [module for module in self._copies if _is_own(module)]
-        try:
-            for module in patched:
-                module.forward = _forward(module, *self._copies[module])  # type: ignore[assignment,method-assign]
+        with patched(
+            (module, _forward(module, *kept))
+            for module, kept in self._copies.items()
+            if has_own_forward(module)
+        ):
             yield
-        finally:
-            for module in patched:
-                del module.forward
-
-
-def _is_own(module: nn.Module) -> bool:
-    """Nobody else has put something in the place of the layer's forward."""
-    return "forward" not in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def _forward(module: nn.Linear, place: int, copy: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,13 +9,15 @@ output; any other call runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from kl_lens.checkpoints.patching import patched
 
 # Arguments that are values, and cannot carry something away from a call.
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -98,14 +100,17 @@ class BlockMemo:
                 leaves, structure = pytree.tree_flatten((args, kwargs))
                 before = [_copied(leaf) for leaf in leaves]
                 output = forward(*args, **kwargs)
-                if _is_plain(leaves) and _is_plain(output):
+                left, shape = pytree.tree_flatten((args, kwargs))
+                # A call that fills a dictionary it was given does more than return its output: it must run again.
+                untouched = shape == structure and all(a is b for a, b in zip(leaves, left, strict=True))
+                if untouched and _is_plain(leaves) and _is_plain(output):
                     after = [_copied(leaf) for leaf in pytree.tree_leaves(output)]
                     seen.append((name, _Call(tuple(leaves), structure, output), before + after))
                 return output
 
             return run
 
-        with self._wrapped(self._parts, record):
+        with _wrapped(self._parts, record):
             yield
         for name, call, copies in seen:
             now = [*call.leaves, *pytree.tree_leaves(call.output)]
@@ -131,21 +136,10 @@ class BlockMemo:
 
             return run
 
-        with self._wrapped(clean, replay):
+        with _wrapped(clean, replay):
             yield
 
-    @contextmanager
-    def _wrapped(self, parts: dict[str, nn.Module], wrap: Wrapper) -> Iterator[None]:
-        """The parts' `forward`, as it is now (ours or the library's), behind a wrapper."""
-        originals: list[tuple[nn.Module, Any]] = []
-        try:
-            for name, part in parts.items():
-                originals.append((part, vars(part).get("forward")))
-                part.forward = wrap(name, part.forward)
-            yield
-        finally:
-            for part, own in reversed(originals):
-                if own is None:
-                    del part.forward
-                else:
-                    part.forward = own
+
+def _wrapped(parts: dict[str, nn.Module], wrap: Wrapper) -> AbstractContextManager[None]:
+    """The parts' `forward`, as it is now (ours or the library's), behind a wrapper."""
+    return patched((part, wrap(name, part.forward)) for name, part in parts.items())

@@ -6,6 +6,8 @@ row kernel of `metric_kernel` does the work; elsewhere, and as the reference, pl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kl_lens.errors import RunError
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity import metric_kernel
 
@@ -103,3 +106,13 @@ def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, voca
         same_top=float(sums[SAME_TOP]),
         token_kl=rows[:, KL_TEACHER_STUDENT].astype(np.float32).tobytes(),
     )
+
+
+def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:
+    """Refuses (window, value) pairs that are no numbers: stored, they would poison every plan made from them."""
+    for window, value in windows:
+        if not math.isfinite(value):
+            raise RunError(
+                f"{what}: the logits on window {window} are NaN or infinite, so there is nothing to measure; "
+                "look at the weights, or compute in float32"
+            )

@@ -12,8 +12,8 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics, summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine
-from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
+from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
@@ -64,7 +64,9 @@ class Sweep:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
         self._identify(windows, role)
-        engine = ENGINES[self.engine](self.model, self.memory_budget, self.deployed)
+        engine = engine_for(
+            self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
+        )
         done = self.run.measured_windows(role)
         wanted = range(len(windows))
         work = {str(c): self._work(c) for c in candidates}
@@ -151,6 +153,7 @@ class Sweep:
         self.progress.message(f"original model on {len(missing)} windows")
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
+        check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
         tokens = ids.shape[1] - 1
         self.run.store_teacher(role, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
         if self.run.load("noise", role) is None:
@@ -167,6 +170,7 @@ class Sweep:
             seconds = (time.perf_counter() - begin) / len(members)
             for candidate, found in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
+                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in found])
                 fresh = [_renumbered(w, missing[w.window]) for w in found if missing[w.window] not in known]
                 if fresh:
                     self.run.store_samples(role, *_key(candidate), fresh, seconds, dtype)

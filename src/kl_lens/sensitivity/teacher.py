@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kl_lens.checkpoints import BlockCalls, Chain
+from kl_lens.checkpoints import BlockCalls, Chain, States
 from kl_lens.sensitivity.layout import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
@@ -32,7 +32,7 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    inputs: list[torch.Tensor]  # what enters each block
+    inputs: list[States]  # what enters each block
     memos: list[BlockMemo | None]  # what each block's parts gave, where memory sufficed
     states: torch.Tensor  # (windows, time, width): what enters the head
     targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
@@ -83,31 +83,29 @@ class Teacher:
     def _run(self, ids: torch.Tensor, windows: range) -> Batch:
         part = ids[windows.start : windows.stop]
         calls = self.chain.calls(part)
-        inputs: list[torch.Tensor] = []
+        inputs: list[States] = []
         memos: list[BlockMemo | None] = []
-        hidden = calls.hidden
+        entering = States(calls.hidden)
         with self.running():
             for index in range(len(self.chain)):
-                inputs.append(hidden)
-                hidden, memo = self._run_block(index, hidden, calls)
+                inputs.append(entering)
+                entering, memo = self._run_block(index, entering, calls)
                 memos.append(memo)
-            states = self.chain.finish(hidden, calls)
+            states = self.chain.finish(entering, calls)
         targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
         batch = Batch(windows, calls, inputs, memos, states, targets)
         if self.keep_logits:
             self._keep(batch)
         return batch
 
-    def _run_block(
-        self, index: int, hidden: torch.Tensor, calls: BlockCalls
-    ) -> tuple[torch.Tensor, BlockMemo | None]:
+    def _run_block(self, index: int, states: States, calls: BlockCalls) -> tuple[States, BlockMemo | None]:
         """The block's output and, while memory lasts, its memo."""
         rows = calls.ids.numel()
         if self._memory_left <= self._memo_row_bytes * rows:
-            return self.chain.run(hidden, calls, index, index + 1), None
+            return self.chain.run(states, calls, index, index + 1), None
         memo = BlockMemo(self.chain.blocks[index])
         with memo.recording():
-            output = self.chain.run(hidden, calls, index, index + 1)
+            output = self.chain.run(states, calls, index, index + 1)
         size = memo.bytes
         self._memo_row_bytes = size / rows
         if size > self._memory_left:

@@ -12,9 +12,11 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import TargetError
+from kl_lens.formats import get_format
 from kl_lens.formats.ggml import ggml_library
+from kl_lens.formats.gguf_blocks import GGUFFormat
 from kl_lens.records import Plan
-from kl_lens.targets.gguf import as_deployed, export, open_session, quantize_activations
+from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, quantize_activations
 from kl_lens.text import wikitext2
 from tests.families import token_ids
 from tests.targets.gguf.support import kl, matrices, quantize_weights, tiny, torch_logits
@@ -55,6 +57,52 @@ def test_blocks_of_256_equal_ggml() -> None:
         )
         found = quantize_activations(values, "q4_k").reshape(rows.shape).numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
+
+
+class _Kernels(ctypes.Structure):
+    """ggml's table of what the CPU does with a type (`ggml_type_traits_cpu`)."""
+
+    _fields_ = (
+        ("from_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        (
+            "vec_dot",
+            ctypes.CFUNCTYPE(None, ctypes.c_int, *[ctypes.c_void_p, ctypes.c_size_t] * 3, ctypes.c_int),
+        ),
+        ("vec_dot_type", ctypes.c_int),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("iq2_s", "iq2_xs") else name
+        for name in (*FORMATS, "q5_0", "q5_1")
+        if name != "fp16"
+    ],
+)
+def test_products_are_those_of_llama_cpp_s_kernels(name: str) -> None:
+    """Rounded activations times the values of the format: what the kernel of that type computes, for every type."""
+    library = ggml_library()
+    library.ggml_cpu_init()
+    library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_Kernels)
+    fmt = get_format(name)
+    assert isinstance(fmt, GGUFFormat)
+    generator = torch.Generator().manual_seed(0)
+    weight, values = torch.randn(8, 512, generator=generator), torch.randn(4, 512, generator=generator)
+    stored = fmt.quantize_with(weight, torch.ones(512)) if fmt.needs_importance else fmt.quantize(weight)
+    kernels = library.ggml_get_type_traits_cpu(int(gguf.GGMLQuantizationType[fmt.gguf_type])).contents
+    rounding = library.ggml_get_type_traits_cpu(kernels.vec_dot_type).contents
+    blocks, results = np.zeros(4096, np.uint8), np.zeros((4, 8), np.float32)
+    for row, found in zip(values.numpy(), results, strict=True):
+        rounding.from_float(row.ctypes.data, blocks.ctypes.data, 512)
+        for i, packed in enumerate(stored.data.numpy()):
+            kernels.vec_dot(512, found[i:].ctypes.data, 0, packed.ctypes.data, 0, blocks.ctypes.data, 0, 1)
+    exact = fmt.dequantize(stored).double()
+    predicted = (quantize_activations(values, name).double() @ exact.T).numpy()
+    size = np.abs(predicted).max()
+    # The sums in Q8_1 are rounded once more (see activations.py); everything else is the order of additions.
+    assert np.abs(results - predicted).max() < size * (3e-3 if name in ("q4_1", "q5_1") else 1e-6)
+    assert np.abs(results - (values.double() @ exact.T).numpy()).max() > size * 3e-3  # the rule is not idle
 
 
 def test_other_formats() -> None:

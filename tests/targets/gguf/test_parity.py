@@ -10,7 +10,11 @@ import torch
 import transformers
 
 from kl_lens.errors import TargetError
-from kl_lens.targets.gguf import as_deployed, export, open_session, supported_architectures
+from kl_lens.formats import Quantized
+from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.records import Plan
+from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
+from kl_lens.targets.gguf.export import STAND_INS
 from kl_lens.targets.session import Session
 from tests.families import _COMMON, token_ids
 from tests.targets.gguf.support import (
@@ -18,11 +22,14 @@ from tests.targets.gguf.support import (
     _granite,
     _nemotron,
     kl,
+    matrices,
     quantize_weights,
     tiny,
     torch_logits,
     uniform,
 )
+
+gguf = pytest.importorskip("gguf")
 
 IDS = token_ids(1, 40)
 
@@ -186,3 +193,47 @@ def _grouped_norm(norm: torch.nn.Module, groups: int):
         return norm.weight * hidden.flatten(-2)
 
     return forward
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        [name for name in FORMATS if name not in ("fp16", "iq2_s", "iq2_xs")],
+        pytest.param(["iq2_s", "iq2_xs", "q5_0", "q5_1"], marks=pytest.mark.slow),
+    ],
+    ids=["most", "with long tables"],
+)
+def test_every_type_in_one_file(types: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp loads and runs them, and computes with our values and rounded activations."""
+
+    def evenly(self: GGUFFormat, weight: torch.Tensor, name: str = "weight") -> Quantized:
+        return self.quantize_with(weight, torch.ones(weight.shape[-1]), name)
+
+    # Some types cannot be made without importance: let every column have the same.
+    monkeypatch.setattr(GGUFFormat, "needs_importance", False)
+    monkeypatch.setattr(GGUFFormat, "quantize", evenly)
+    layers = -(-len(types) // 2)
+    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": layers, "state_size": 8}
+    model = tiny(transformers.MambaConfig(**settings))
+    places = [f"backbone.layers.{i}.mixer.{kind}" for i in range(layers) for kind in ("in_proj", "out_proj")]
+    exact = dict.fromkeys(matrices(model), "fp32")
+    plan = Plan("p", exact | dict(zip(places, types, strict=False)), made_by="test")
+    teacher = torch_logits(model, IDS)
+    artifact = export(model, plan, tmp_path, fingerprint="-")
+    stored = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / artifact.files[0]).tensors}
+    assert stored == {"F32", *(name.upper() for name in types)}
+    with open_session(tmp_path / artifact.files[0], threads=1) as session:
+        found = session.logits(IDS[0].tolist())
+    formats = quantize_weights(model, artifact)
+    with as_deployed(model.model, formats):
+        expected = torch_logits(model, IDS)
+    assert kl(expected, found)[0] < 0.01 * kl(teacher, found)[0]
+
+
+def test_every_type_has_a_number_of_its_own_in_the_header() -> None:
+    """`general.file_type`, as gguf-py knows them: the plain variant where llama.cpp mixes types under one name."""
+    names = {name: f"MOSTLY_{name.upper()}" for name in writer._FILE_TYPES}
+    names |= {name: f"MOSTLY_{name.upper()}_S" for name in ("q2_k", "q3_k", "q4_k", "q5_k")}
+    names |= {"fp32": "ALL_F32", "fp16": "MOSTLY_F16"}
+    assert {name: gguf.LlamaFileType[kind] for name, kind in names.items()} == writer._FILE_TYPES
+    assert set(writer._FILE_TYPES) == set(STAND_INS)

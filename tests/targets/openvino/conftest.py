@@ -31,14 +31,22 @@ def loaded(family: str) -> LoadedModel:
 
 def mixed_plan(model: LoadedModel) -> Plan:
     """Every integer format in turn, some components left alone."""
-    formats = ["int4", "int8", "fp16", "int4-g32", "int8"]
-    components = model.anatomy.candidates
-    return Plan("mixed", {c.name: formats[i % 5] for i, c in enumerate(components)}, made_by="test")
+    return _in_turn(model, "mixed", ["int4", "int8", "fp16", "int4-g32", "int8"])
+
+
+def unsigned_plan(model: LoadedModel) -> Plan:
+    """Zero points and normal floats."""
+    return _in_turn(model, "unsigned", ["uint4-g32", "nf4-g32", "uint4", "nf4", "uint4-g64"])
+
+
+def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:
+    components = enumerate(model.anatomy.candidates)
+    return Plan(name, {c.name: formats[i % len(formats)] for i, c in components}, made_by="test")
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
-    """exported(family, "original" | "mixed" | …): the family's tiny model as an OpenVINO folder."""
+    """exported(family, "original" | "mixed" | "unsigned" | …): the family's tiny model as an OpenVINO folder."""
     from kl_lens.targets.openvino import export
 
     made: dict[Any, Exported] = {}
@@ -47,9 +55,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
         key = (family, kind, *sorted(options.items()))
         if key not in made:
             model = loaded(family)
-            plan = mixed_plan(model) if kind == "mixed" else Plan(kind, {}, made_by="test")
+            plans = {"mixed": mixed_plan, "unsigned": unsigned_plan}
+            plan = plans[kind](model) if kind in plans else Plan(kind, {}, made_by="test")
             folder = tmp_path_factory.mktemp(f"{family}-{kind}")
-            options = {"unplanned": "fp32", "fallback": kind == "mixed", **options}
+            options = {"unplanned": "fp32", "fallback": kind in plans, **options}
             made[key] = Exported(model, export(model, plan, folder, **options), folder)
         return made[key]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
+from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.records import Plan
 from kl_lens.targets.openvino import constants, export, open_session
 from kl_lens.targets.openvino.graph import build_graph
@@ -26,9 +27,23 @@ families = pytest.mark.parametrize(
 )
 
 
-@families
-def test_saved_integers_and_scales_are_those_of_the_formats(family: str, exported: Callable) -> None:
-    case = exported(family, "mixed")
+plans = pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        *((name, "mixed") for name in QUICK),
+        ("mamba", "unsigned"),
+        *(pytest.param(name, "mixed", marks=pytest.mark.slow) for name in SLOW),
+        pytest.param("jamba_experts", "unsigned", marks=pytest.mark.slow),
+    ],
+)
+ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4"}
+
+
+@plans
+def test_saved_integers_and_scales_are_those_of_the_formats(
+    family: str, plan: str, exported: Callable
+) -> None:
+    case = exported(family, plan)
     stored = constants.read_back(read_graph(case.folder / "openvino_model.xml"))
     anatomy = case.model.anatomy
     seen = set()
@@ -40,18 +55,25 @@ def test_saved_integers_and_scales_are_those_of_the_formats(family: str, exporte
             continue
         fmt = get_format(tensor.realised)
         quantized = fmt.quantize(case.model.model.get_parameter(component.weight))
-        assert element == f"i{fmt.bits}"
+        assert element == ELEMENTS[fmt.name.partition("-")[0]]
         np.testing.assert_array_equal(data, fmt.pack(quantized))
         np.testing.assert_array_equal(scales.reshape(-1), quantized.scales.numpy().reshape(-1))
-        # Four bits really take half a byte: integers plus scales are the format's own count.
-        assert data.nbytes + scales.nbytes == fmt.bytes(component.shape) == tensor.bytes
-        seen.add(fmt.bits)
-    assert seen == {4, 8}
+        zero_points = np.empty(0, np.uint8)
+        if isinstance(fmt, ZeroPointFormat):
+            element, zero_points, _ = stored[f"{tensor.runtime_name}/zero_point"]
+            assert element == "u4"
+            np.testing.assert_array_equal(zero_points, fmt.pack_zero_points(quantized))
+        # Four bits really take half a byte: integers, scales and zero points are the format's own count.
+        size = data.nbytes + scales.nbytes + zero_points.nbytes
+        assert size == fmt.bytes(component.shape) == tensor.bytes
+        seen.add(fmt.name)
+    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32"}}
+    assert wanted[plan] <= seen
 
 
-@families
-def test_the_runtime_computes_with_what_was_planned(family: str, exported: Callable) -> None:
-    case = exported(family, "mixed")
+@plans
+def test_the_runtime_computes_with_what_was_planned(family: str, plan: str, exported: Callable) -> None:
+    case = exported(family, plan)
     ids = token_ids(1, 70)
     model = loaded(family).model
     with torch.no_grad():

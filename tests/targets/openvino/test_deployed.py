@@ -45,9 +45,11 @@ def test_single_products(name: str, tmp_path) -> None:
 
 
 @on_arm
-@pytest.mark.parametrize("family", ["mamba", "jamba_experts"])
-def test_whole_models(family: str, exported: Callable) -> None:
-    case = exported(family, "mixed")
+@pytest.mark.parametrize(
+    ("family", "plan"), [("mamba", "mixed"), ("jamba_experts", "mixed"), ("mamba", "unsigned")]
+)
+def test_whole_models(family: str, plan: str, exported: Callable) -> None:
+    case = exported(family, plan)
     ids = token_ids(1, 40)
     session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
     theirs = session.logits(ids[0].tolist())
@@ -64,6 +66,13 @@ def test_whole_models(family: str, exported: Callable) -> None:
     assert np.median(np.abs(ours - theirs)) < 1e-6 * span
     assert np.abs(ours - theirs).max() < 0.02 * span
     np.testing.assert_array_equal(reference(model, ids), before)
+
+
+@pytest.mark.parametrize("name", ["uint4-g32", "nf4-g32", "int8", "int4"])
+def test_weights_that_the_kernels_do_not_touch(name: str) -> None:
+    fmt = get_format(name)
+    stored = fmt.quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(2)))
+    assert torch.equal(kernel_values(fmt, stored), fmt.dequantize(stored))
 
 
 def test_activations_keep_zero_and_stay_within_half_a_step() -> None:

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.checkpoints.kernels.vector_math import silu
-
-_MATH = {"contract", "nnan", "ninf", "nsz"}
+from kl_lens.checkpoints.kernels.vector_math import FAST_MATH, silu
 
 
-@njit(parallel=True, fastmath=_MATH, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _convolve(x, taps, bias, with_silu, y):  # type: ignore[no-untyped-def]
     """x, y: (batch, time, channels); taps: (width, channels); y[t] = bias + Σ taps[k]·x[t - width + 1 + k]."""
     batch, time, channels = x.shape

@@ -25,6 +25,7 @@ from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
 from kl_lens.checkpoints.kernels.triton_scan import selective_scan_gpu
+from kl_lens.checkpoints.patching import has_own_forward, patched, with_globals
 
 Function = Callable[..., Any]
 
@@ -212,26 +213,14 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
     if not called:
         return None
     ours = {name: REPLACEMENTS[name](plain.__globals__[name]) for name in called}
-    copy = types.FunctionType(
-        plain.__code__, {**plain.__globals__, **ours}, plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    copy.__kwdefaults__ = plain.__kwdefaults__
-    return copy
+    return with_globals(plain, ours)
 
 
 @contextmanager
 def fast_kernels(model: torch.nn.Module) -> Iterator[int]:
     """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do."""
-    swapped: list[torch.nn.Module] = []
-    try:
-        for module in model.modules():
-            if "forward" in vars(module) or hasattr(module, "_hf_hook"):
-                continue  # already ours, or under somebody else's hooks
-            forward = _forward_with_our_kernels(type(module).forward)
-            if forward is not None:
-                module.forward = types.MethodType(forward, module)
-                swapped.append(module)
-        yield len(swapped)
-    finally:
-        for module in swapped:
-            del module.forward
+    # Layers under somebody else's forward keep it, and so do those that are ours already.
+    free = [(m, _forward_with_our_kernels(type(m).forward)) for m in model.modules() if has_own_forward(m)]
+    ours = [(module, types.MethodType(forward, module)) for module, forward in free if forward is not None]
+    with patched(ours):
+        yield len(ours)

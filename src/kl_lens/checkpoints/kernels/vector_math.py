@@ -45,8 +45,10 @@ def from_bits(typing_context, value):  # type: ignore[no-untyped-def]
     return types.float32(types.int32), build
 
 
-# No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome.
-FAST_MATH = {"contract", "nnan", "ninf", "nsz"}
+# No reassociation: it would undo the rounding trick. Contraction to fused multiply-add is welcome. No promise of no
+# NaNs: a broken weight has to show in the logits (on x86-64 the kernels are as fast without it). For the same reason
+# the value comes first in every max and min here: numba keeps the first where a comparison is false.
+FAST_MATH = {"contract", "nsz"}
 
 
 @njit(inline="always", fastmath=FAST_MATH, error_model="numpy")

@@ -21,9 +21,14 @@ from kl_lens.errors import TargetError
 from kl_lens.recipes import Recipe
 from kl_lens.targets.inputs import inputs_changed
 
-# Weight format → the type its kernel multiplies with, by block size.
-_PER_32 = ("q8_0", "q4_0", "q5_0", "q5_1")
-_PER_256 = ("q4_k", "q5_k", "q6_k")
+# Weight format → the type its kernel multiplies with, by block size. Q8_1, which meets Q4_1 and Q5_1, has the integers
+# and scales of Q8_0; beside them it holds each block's sum, rounded to half precision, for the weights' minima. That
+# last rounding works on the weights' minima alone and no change of the activations can show it: 7e-4 of a product of
+# normal numbers, where the rounding shown here is 5e-3.
+_PER_32 = ("q8_0", "q4_0", "q5_0", "iq4_nl", "q4_1", "q5_1")
+_PER_256 = (
+    "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs",
+)  # fmt: skip
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 

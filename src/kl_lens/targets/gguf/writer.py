@@ -28,6 +28,8 @@ FLOAT32 = "fp32"  # what llama.cpp needs for everything that is no matrix produc
 # general.file_type, which tools show: the kind of most of the weights.
 _FILE_TYPES = {
     FLOAT32: 0, "fp16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18,
+    "q4_1": 3, "q3_k": 11, "iq2_xxs": 19, "iq2_xs": 20, "q2_k": 21, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26,
+    "iq2_s": 28, "iq4_xs": 30,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kl_lens.checkpoints.patching import patched, with_globals
 from kl_lens.errors import TargetError
 
 # Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens.
@@ -291,28 +292,28 @@ def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[G
     """The model ready to trace; its own forwards come back when the block ends."""
     sites: list[ScanSite] = []
     graph = GraphForward(model, sites, StateShapes(), stateful=stateful, with_head=with_head)
-    changed: list[nn.Module] = []
     # The fused operation where the model knows it: OpenVINO has one, too.
     attention = getattr(model.config, "_attn_implementation", "sdpa")
     change_attention = attention != "sdpa" and getattr(model, "_supports_sdpa", False)
     try:
         if change_attention:
             model.set_attn_implementation("sdpa")  # type: ignore[operator]
-        for name, module in model.named_modules():
-            replacement = _replacement(name, module, graph)
-            if replacement is not None:
-                module.forward = types.MethodType(replacement, module)
-                changed.append(module)
-        graph.probing = True
-        with torch.no_grad():
-            graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
-        graph.probing = False
-        yield graph
+        with patched(_replacements(model, graph)):
+            graph.probing = True
+            with torch.no_grad():
+                graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
+            graph.probing = False
+            yield graph
     finally:
-        for module in changed:
-            del module.forward
         if change_attention:
             model.set_attn_implementation(attention)  # type: ignore[operator]
+
+
+def _replacements(model: nn.Module, graph: GraphForward) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    for name, module in model.named_modules():
+        replacement = _replacement(name, module, graph)
+        if replacement is not None:
+            yield module, types.MethodType(replacement, module)
 
 
 def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[..., Any] | None:
@@ -336,15 +337,7 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
     site = ScanSite(name=name, kind=kind, layer=int(module.layer_idx), state_shape=())  # type: ignore[arg-type]
     graph.sites.append(site)
     scan = graph.selective(site) if kind == "selective" else graph.chunked(site)
-    copy = types.FunctionType(
-        plain.__code__,
-        {**plain.__globals__, function: scan, "causal_conv1d_fn": _convolution},
-        plain.__name__,
-        plain.__defaults__,
-        plain.__closure__,
-    )
-    copy.__kwdefaults__ = plain.__kwdefaults__
-    return copy
+    return with_globals(plain, {function: scan, "causal_conv1d_fn": _convolution})
 
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:

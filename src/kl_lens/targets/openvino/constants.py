@@ -22,6 +22,8 @@ from torch import nn
 from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format, Quantized
+from kl_lens.formats.normal_float import NormalFloatFormat
+from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component
 from kl_lens.targets.openvino.profiles import BASELINE, Realised
@@ -205,30 +207,49 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
 
 
 def _integers(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
-    """NNCF's pattern: integers → FP16 × scale (→ back from groups) → float32."""
+    """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
     rows, columns = quantized.shape[:-1], quantized.shape[-1]
     grouped = fmt.group_size is not None
     stored_shape = (*rows, columns // fmt.group_size, fmt.group_size) if fmt.group_size else quantized.shape
     packed = fmt.pack(quantized)
-    element = ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
-    tensor = ov.Tensor(element, ov.Shape(stored_shape))  # its own memory: a view of `packed` would outlive it
-    tensor.data.reshape(-1)[:] = packed.view(np.int8)
-    constant = ops.constant(tensor)
-    constant.set_friendly_name(name)
+    element = _element(fmt)
+    constant = _packed_constant(packed, element, stored_shape, name)
     scale_values = scales[..., None] if grouped else scales.reshape(*rows, 1)
     scale = ops.constant(np.ascontiguousarray(scale_values))
     scale.set_friendly_name(f"{name}/scale")
-    value = ops.multiply(ops.convert(constant, "f16"), scale)
+    value, zero_points = ops.convert(constant, "f16"), np.empty(0, np.uint8)
+    if isinstance(fmt, ZeroPointFormat):
+        zero_points = fmt.pack_zero_points(quantized)
+        zero = _packed_constant(zero_points, element, scale_values.shape, f"{name}/zero_point")
+        value = ops.subtract(value, ops.convert(zero, "f16"))
+        value.set_friendly_name(f"{name}/zero_point/subtract")
+    value = ops.multiply(value, scale)
     value.set_friendly_name(f"{name}/scaled")
     if grouped:
         value = ops.reshape(value, ops.constant(np.asarray(quantized.shape, np.int64)), False)
         value.set_friendly_name(f"{name}/ungrouped")
     value = ops.convert(value, "f32")
     value.set_friendly_name(f"{name}/convert")
-    digest = bytes_digest(packed, scale_values)
-    return value, packed.nbytes + scales.nbytes, digest
+    digest = bytes_digest(packed, scale_values, zero_points)
+    return value, packed.nbytes + scales.nbytes + zero_points.nbytes, digest
+
+
+def _element(fmt: Format) -> Any:
+    if isinstance(fmt, NormalFloatFormat):
+        return ov.Type.nf4
+    if isinstance(fmt, ZeroPointFormat):
+        return ov.Type.u4
+    return ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
+
+
+def _packed_constant(packed: npt.NDArray[np.uint8], element: Any, shape: tuple[int, ...], name: str) -> Any:
+    tensor = ov.Tensor(element, ov.Shape(shape))  # its own memory: a view of `packed` would outlive it
+    tensor.data.reshape(-1)[:] = packed.view(tensor.data.dtype)
+    constant = ops.constant(tensor)
+    constant.set_friendly_name(name)
+    return constant
 
 
 def read_back(graph: ov.Model) -> dict[str, tuple[str, npt.NDArray[Any], npt.NDArray[Any] | None]]:
@@ -261,7 +282,10 @@ def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:
             wrong.append(f"{item.runtime_name} is missing")
             continue
         _, data, scales = stored[item.runtime_name]
-        if bytes_digest(data, *([] if scales is None else [scales])) != item.digest:
+        parts = [data] if scales is None else [data, scales]
+        if (zero_points := stored.get(f"{item.runtime_name}/zero_point")) is not None:
+            parts.append(zero_points[1])
+        if bytes_digest(*parts) != item.digest:
             wrong.append(f"{item.runtime_name} holds other numbers than planned")
     if wrong:
         raise TargetError(f"the saved IR is not what was planned: {'; '.join(wrong)}")

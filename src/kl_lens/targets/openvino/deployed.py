@@ -40,8 +40,11 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
-    """The float32 weights that the kernels multiply with."""
-    if quantized.scales is None or fmt.bits != 4 or quantized.scales.shape[-1] == 1:
+    """The float32 weights that the kernels multiply with; zero points and NF4 are not for them, and stay exact."""
+    if not isinstance(fmt, SignedScaleFormat) or fmt.bits != 4:
+        return fmt.dequantize(quantized)
+    assert quantized.scales is not None
+    if quantized.scales.shape[-1] == 1:
         return fmt.dequantize(quantized)
     groups = quantized.data.float().unflatten(-1, (quantized.scales.shape[-1], -1))
     return (groups * _cut_to_bfloat16(quantized.scales.float())[..., None]).flatten(-2)

@@ -9,6 +9,8 @@ from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import FormatError, TargetError
 from kl_lens.formats import Format
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.normal_float import NormalFloatFormat
+from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import Recipe, resolve
 
 BASELINE = "fp16"
@@ -24,14 +26,20 @@ class DeviceProfile:
     static_only: bool = False
     rewrites: tuple[str, ...] = ()
     rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
+    zero_points: bool = True  # runs asymmetric integers
+    normal_floats: bool = False  # runs NF4
     unrolled: bool = False
 
     def holds(self, fmt: Format) -> str | None:
         """None, or why weights in this format cannot be stored for the device."""
         if fmt.name == BASELINE:
             return None
-        if not isinstance(fmt, SignedScaleFormat):
-            return "OpenVINO stores FP16 and NNCF's signed-scale integers only"
+        if not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat)):
+            return "OpenVINO stores FP16, NNCF's integers and NF4 only"
+        if isinstance(fmt, ZeroPointFormat) and not self.zero_points:
+            return f"profile {self.name} holds symmetric integers only"
+        if isinstance(fmt, NormalFloatFormat) and not self.normal_floats:
+            return f"profile {self.name} holds no NF4"
         if fmt.bits not in self.bits:
             return f"profile {self.name} holds no {fmt.bits}-bit weights"
         return None
@@ -43,7 +51,7 @@ class DeviceProfile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(4, 8)),
+        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(4, 8), normal_floats=True),
         DeviceProfile(
             "gpu",
             "Intel integrated GPU (Lunar Lake)",
@@ -61,6 +69,7 @@ PROFILES = {
             "Intel NPU: fixed shapes, no loops",
             bits=(4, 8),
             static_only=True,
+            zero_points=False,
             rewrites=("cumba", "reduba", "actiba"),
             unrolled=True,
         ),

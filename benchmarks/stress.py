@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kl_lens.checkpoints.opening import LoadedModel
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import CheckpointError
 
 

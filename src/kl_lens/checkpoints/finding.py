@@ -1,0 +1,81 @@
+"""Finds the blocks and the head of a causal language model by watching one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from kl_lens.checkpoints.linking import Arguments, hidden_of
+from kl_lens.errors import CheckpointError
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.weight.shape[0])
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """The linear layer to the vocabulary."""
+    head: nn.Module | None = None
+    if hasattr(model, "get_output_embeddings"):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        wide = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        wide = [m for m in wide if m.out_features == vocabulary_size(model)]
+        head = wide[-1] if wide else None
+    if head is None:
+        raise CheckpointError(
+            f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
+            "KL Lens measures causal language models"
+        )
+    return head
+
+
+def find_blocks(model: nn.Module, forward: Callable[[], Any]) -> tuple[str, Sequence[nn.Module]]:
+    """The longest-reaching `ModuleList` whose members run once each and in order; outer lists win."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    order: list[tuple[int, int]] = []
+    with ExitStack() as hooks:
+        for number, (_, members) in enumerate(lists):
+            for index, member in enumerate(members):
+                hook = lambda *_, number=number, index=index: order.append((number, index))  # noqa: E731
+                hooks.enter_context(member.register_forward_pre_hook(hook))
+        forward()
+    best: tuple[int, int] | None = None  # (parameters, list)
+    for number, (_, members) in enumerate(lists):
+        ran = [index for which, index in order if which == number]
+        if len(members) and ran == list(range(len(members))):
+            weight = sum(p.numel() for p in members.parameters())
+            if best is None or weight > best[0]:
+                best = (weight, number)
+    if best is None:
+        raise CheckpointError(
+            f"{type(model).__name__}: found no chain of blocks (a ModuleList whose members run once each, "
+            f"in order) among {[name for name, _ in lists] or 'no lists at all'}; "
+            "KL Lens needs embedding → blocks → norm → head"
+        )
+    name, members = lists[best[1]]
+    return name, list(members)
+
+
+def check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: list[Any]) -> None:
+    """Each block must take exactly what the one before it gave; otherwise a suffix could not be run alone."""
+    for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
+        given = output[0] if isinstance(output, (tuple, list)) else output
+        taken = hidden_of(*call)
+        if taken is not None and taken.shape == given.shape and torch.equal(taken, given):
+            continue
+        config = getattr(model, "config", None)
+        hint = (
+            "; it halves them now and then for half precision's sake (rescale_every): open it in float32"
+            if getattr(config, "rescale_every", 0)
+            else ""
+        )
+        raise CheckpointError(
+            f"{name}.{index + 1} does not take what {name}.{index} gives: {type(model).__name__} changes the hidden "
+            f"states between blocks, so its blocks form no chain that KL Lens can run in parts{hint}"
+        )
