@@ -28,35 +28,38 @@ def _samples() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     yield torch.randn(7, 3, 512, generator=generator)
     yield torch.randn(4, 512, generator=generator) * torch.logspace(-6, 4, 4)[:, None]
+    yield torch.randn(2000, 512, generator=generator) * torch.logspace(-6, 4, 2000)[:, None]
+    ties = torch.randint(-254, 255, (100, 512), generator=generator).float()
+    ties[:, ::32] = 254  # 127 times two: every odd number lies between two integers
+    yield ties
     yield torch.cat([torch.zeros(1, 256), torch.full((1, 256), -3.0), torch.eye(256)[:2] * 1e3])
 
 
-def test_blocks_of_32_equal_ggml() -> None:
+def _kernel(name: str, rows: np.ndarray, block: int, block_bytes: int) -> np.ndarray:
+    """(blocks, bytes) from the function with which this processor's kernels round activations."""
+    rows = np.ascontiguousarray(rows)
+    blocks = np.zeros((rows.size // block, block_bytes), np.uint8)
+    getattr(ggml_library(), name)(
+        ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(blocks.ctypes.data), ctypes.c_int64(rows.size)
+    )
+    return blocks
+
+
+def test_blocks_of_32_equal_the_kernels_on_this_processor() -> None:
     for values in _samples():
-        rows = values.reshape(-1, values.shape[-1]).numpy()
-        blocks = gguf.quantize(rows, gguf.GGMLQuantizationType.Q8_0)
-        expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+        blocks = _kernel("quantize_row_q8_0", values.numpy(), 32, 34)  # a half-precision scale, 32 integers
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        expected = (blocks[:, 2:].view(np.int8) * scales).reshape(values.shape)
         for name in ("q8_0", "q4_0"):
-            found = quantize_activations(values, name).reshape(rows.shape).numpy()
-            assert np.array_equal(found, expected)
+            assert np.array_equal(quantize_activations(values, name).numpy(), expected)
 
 
-def test_blocks_of_256_equal_ggml() -> None:
-    library = ggml_library()
+def test_blocks_of_256_equal_the_kernels_on_this_processor() -> None:
     for values in _samples():
-        rows = np.ascontiguousarray(values.reshape(-1, values.shape[-1]).numpy())
-        blocks = np.zeros(rows.size // 256 * 292, np.uint8)  # float32 scale, 256 integers, 16 sums
-        expected = np.zeros_like(rows)
-        library.quantize_row_q8_K(
-            ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(blocks.ctypes.data), ctypes.c_int64(rows.size)
-        )
-        library.dequantize_row_q8_K(
-            ctypes.c_void_p(blocks.ctypes.data),
-            ctypes.c_void_p(expected.ctypes.data),
-            ctypes.c_int64(rows.size),
-        )
-        found = quantize_activations(values, "q4_k").reshape(rows.shape).numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
+        blocks = _kernel("quantize_row_q8_K", values.numpy(), 256, 292)  # scale, 256 integers, 16 sums
+        scales = blocks[:, :4].copy().view(np.float32)
+        expected = (blocks[:, 4:260].view(np.int8) * scales).reshape(values.shape)
+        assert np.array_equal(quantize_activations(values, "q4_k").numpy(), expected)
 
 
 class _Kernels(ctypes.Structure):

@@ -32,6 +32,7 @@ from tests.targets.gguf.support import (
 gguf = pytest.importorskip("gguf")
 
 IDS = token_ids(1, 40)
+SHORT = IDS.reshape(-1, 2)  # prompts of two tokens: the second meets every state that the first left behind
 
 
 def test_every_supported_architecture_has_a_parity_test() -> None:
@@ -91,19 +92,34 @@ def test_quantized_logits_equal_pytorch_with_the_same_weights(
 ) -> None:
     """The same weights, and activations rounded as llama.cpp rounds them.
 
-    Most of these agree to 1e-5. Where a sum in another order rounds one activation the other way, single logits
-    differ by up to a tenth; that is still a hundredth of what quantization does to the distribution.
+    A sum in another order rounds an activation in a thousand the other way; from there on, the states carry it to
+    all later tokens. So two things are asked: of many short prompts, that nearly all agree to float32; of a long one,
+    that what such roundings do to the distribution is far less than what quantization does.
     """
     model = tiny(name)
     original = torch_logits(model, IDS)
     artifact = export(model, uniform(model, format_name), tmp_path, fingerprint="-")
     with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
         found = np.stack([session.step(int(token)) for token in IDS[0]])
+        short = _short_prompts(session)
     with as_deployed(model.model, quantize_weights(model, artifact)):
-        expected = torch_logits(model, IDS)
-    assert np.abs(found - expected).max() < (1e-2 if format_name == "fp16" else 0.2)
-    assert (found.argmax(-1) == expected.argmax(-1)).mean() >= 0.95
-    assert kl(expected, found)[0] < (1e-6 if format_name == "fp16" else 0.02 * kl(original, found)[0])
+        expected, expected_short = torch_logits(model, IDS), torch_logits(model, SHORT)
+    # Half precision rounds the other way more often, and by far less.
+    assert _equal(short, expected_short, 1e-2 if format_name == "fp16" else 1e-4) >= 0.75
+    assert kl(expected, found)[0] < (1e-6 if format_name == "fp16" else 0.1 * kl(original, found)[0])
+
+
+def _short_prompts(session: Session) -> np.ndarray:
+    rows = []
+    for prompt in SHORT.tolist():
+        session.reset()
+        rows += [session.step(token) for token in prompt]
+    return np.stack(rows)
+
+
+def _equal(found: np.ndarray, expected: np.ndarray, within: float = 1e-4) -> float:
+    """The share of tokens whose logits (of size 1) agree; but for the order of additions, if nothing else is said."""
+    return float((np.abs(found - expected).max(-1) < within).mean())
 
 
 @pytest.mark.parametrize("format_name", ["fp16", "q8_0", "q4_0"])
@@ -128,11 +144,11 @@ def test_k_quants_equal_pytorch_with_the_same_weights(format_name: str, tmp_path
     formats = quantize_weights(model, artifact)
     assert formats["backbone.layers.0.mixer.in_proj"] == format_name
     with as_deployed(model.model, formats):
-        expected = torch_logits(model, IDS)
+        expected = torch_logits(model, SHORT)
     with open_session(tmp_path / artifact.files[0], threads=1) as session:
-        found = session.logits(IDS[0].tolist())
-    assert np.abs(found - expected).max() < 0.15
-    assert (found.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
+        found = _short_prompts(session)
+    assert _equal(found, expected) >= 0.75
+    assert _equal(found, torch_logits(model, SHORT)) == 0  # with the weights alone, no token would be right
 
 
 REFUSED = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets import Session
-from kl_lens.targets.openvino import export, open_session, supported_families
+from kl_lens.targets.openvino import export, open_session, rewrites, supported_families
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, loaded, reference
 
@@ -56,6 +58,19 @@ def test_logits_equal_pytorchs(family: str, exported: Callable) -> None:
         ends.append(start + size)
     assert_same_logits(np.stack(outputs), theirs[np.array(ends) - 1], SHARE)
     session.close()
+
+
+def test_experts_of_an_earlier_export_are_computed_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its IR leaves broadcasting to the product, which the x86 plugin does wrong: repaired on opening."""
+    model = loaded("granitemoehybrid")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(rewrites, "equal_batches", lambda graph: 0)
+        export(model, Plan("none", {}, made_by="test"), tmp_path, unplanned="fp32")
+    ids = token_ids(1, 12)
+    with contextlib.closing(open_session(tmp_path, exact=True, threads=1)) as session:
+        assert_same_logits(session.logits(ids[0].tolist()), reference(model.model, ids), SHARE)
 
 
 def test_every_promised_family_is_tested() -> None:

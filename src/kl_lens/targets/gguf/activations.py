@@ -10,6 +10,7 @@ Attention's keys and values go through an F16 cache, which is not modelled: it d
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,8 @@ _PER_256 = (
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs",
 )  # fmt: skip
 _SMALLEST = torch.finfo(torch.float32).tiny
+# The kernels for x86 multiply with 127/max|x|, the others with 1/(max|x|/127): one activation in a million differs.
+_ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.Tensor:
@@ -51,10 +54,12 @@ def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.T
 
 
 def _blocks_of_32(activations: torch.Tensor) -> torch.Tensor:
-    """Q8_0: integers from the exact scale max|x|/127, values from the scale stored in half precision."""
+    """Q8_0: integers from the exact scale max|x|/127, ties to even, values from the scale stored in half precision."""
     blocks = _blocked(activations, 32)
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scale > _SMALLEST, 1 / scale.clamp_min(_SMALLEST), 0)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = largest / 127
+    inverse = _quotient(127, largest) if _ON_X86 else _quotient(1, scale)
+    inverse = torch.where(scale > _SMALLEST, inverse, 0)
     integers = (blocks * inverse).round()
     return (integers * scale.half().float()).reshape(activations.shape).to(activations.dtype)
 
@@ -65,10 +70,15 @@ def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
     place = blocks.abs().argmax(-1, keepdim=True)
     largest = blocks.gather(-1, place)
     safe = torch.where(largest.abs() > _SMALLEST, largest, 1)
-    inverse = torch.where(largest.abs() > _SMALLEST, -127 / safe, 0)
+    inverse = torch.where(largest.abs() > _SMALLEST, _quotient(-127, safe), 0)
     integers = (blocks * inverse).round().clamp_max(127)
     scale = torch.where(inverse != 0, 1 / torch.where(inverse != 0, inverse, 1), 0)
     return (integers * scale).reshape(activations.shape).to(activations.dtype)
+
+
+def _quotient(number: float, tensor: torch.Tensor) -> torch.Tensor:
+    """One division, as in C: PyTorch's `number / tensor` is a reciprocal and a product, rounded twice."""
+    return tensor.new_tensor(number) / tensor
 
 
 def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
