@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,21 @@ def configuration(shape: str) -> Any:
 
 
 class RandomWeights:
-    """A checkpoint that exists one tensor at a time."""
+    """A checkpoint that exists one tensor at a time, the same whenever it is read."""
 
     def __init__(self, config: Any) -> None:
         import torch
         import transformers
 
+        from kl_lens.checkpoints.anatomy import component_name
+
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
+        self.device = torch.device("cpu")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.aliases = {"lm_head.weight": "backbone.embeddings.weight"}
         self.shapes.pop("lm_head.weight")
+        self.parameters = {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
 
     def place(self, name: str) -> int:
         return 0
@@ -77,11 +82,18 @@ class RandomWeights:
     def read(self, name: str) -> Any:
         import torch
 
+        drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if name.endswith("A_log"):
-            return torch.rand(self.shapes[name])
+            return torch.rand(self.shapes[name], generator=drawn)
         if "norm" in name or name.endswith(".D"):
             return torch.ones(self.shapes[name])
-        return torch.randn(self.shapes[name]) * self.shapes[name][-1] ** -0.5
+        return torch.randn(self.shapes[name], generator=drawn) * self.shapes[name][-1] ** -0.5
+
+    def weight(self, component: str) -> Any:
+        return self.read(self.parameters[component])
+
+    def state(self, component: str) -> None:
+        return None
 
     def close(self) -> None:
         pass
@@ -91,20 +103,20 @@ def write(shape: str, name: str, folder: Path) -> dict[str, Any]:
     """The file of one shape and format, and what one decoded token moves."""
     from kl_lens.records import Plan
     from kl_lens.targets.gguf.export import export_weights
-    from kl_lens.targets.gguf.weights import component_name
+    from kl_lens.weights import WeightStore
 
     config = configuration(shape)
     weights = RandomWeights(config)
     kinds = ("in_proj", "x_proj", "dt_proj", "out_proj", "embeddings")
     assignment = {}
-    for parameter, dimensions in weights.shapes.items():
-        component = component_name(parameter, len(dimensions))
+    for component in weights.parameters:
         kind = component.rpartition(".")[2]
         if kind in kinds:
             assignment[component] = MIXED.get(kind, "q8_0") if name == "mixed" else name
     path = folder / f"{shape}-{name}.gguf"
     started = time.perf_counter()
-    artifact = export_weights(weights, config, Plan(name, assignment, "benchmark"), path, name=shape)
+    plan, store = Plan(name, assignment, "benchmark"), WeightStore(weights, memory_budget=0)
+    artifact = export_weights(weights, store, config, plan, path, name=shape)
     return {
         "path": str(path),
         "bytes": artifact.realised_bytes,

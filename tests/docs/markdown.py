@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
-PAGES = [README, QUICKSTART, *sorted(set(ROOT.glob("docs/*.md")) - {QUICKSTART})]
+PAGES = [README, QUICKSTART, *sorted(set(ROOT.glob("docs/**/*.md")) - {QUICKSTART})]
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<tag>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _REASON = re.compile(r"<!-- not run: .+ -->\n\s*\Z")
