@@ -66,7 +66,7 @@ def measure(
         kind = as_deployed or "weights"
         sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind)
         sweep.measure(candidates, drawn)
-        return journal.table()
+        return journal.table(target=as_deployed)
 
 
 def rank(

@@ -22,7 +22,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Measurement
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
@@ -100,8 +100,9 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                 result = sweep.measure(candidates, windows)
         for component, name, reason in unfit:
             events.warn(f"{component.name} was not measured in {name}: {reason}")
-        measurements = run.measurements(CALIBRATION)
-        noise = (run.load("noise", CALIBRATION) or {}).get("kl_teacher_to_student", 0.0)
+        role = role_as(CALIBRATION, target)
+        measurements = run.measurements(role)
+        noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")

@@ -34,7 +34,7 @@ from kl_lens.records import (
     Subject,
 )
 from kl_lens.reporting.plans import PlanView, read_plans
-from kl_lens.runs import CALIBRATION, Result, Run
+from kl_lens.runs import Result, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
 from kl_lens.subjects import current_results
 
@@ -81,6 +81,7 @@ class RunView:
     generations: tuple[Generation, ...]
     verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
+    measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
 
     @property
@@ -130,7 +131,7 @@ def collect(run: Run) -> RunView:
     table = run.table() if "components" in identity else None
     if table is not None and not table.measurements:
         table = None
-    noise = run.load("noise", CALIBRATION) or {}
+    noise = run.load("noise", run.measured_role()) or {}
     plans = read_plans(
         run.folder / "plans", tuple(Component.from_json(c) for c in identity.get("components", []))
     )
@@ -150,6 +151,7 @@ def collect(run: Run) -> RunView:
         profiles=_profiles(run),
         generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
         verdicts=_verdicts(run),
+        measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _ARM = ("aarch64", "arm64")
 _BACKUP = "int8"
+# What a quantized matrix adds to the graph's file beyond an FP16 one: nodes that turn integers into numbers. By whether
+# it is symmetric and whether in groups; a little more than was seen (1.1, 1.8 and 2.7 kB), so that no file is larger.
+_GRAPH_BYTES = {(True, False): 1300, (True, True): 2000, (False, False): 2600, (False, True): 3000}
 _NNCF = (
     "NNCF's compress_weights with ratio 1.0: embedding and head in 8 bits (symmetric ones, where its own backup has "
     "zero points), the rest in {}; where columns do not divide, the groups of its mode ADJUST"
@@ -36,6 +40,7 @@ _NNCF = (
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
     published = BenchmarkApp()
+    methods = ("gptq", "search")
     options = (
         ExportOption(
             "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
@@ -62,8 +67,15 @@ class OpenVINOTarget(Target):
         return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
 
     @property
-    def menu(self) -> tuple[str, ...]:
-        return ("int4-g32", "int4-g64", "int4-g128", "int8", "fp16")
+    def formats(self) -> tuple[str, ...]:
+        # On ARM the integer kernels are for symmetric weights; those with zero points are multiplied in half precision,
+        # which is several times slower.
+        asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
+        return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", "fp16")
+
+    @property
+    def short_menu(self) -> tuple[str, ...]:
+        return self.recipes(("int4-g128", "int4-g32", "int8"))
 
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.openvino.capture import FAMILIES
@@ -96,6 +108,21 @@ class OpenVINOTarget(Target):
         if isinstance(model, Path):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
         return export(model, plan, folder, **options)
+
+    def file_bytes(self, model: LoadedModel, plan: Plan, bare: Artifact | None = None) -> int:
+        """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
+        from kl_lens.recipes import Recipe, resolve
+
+        if bare is None:
+            with tempfile.TemporaryDirectory() as folder:
+                bare = self.export(model, Plan("bare", {}, "fp16"), Path(folder))
+        size = bare.realised_bytes
+        for component in model.anatomy.candidates:
+            recipe = resolve(plan.assignment.get(component.name, FP16), component.shape)[0]
+            size += recipe.grid.bytes(component.shape) - 2 * component.parameters
+            if recipe != Recipe(FP16):
+                size += _GRAPH_BYTES[recipe.grid.symmetric, recipe.grid.group_size is not None]
+        return size
 
     def weight_file(self, place: Path) -> Path:
         return place / next(name for name in read_artifact(place).files if name.endswith(".bin"))
