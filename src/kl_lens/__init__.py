@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         measure,
         plan,
         rank,
-        refine,
         report,
         verify,
     )
@@ -41,7 +40,7 @@ else:
             "kl_lens.checkpoints": ["load"],
             "kl_lens.errors": ["KLLensError"],
             "kl_lens.pipeline": [
-                "benchmark", "evaluate", "export", "generate", "measure", "plan", "rank", "refine", "report", "verify",
+                "benchmark", "evaluate", "export", "generate", "measure", "plan", "rank", "report", "verify",
             ],
             "kl_lens.targets": ["open_session"],
         },
@@ -60,7 +59,6 @@ __all__ = [
     "open_session",
     "plan",
     "rank",
-    "refine",
     "report",
     "text",
     "verify",

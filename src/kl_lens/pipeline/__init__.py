@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         measure,
         plan,
         rank,
-        refine,
         report,
         verify,
     )
@@ -52,7 +51,6 @@ else:
         "measure",
         "plan",
         "rank",
-        "refine",
         "report",
         "verify",
     ]
@@ -102,7 +100,6 @@ __all__ = [
     "perform",
     "plan",
     "rank",
-    "refine",
     "report",
     "verify",
 ]

@@ -76,7 +76,9 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     model = bench.model(settings)
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
-    candidates, unfit = find_candidates(model.anatomy, settings.formats, settings.components)
+    candidates, unfit = find_candidates(
+        model.anatomy, settings.formats, settings.components, stand_ins=settings.as_deployed is not None
+    )
     windows = bench.drawn(
         settings.text,
         model,
@@ -98,7 +100,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                 result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
             else:
                 result = sweep.measure(candidates, windows)
-        for component, name, reason in unfit:
+        for component, name, reason in [] if target else unfit:  # a target stores FP16 there, and so do plans
             events.warn(f"{component.name} was not measured in {name}: {reason}")
         role = role_as(CALIBRATION, target)
         measurements = run.measurements(role)

@@ -56,7 +56,9 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = WEIGHTS  # the target whose activations these are: part of the role they are filed under
+    deployed_as: str = (
+        WEIGHTS  # the target whose activations these are: part of the role they are filed under
+    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -79,7 +81,9 @@ class Sweep:
         for slab in engine.slabs(windows.ids):
             missing = [w for w in slab if any(w not in done.get(_key(c), ()) for c in candidates)]
             if missing:
-                measured += self._measure_slab(engine, candidates, windows.ids, missing, done, (text, role), work)
+                measured += self._measure_slab(
+                    engine, candidates, windows.ids, missing, done, (text, role), work
+                )
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),

@@ -154,12 +154,8 @@ class Target(ABC):
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files alone; an older record of the folder must not outlive the files it is about."""
 
-    def file_bytes(self, model: LoadedModel, plan: Plan, bare: Artifact | None = None) -> int:
-        """Bytes on disk of what `export` writes for a plan, all its files together, or a little more.
-
-        Args:
-            bare: the FP16 artifact of the same model, where there is one: it may save an export.
-        """
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
 

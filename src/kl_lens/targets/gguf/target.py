@@ -79,7 +79,7 @@ class GGUFTarget(Target):
 
         return export(model, plan, folder, **options)
 
-    def file_bytes(self, model: LoadedModel, plan: Plan, bare: Artifact | None = None) -> int:
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """To the byte, from the header alone."""
         from kl_lens.targets.gguf.export import file_bytes
 

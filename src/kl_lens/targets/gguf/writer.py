@@ -65,7 +65,9 @@ class Header:
     """Everything in a file but the tensors' bytes."""
 
     architecture: str
-    metadata: dict[str, Any]  # keys that begin with a dot belong to the architecture and get its name in front
+    metadata: dict[
+        str, Any
+    ]  # keys that begin with a dot belong to the architecture and get its name in front
     tokenizer: TokenizerData | None
     jobs: Sequence[TensorJob]
 

@@ -115,9 +115,7 @@ def export(
         files = tuple(sorted(path.name for path in place.iterdir()))
         settings["export_seconds"] = round(time.perf_counter() - started, 2)
         settings["export_peak_bytes"] = _peak_memory()
-        artifact = _artifact(
-            model, plan, realised, placed, files, place, settings
-        )
+        artifact = _artifact(model, plan, realised, placed, files, place, settings)
         shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
         (folder / RECORD_FILE).unlink(missing_ok=True)  # the new one comes behind the files
         for name in files:

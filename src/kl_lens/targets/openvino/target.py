@@ -27,14 +27,9 @@ if TYPE_CHECKING:
     from kl_lens.formats import Quantized
 
 _ARM = ("aarch64", "arm64")
-_BACKUP = "int8"
 # What a quantized matrix adds to the graph's file beyond an FP16 one: nodes that turn integers into numbers. By whether
 # it is symmetric and whether in groups; a little more than was seen (1.1, 1.8 and 2.7 kB), so that no file is larger.
 _GRAPH_BYTES = {(True, False): 1300, (True, True): 2000, (False, False): 2600, (False, True): 3000}
-_NNCF = (
-    "NNCF's compress_weights with ratio 1.0: embedding and head in 8 bits (symmetric ones, where its own backup has "
-    "zero points), the rest in {}; where columns do not divide, the groups of its mode ADJUST"
-)
 
 
 class OpenVINOTarget(Target):
@@ -58,6 +53,9 @@ class OpenVINOTarget(Target):
         ExportOption("fallback", "--fallback", "lower what a profile cannot hold, visibly"),
     )
 
+    def __init__(self) -> None:
+        self._bare: dict[str, int] = {}  # model → bytes of its FP16 artifact, from which others' sizes follow
+
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
@@ -68,8 +66,7 @@ class OpenVINOTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        # On ARM the integer kernels are for symmetric weights; those with zero points are multiplied in half precision,
-        # which is several times slower.
+        # The integer kernels of ARM processors are for symmetric weights alone.
         asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
         return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", "fp16")
 
@@ -84,21 +81,9 @@ class OpenVINOTarget(Target):
         return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.recipes import resolve
+        from kl_lens.targets.openvino.stock import stock_recipes
 
-        anatomy = model.anatomy
-        outer = {anatomy.embedding, anatomy.head}
-        every = {c.name: _BACKUP for c in anatomy.candidates}
-        found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM")]
-        for size in (128, 64):
-            inner = {
-                c.name: str(resolve(f"int4-g{size}", c.shape)[0])
-                for c in anatomy.candidates
-                if c.name not in outer
-            }
-            origin = _NNCF.format(f"INT4_SYM with groups of {size}")
-            found.append(StockRecipe(f"INT4_SYM-g{size}", every | inner, origin))
-        return tuple(found)
+        return stock_recipes(model)
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -107,16 +92,19 @@ class OpenVINOTarget(Target):
 
         if isinstance(model, Path):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
-        return export(model, plan, folder, **options)
+        artifact = export(model, plan, folder, **options)
+        if set(options) <= {"fallback"} and set(plan.assignment.values()) <= {FP16}:
+            self._bare[model.fingerprint] = artifact.realised_bytes
+        return artifact
 
-    def file_bytes(self, model: LoadedModel, plan: Plan, bare: Artifact | None = None) -> int:
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
         from kl_lens.recipes import Recipe, resolve
 
-        if bare is None:
+        if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
-                bare = self.export(model, Plan("bare", {}, "fp16"), Path(folder))
-        size = bare.realised_bytes
+                self.export(model, Plan("fp16", {}, "fp16"), Path(folder))
+        size = self._bare[model.fingerprint]
         for component in model.anatomy.candidates:
             recipe = resolve(plan.assignment.get(component.name, FP16), component.shape)[0]
             size += recipe.grid.bytes(component.shape) - 2 * component.parameters
