@@ -74,7 +74,7 @@ class RunView:
     noise: float | None  # KL of the original against itself
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
-    frontier: tuple[tuple[int, float], ...]  # bytes, predicted KL
+    frontiers: dict[str | None, tuple[tuple[int, float], ...]]  # target → bytes of its file, predicted KL
     artifacts: dict[str, Artifact]
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
@@ -95,6 +95,16 @@ class RunView:
     @property
     def fp16_bytes(self) -> int:
         return sum(2 * c.parameters for c in self.components)
+
+    @property
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """Of weights, whoever stores them."""
+        return self.frontiers[None]
+
+    def fp16_of(self, target: str | None) -> int:
+        """Bytes of FP16: of the target's file where there is one, else of the weights."""
+        artifact = self.artifacts.get(f"{target}/uniform_fp16")
+        return self.fp16_bytes if artifact is None else artifact.realised_bytes
 
     def plan(self, name: str) -> PlanView | None:
         return next((p for p in self.plans if p.name == name), None)
@@ -142,7 +152,7 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        frontier=_frontier(table),
+        frontiers={None: _frontier(table)} | _target_frontiers(run, plans),
         artifacts={
             name: _record(run, "artifact", name, value, Artifact)
             for name, value in run.load_all("artifact").items()
@@ -233,11 +243,19 @@ def _point(value: Mapping[str, Any]) -> Point:
     )
 
 
-def _frontier(table: SensitivityTable | None) -> tuple[tuple[int, float], ...]:
-    if table is None:
+def _target_frontiers(
+    run: Run, plans: tuple[PlanView, ...]
+) -> dict[str | None, tuple[tuple[int, float], ...]]:
+    """As each target computes, in bytes of its file as our own plan has them."""
+    besides = {p.target: p.plan.fixed_bytes for p in plans if p.target and p.family != "stock"}
+    return {target: _frontier(run.table(target=target), extra) for target, extra in besides.items()}
+
+
+def _frontier(table: SensitivityTable | None, fixed_bytes: int = 0) -> tuple[tuple[int, float], ...]:
+    if table is None or not table.measurements:
         return ()
     try:
-        problem = planning.build_problem(table)
+        problem = planning.build_problem(table, fixed_bytes=fixed_bytes)
     except PlanError:  # too little was measured to plan with
         return ()
     frontier = planning.pareto_frontier(problem, _FRONTIER_STATES)
