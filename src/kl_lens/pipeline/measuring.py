@@ -76,9 +76,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     model = bench.model(settings)
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
-    candidates, unfit = find_candidates(
-        model.anatomy, settings.formats, settings.components, stand_ins=settings.as_deployed is not None
-    )
+    candidates, unfit = find_candidates(model.anatomy, settings.formats, settings.components)
     windows = bench.drawn(
         settings.text,
         model,
@@ -100,8 +98,12 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                 result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
             else:
                 result = sweep.measure(candidates, windows)
-        for component, name, reason in [] if target else unfit:  # a target stores FP16 there, and so do plans
-            events.warn(f"{component.name} was not measured in {name}: {reason}")
+        alike: dict[tuple[str, str], list[str]] = {}
+        for component, name, reason in unfit:
+            alike.setdefault((name, reason), []).append(component.name)
+        for (name, reason), names in alike.items():
+            more = f" and {len(names) - 1} more were" if len(names) > 1 else " was"
+            events.warn(f"{names[0]}{more} not measured in {name}: {reason}")
         role = role_as(CALIBRATION, target)
         measurements = run.measurements(role)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)

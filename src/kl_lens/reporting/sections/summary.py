@@ -187,9 +187,9 @@ def _protocol(plans: list[PlanView]) -> str:
         return "Predicted KL is the sum of what each component does alone."
     whose = ", computing as the runtime does" if any(p.target for p in plans) else ""
     return (
-        f"Measured KL and perplexity of whole plans in PyTorch{whose}, on {'; '.join(texts)} that decided nothing; ± is "
-        "one standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of what each "
-        "component does alone."
+        f"Measured KL and perplexity of whole plans in PyTorch{whose}, on {'; '.join(texts)} that decided nothing; "
+        "± is one standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of "
+        "what each component does alone."
     )
 
 
