@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -161,7 +162,7 @@ def _means(moments: Moments) -> torch.Tensor:
 
 
 @contextmanager
-def _experts_one_by_one(model: torch.nn.Module) -> Iterator[None]:
+def _experts_one_by_one(model: Any) -> Iterator[None]:
     """Within the block transformers multiplies with each expert's slice: its faster ways gather copies of them."""
     before = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):
