@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -18,6 +20,18 @@ SHARED = ROOT.parent / "shared"
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+
+# The same examples every time: a test run is no lottery. `./test --all` explores too, with `-m explores`.
+EXPLORES = "KL_LENS_EXPLORE" in os.environ
+hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1_000)
+hypothesis.settings.load_profile("explore" if EXPLORES else "same")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if hasattr(getattr(item, "obj", None), "hypothesis"):
+            item.add_marker("explores")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kl_lens.formats import get_format, known_formats
 
 NNCF = ("int8", "int4", "int4-g128", "int4-g64", "int4-g32", "int8-g128")
 
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = settings(max_examples=40)
 
 
 def installed(name: str) -> bool:
@@ -175,7 +175,7 @@ def test_values_are_finite_and_zero_stays_zero(name: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", params(*known_formats()))
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 def test_rows_are_independent(name: str, data: st.DataObject) -> None:
     """So experts can be stacked, and rows split among threads or machines."""
     fmt = get_format(name)

@@ -21,7 +21,7 @@ from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
 
 FORMATS = ("int8", "int4", "q8_0")
-quick = settings(max_examples=120, deadline=None, derandomize=True)
+quick = settings(max_examples=120)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def test_room_in_the_budget_is_used_for_single_upgrades() -> None:
     assert result.history[0].predicted_gain == pytest.approx(0.6 - 0.024)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.floats(0.0, 3.0))
 def test_never_over_budget_and_never_measured_worse(seed: int, noise: float) -> None:
     generator = np.random.default_rng(seed)

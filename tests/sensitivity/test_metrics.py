@@ -63,7 +63,7 @@ def test_metrics_equal_double_precision(kernel: bool, vocabulary: int, damage: f
     np.testing.assert_array_equal(ours[:, SAME_TOP], expected[:, SAME_TOP])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(-100, 100), st.integers(0, 10**6))
 def test_a_constant_added_to_all_logits_changes_nothing_but_sqnr(constant: float, seed: int) -> None:
     """The paper's counter-example: the distribution is the same, yet the logits' SQNR is finite."""

@@ -163,7 +163,7 @@ def test_trailing_blank_space_makes_no_new_document(source: TextSource, tokenize
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 9),
     st.lists(st.lists(st.integers(0, 2), min_size=9, max_size=9), min_size=1, max_size=3),

@@ -54,7 +54,7 @@ def test_more_windows_extend_the_earlier_ones(source: TextSource, tokenizer: Tok
     assert many.fingerprint != few.fingerprint
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 40), st.integers(1, 30), st.integers(0, 400), st.integers(0, 10**9))
 def test_starts_lie_in_the_text_and_extend(length: int, windows: int, spare: int, seed: int) -> None:
     available = windows * length + spare

@@ -65,6 +65,12 @@ class Anatomy:
         return tuple(c for c in self.components if c.block == index)
 
 
+def component_name(parameter: str, dimensions: int) -> str:
+    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
+    owner, _, leaf = parameter.rpartition(".")
+    return owner if leaf == "weight" and dimensions >= 2 else parameter
+
+
 def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
     """Finds every weight of the model; a weight under several names is one component, tied to the others."""
     names_of: dict[int, list[str]] = defaultdict(list)
@@ -104,8 +110,7 @@ class _Describer:
         owners = [name.rpartition(".")[0] for name in names]
         leaf = names[0].rpartition(".")[2]
         kind, family, reason = self._classify(parameter, owners[0], leaf)
-        is_matrix_of_module = leaf == "weight" and parameter.dim() >= 2
-        labels = [owner if is_matrix_of_module else name for owner, name in zip(owners, names, strict=True)]
+        labels = [component_name(name, parameter.dim()) for name in names]
         blocks = sorted({index for name in names for index in self._block_of(name)})
         if _identity(parameter) in (self.embedding_weight, self.head_weight):
             blocks = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ from kl_lens.checkpoints.files import check_weight_files, read_config
 from kl_lens.errors import CheckpointError, FormatError
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
-from kl_lens.weights import WeightStore
+from kl_lens.weights import WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid")
 # Everything but weights; weights are asked for by name, safetensors first.
@@ -98,11 +99,18 @@ class ModelWeights:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 
+    @property
+    def device(self) -> torch.device:
+        return next(self._model.model.parameters()).device
+
     def weight(self, component: str) -> torch.Tensor:
         found = self._model.anatomy.component(component)
         if not found.quantizable:
             raise FormatError(f"{component} is not to be quantized: {found.reason}")
-        return self._model.model.get_parameter(found.weight).data
+        return self._model.model.get_parameter(found.weight).detach()
+
+    def state(self, component: str) -> Hashable:
+        return state_of(self.weight(component))
 
 
 def load(

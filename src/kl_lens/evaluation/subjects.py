@@ -24,7 +24,7 @@ from kl_lens.errors import TargetError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.formats import known_formats
 from kl_lens.records import Artifact
-from kl_lens.sensitivity.engines import Deployed
+from kl_lens.sensitivity.perturbation import Kernels
 from kl_lens.targets import Session, deployed, open_session, read_artifact
 from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
 
@@ -91,7 +91,7 @@ class TorchSubject(Subject):
         )
 
     def open(self) -> Session:
-        context: Deployed | None = deployed(self.as_deployed) if self.as_deployed else None
+        context: Kernels | None = deployed(self.as_deployed) if self.as_deployed else None
         remember = REMEMBERED if self.name == ORIGINAL else 0
         return TorchSession(self.model, self.formats, deployed=context, remember=remember)
 

@@ -1,4 +1,4 @@
-"""A checkpoint in PyTorch behind the interface of the runtimes, with the weights that some formats leave of it."""
+"""A checkpoint in PyTorch behind the interface of the runtimes, with the weights that some recipes leave of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
-from kl_lens.sensitivity.engines import Deployed
-from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.sensitivity.perturbation import Kernels, Perturbation, replacements, swapped
 from kl_lens.sensitivity.teacher import logit_rows
 from kl_lens.targets.session import Logits
 
@@ -26,8 +25,8 @@ class TorchSession:
 
     Args:
         model: the checkpoint.
-        formats: component → format; nothing for the original.
-        deployed: also round the activations as a runtime does (`kl_lens.targets.deployed`).
+        recipes: component → recipe; nothing for the original.
+        deployed: compute with what this runtime's kernels see of weights and activations.
         remember: bytes of final states to keep. The teacher of a divergence meets the same windows once per
             student; with its states kept, only the head runs again.
     """
@@ -35,18 +34,18 @@ class TorchSession:
     def __init__(
         self,
         model: LoadedModel,
-        formats: Mapping[str, str] | None = None,
+        recipes: Mapping[str, str] | None = None,
         *,
-        deployed: Deployed | None = None,
+        deployed: Kernels | None = None,
         remember: int = 0,
     ) -> None:
         self._model = model
-        self._formats = dict(formats or {})
+        self._recipes = dict(recipes or {})
         self._deployed = deployed
-        # A component that its format leaves as it is (FP16 of an FP16 checkpoint) needs no second copy.
+        # A component that its recipe leaves as it is (FP16 of an FP16 checkpoint) needs no second copy.
         self._weights = [
             (parameter, weight)
-            for parameter, weight in replacements(model, Perturbation(self._formats))
+            for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
             if not torch.equal(parameter.data, weight)
         ]
         self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
@@ -111,7 +110,7 @@ class TorchSession:
             if self._deployed is None:
                 yield
             else:
-                with self._deployed(self._model, self._formats):
+                with self._deployed.activations(self._model, self._recipes):
                     yield
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from kl_lens.checkpoints import Anatomy
 from kl_lens.formats import Format, get_format
 from kl_lens.profiling.machine import MIB, last_level_cache
 from kl_lens.profiling.spread import spread_of
+from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Spread
+from kl_lens.weights import GivenWeights, WeightStore
 
 MOST_COPIES = 32
 MOST_BYTES = 512 * MIB  # of float32 weights while a graph is built
@@ -94,12 +94,11 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
     from kl_lens.targets.openvino.profiles import BASELINE, Realised
 
     generator = torch.Generator().manual_seed(0)
-    model = nn.Module()
+    weights: dict[str, torch.Tensor] = {}
     components, nodes, inputs, results = [], {}, [], []
     for index in range(copies):
         name = f"weight{index}"
-        weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        model.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        weight = weights[name] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
         components.append(Component(name, name, "product", "other", 0, shape, shape[0] * shape[1]))
         x = ops.parameter([1, 1, shape[1]], np.float32, name=f"x{index}")
         constant = ops.constant(weight.numpy())
@@ -107,9 +106,10 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> Any:
         inputs.append(x)
         results.append(ops.result(ops.matmul(x, constant, False, True)))
     graph = ov.Model(results, inputs, "products")
-    anatomy = Anatomy("products", tuple(components), 1, "", "")
-    realised = {c.name: Realised(c.name, fmt.name, fmt, None) for c in components}
-    place_weights(WeightMap(nodes), model, anatomy, realised, baseline=BASELINE)
+    realised = {c.name: Realised(c.name, fmt.name, Recipe(fmt.name), None) for c in components}
+    place_weights(
+        WeightMap(nodes), WeightStore(GivenWeights(weights)), components, realised, baseline=BASELINE
+    )
     return graph
 
 

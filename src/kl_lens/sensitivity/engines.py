@@ -9,8 +9,8 @@ when batches are small, and forms logits and all metrics a chunk of rows at a ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import ClassVar
 
@@ -21,13 +21,17 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
 from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
-from kl_lens.sensitivity.perturbation import Perturbation, Replacement, first_block, replacements, swapped
+from kl_lens.sensitivity.perturbation import (
+    Kernels,
+    Perturbation,
+    Replacement,
+    first_block,
+    replacements,
+    swapped,
+)
 from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
 
 DEFAULT_MEMORY = 8 * 10**9
-
-# Component → format; within it the model's products see what a runtime's kernels would see (quantized activations).
-Deployed = Callable[[LoadedModel, Mapping[str, str]], AbstractContextManager[None]]
 
 
 class Engine(ABC):
@@ -36,7 +40,7 @@ class Engine(ABC):
     name: ClassVar[str]
 
     def __init__(
-        self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY, deployed: Deployed | None = None
+        self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY, deployed: Kernels | None = None
     ) -> None:
         self.model = model
         self.deployed = deployed
@@ -51,7 +55,7 @@ class Engine(ABC):
             if self.deployed is None:
                 yield
             else:
-                with self.deployed(self.model, perturbation.formats):
+                with self.deployed.activations(self.model, perturbation.recipes):
                     yield
 
     @property
@@ -136,7 +140,7 @@ class PlainEngine(Engine):
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
         time = self.ids.shape[1]
         found: list[WindowMetrics] = []
-        weights = replacements(self.model, perturbation)
+        weights = replacements(self.model, perturbation, self.deployed)
         for windows in self._batches():
             teacher = self._teacher(windows)
             with self.perturbed(perturbation, weights):
@@ -151,9 +155,9 @@ class PlainEngine(Engine):
 class _Student:
     """A perturbation made ready: its weights, where it parts from the teacher, and its head if that differs."""
 
-    def __init__(self, model: LoadedModel, perturbation: Perturbation) -> None:
+    def __init__(self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None) -> None:
         self.perturbation = perturbation
-        self.weights = replacements(model, perturbation)
+        self.weights = replacements(model, perturbation, kernels)
         self.start = first_block(model.anatomy, perturbation)
         head = model.chain.head.weight
         self.has_own_head = any(parameter is head for parameter, _ in self.weights)
@@ -199,7 +203,7 @@ class FastEngine(Engine):
         return self.teacher.cross_entropy()
 
     def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        students = [_Student(self.model, perturbation) for perturbation in perturbations]
+        students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
         found: list[list[WindowMetrics]] = [[] for _ in students]
         for batch, signal in zip(self.teacher.batches, self._signal, strict=True):
             for member, rows in enumerate(self._measure_batch(batch, students)):
@@ -223,7 +227,7 @@ class FastEngine(Engine):
 
     def _only_block(self, perturbation: Perturbation) -> int | None:
         blocks: set[int] = set()
-        for name in perturbation.formats:
+        for name in perturbation.recipes:
             component = self.model.anatomy.component(name)
             if not component.blocks:
                 return None

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.records import Estimate
 from kl_lens.samples import WindowMetrics, summarise, window_kl
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Deployed, FastEngine
-from kl_lens.sensitivity.perturbation import Perturbation
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.perturbation import Kernels, Perturbation
 from kl_lens.text import Windows
 
 _FP16 = "fp16"
@@ -47,7 +47,7 @@ class PlanMeter:
         model: LoadedModel,
         windows: Windows,
         memory_budget: int = DEFAULT_MEMORY,
-        deployed: Deployed | None = None,
+        deployed: Kernels | None = None,
     ) -> None:
         """`deployed`: measure with the activations that a runtime's kernels see, not with the weights alone."""
         self.model = model

@@ -1,37 +1,50 @@
-"""A perturbation: some components with the weights that a format would leave of them."""
+"""A perturbation: some components with the weights that a recipe leaves of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import FormatError, RunError
-from kl_lens.formats import get_format
+from kl_lens.formats import Format, Quantized
+from kl_lens.recipes import Recipe
 from kl_lens.records import Component
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Component name → format name, for one candidate of the sweep or for a whole plan."""
+    """Component name → recipe, for one candidate of the sweep or for a whole plan."""
 
-    formats: Mapping[str, str]
+    recipes: Mapping[str, str]
 
     @classmethod
-    def single(cls, component: str, format_name: str) -> Perturbation:
-        return cls({component: format_name})
+    def single(cls, component: str, recipe: str) -> Perturbation:
+        return cls({component: recipe})
+
+
+class Kernels(Protocol):
+    """What a runtime's kernels compute with; a target hands itself in as this."""
+
+    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
+        """The float32 weights that they multiply with."""
+
+    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Within, the inputs of the named components' products are what they multiply with."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One component in one format: what the sweep measures."""
+    """One component in one recipe: what the sweep measures."""
 
     component: Component
-    format: str
+    format: str  # the recipe's spelling
 
     @property
     def perturbation(self) -> Perturbation:
@@ -42,11 +55,11 @@ class Candidate:
 
 
 def find_candidates(
-    anatomy: Anatomy, formats: Sequence[str], pattern: str | None = None
+    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None
 ) -> tuple[list[Candidate], list[tuple[Component, str, str]]]:
-    """Every quantizable component × format, in the order of the network, and what does not fit, with the reason.
+    """Every quantizable component × recipe, in the order of the network, and what does not fit, with the reason.
 
-    A pattern that matches nothing, or an unknown format, is an error.
+    A pattern that matches nothing, or an unknown recipe, is an error.
     """
     try:
         expression = re.compile(pattern or "")
@@ -61,32 +74,37 @@ def find_candidates(
     fitting: list[Candidate] = []
     unfit: list[tuple[Component, str, str]] = []
     for component in matching:
-        for name in formats:
-            reason = get_format(name).fits(component.shape)
+        for recipe in (Recipe.parse(text) for text in recipes):
+            reason = recipe.grid.fits(component.shape)
             if reason is None:
-                fitting.append(Candidate(component, get_format(name).name))
+                fitting.append(Candidate(component, str(recipe)))
             else:
-                unfit.append((component, name, reason))
+                unfit.append((component, str(recipe), reason))
     if not fitting:
-        component, name, reason = unfit[0]
-        raise FormatError(f"no component can be held in {', '.join(formats)}: {component.name}: {reason}")
+        component, _, reason = unfit[0]
+        raise FormatError(f"no component can be held in {', '.join(recipes)}: {component.name}: {reason}")
     return fitting, unfit
 
 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]
 
 
-def replacements(model: LoadedModel, perturbation: Perturbation) -> list[Replacement]:
-    """The weights that the perturbation's formats leave, each with the parameter whose place it takes."""
-    found: list[Replacement] = []
-    for name, format_name in perturbation.formats.items():
-        component = model.anatomy.component(name)
-        if not component.quantizable:
-            raise FormatError(f"{name} is not to be quantized: {component.reason}")
-        parameters = _parameters(model, component)
-        weight = get_format(format_name).roundtrip(parameters[0].data, name).to(parameters[0].dtype)
-        found += [(parameter, weight) for parameter in parameters]
-    return found
+def replacements(
+    model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None = None
+) -> list[Replacement]:
+    """The weights that the perturbation's recipes leave, each with the parameter whose place it takes.
+
+    With `kernels`, those that a runtime multiplies with, where that is something else.
+    """
+    ready: list[Replacement] = []
+    for name, text in perturbation.recipes.items():
+        component, recipe = model.anatomy.component(name), Recipe.parse(text)
+        quantized = model.weights.quantized(component.name, recipe)
+        read = recipe.grid.dequantize if kernels is None else partial(kernels.kernel_values, recipe.grid)
+        parameters = model.parameters_of(component)
+        weight = read(quantized).to(parameters[0].dtype)
+        ready += [(parameter, weight) for parameter in parameters]
+    return ready
 
 
 @contextmanager
@@ -102,18 +120,10 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
             parameter.data = original
 
 
-def _parameters(model: LoadedModel, component: Component) -> list[torch.nn.Parameter]:
-    """Every parameter object that holds this weight: one, unless a library ties by storage and not by object."""
-    suffix = component.weight.removeprefix(component.name)
-    names = [component.weight, *(other + suffix for other in component.tied_with)]
-    unique = {id(p): p for p in (model.model.get_parameter(name) for name in names)}
-    return list(unique.values())
-
-
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:
     """Where a perturbed forward parts from the teacher's: -1 before the blocks, the number of blocks at the head."""
     starts = [anatomy.blocks]  # nothing perturbed: nothing but the head to run
-    for name in perturbation.formats:
+    for name in perturbation.recipes:
         component = anatomy.component(name)
         if component.block is not None:
             starts.append(component.block)

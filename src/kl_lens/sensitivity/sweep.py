@@ -12,9 +12,9 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics, summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Deployed, Engine, FastEngine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine, FastEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
-from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.perturbation import Candidate, Kernels
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
 
@@ -55,7 +55,7 @@ class Sweep:
     engine: str = FastEngine.name
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
-    deployed: Deployed | None = None  # measure with a runtime's activations, not with quantized weights alone
+    deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
     deployed_as: str = "weights"  # its name in the run's identity
 
     def measure(

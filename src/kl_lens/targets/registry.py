@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import resolve
+from kl_lens.formats import Format, Quantized
+from kl_lens.recipes import resolve
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.session import Session
 from kl_lens.writing import write_text
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
+    import torch
+
     from kl_lens.checkpoints import LoadedModel
 
 RECORD_FILE = "artifact.json"
@@ -24,8 +27,6 @@ TARGETS = {
     "openvino": ("kl_lens.targets.openvino", "openvino", "openvino"),
     "gguf": ("kl_lens.targets.gguf", "gguf", "gguf"),
 }
-
-Deployed = Callable[["LoadedModel", Mapping[str, str]], AbstractContextManager[None]]
 
 
 def target_module(name: str) -> Any:
@@ -91,18 +92,31 @@ def open_session(
     return module.open_session(path, device=device, threads=threads, exact=exact)
 
 
-def deployed(target: str) -> Deployed:
-    """A context in which a PyTorch model computes with the activations that the target's kernels see."""
-    module = target_module(target)
+class _Kernels:
+    """What a target's kernels do, for PyTorch."""
 
-    def gguf(model: LoadedModel, formats: Mapping[str, str]) -> AbstractContextManager[None]:
+    def __init__(self, target: str) -> None:
+        self._target = target
+        target_module(target)
+
+    def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
+        if self._target == "openvino":
+            from kl_lens.targets.openvino.deployed import kernel_values
+
+            return kernel_values(fmt, quantized)
+        return fmt.dequantize(quantized)
+
+    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+        if self._target == "openvino":
+            from kl_lens.targets.openvino.deployed import as_deployed
+
+            return as_deployed(model.model, recipes)
+        from kl_lens.targets.gguf.activations import as_deployed as as_llama
+
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: resolve(fmt, shapes[name])[0].name for name, fmt in formats.items()}
-        return module.as_deployed(model.model, realised)
+        return as_llama(model.model, {n: str(resolve(r, shapes[n])[0]) for n, r in recipes.items()})
 
-    def openvino(model: LoadedModel, formats: Mapping[str, str]) -> AbstractContextManager[None]:
-        from kl_lens.targets.openvino.deployed import as_deployed
 
-        return as_deployed(model.model, model.anatomy, formats)
-
-    return {"gguf": gguf, "openvino": openvino}[target]
+def deployed(target: str) -> _Kernels:
+    """What a PyTorch model needs to compute with the weights and activations that the target's kernels see."""
+    return _Kernels(target)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kl_lens.errors import FormatError
@@ -27,11 +28,21 @@ MEMORY_BUDGET = 256 << 20
 _ROWS_AT_ONCE = 1 << 24  # weights turned to float32 at a time, where rows do not depend on each other
 
 
+Factors = float | torch.Tensor  # of all rows, or (rows, 1) of each
+
+
 class WeightSource(Protocol):
     """A model's weights by component: in memory, or read from disk one by one."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
     def weight(self, component: str) -> torch.Tensor:
         """The component's weight, (…, rows, columns), in the type and on the device where it is."""
+
+    def state(self, component: str) -> Hashable:
+        """Another value after the weight was changed: what was made from it before no longer counts."""
 
 
 class Statistics(Protocol):
@@ -60,13 +71,15 @@ class WeightStore:
         statistics: Statistics | None = None,
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
+        memory_budget: int = MEMORY_BUDGET,
     ) -> None:
+        self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
         self._shelf = None if folder is None else Shelf(folder, disk_budget)
-        self._recent: OrderedDict[tuple[str, str, float], Quantized] = OrderedDict()
+        self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
-        self._originals: dict[str, str] = {}
+        self._originals: dict[tuple[str, Hashable], str] = {}
 
     def keep_in(self, folder: Path, disk_budget: int = DISK_BUDGET) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
@@ -93,24 +106,23 @@ class WeightStore:
             )
         return wanted.bound(known)
 
-    def quantized(self, component: str, recipe: Recipe | str, factor: float = 1.0) -> Quantized:
-        """The component as it is stored by this recipe; with a factor, what is stored of its weight times that."""
+    def quantized(self, component: str, recipe: Recipe | str, factors: Factors = 1.0) -> Quantized:
+        """The component as it is stored by this recipe; with factors, what is stored of its rows times those."""
         bound = self.bind(recipe)
-        key = (component, bound.key, factor)
+        key = (component, bound.key, _spelled(factors), self._source.state(component))
         if key in self._recent:
             self._recent.move_to_end(key)
             return self._recent[key]
-        found = self._kept(component, bound, factor)
-        self._recent[key] = found
-        self._recent_bytes += _size(found)
-        while self._recent_bytes > MEMORY_BUDGET and len(self._recent) > 1:
+        made = self._kept(component, bound, factors)
+        self._recent[key] = made
+        self._recent_bytes += _size(made)
+        while self._recent and self._recent_bytes > self._memory_budget:
             self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
-        return found
+        return made
 
     def values(self, component: str, recipe: Recipe | str) -> torch.Tensor:
         """The float32 values that a runtime computes with, on the weight's device."""
-        found = self.quantized(component, recipe)
-        return Recipe.parse(recipe).grid.dequantize(found)
+        return Recipe.parse(recipe).grid.dequantize(self.quantized(component, recipe))
 
     def digest(self, component: str, recipe: Recipe | str) -> str:
         return self.quantized(component, recipe).digest
@@ -119,23 +131,21 @@ class WeightStore:
         """Component → digest of its stored form, for a whole plan."""
         return {component: self.digest(component, recipe) for component, recipe in recipes.items()}
 
-    def _kept(self, component: str, recipe: Recipe, factor: float) -> Quantized:
+    def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         if self._shelf is None or not recipe.quantizer.is_expensive(recipe.grid):
-            return self._computed(component, recipe, factor)
-        version = f"{recipe.quantizer.version}"
-        name = f"{self._original(component)} {recipe.key} {version} {factor!r} {component}"
-        found = self._shelf.take(name)
-        if found is None:
-            found = self._computed(component, recipe, factor)
-            self._shelf.put(name, found)
-        device = self._source.weight(component).device
-        return found if device.type == "cpu" else _moved(found, device)
+            return self._computed(component, recipe, factors)
+        name = f"{self._original(component)} {recipe.key} {recipe.quantizer.version} {_spelled(factors)} {component}"
+        kept = self._shelf.take(name)
+        if kept is None:
+            kept = self._computed(component, recipe, factors)
+            self._shelf.put(name, kept)
+        device = self._source.device
+        return kept if kept.data.device == device else _moved(kept, device)
 
-    def _computed(self, component: str, recipe: Recipe, factor: float) -> Quantized:
+    def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         weight = self._source.weight(component).detach()
-        if factor != 1.0:
-            weight = weight.float() * factor
-        statistics = None
+        if not isinstance(factors, float) or factors != 1.0:
+            weight = weight.float() * factors
         if recipe.quantizer.learns:
             assert self._statistics is not None
             statistics = self._statistics.of(component)
@@ -153,12 +163,22 @@ class WeightStore:
 
     def _original(self, component: str) -> str:
         """A digest of the weight itself: the same matrix in another checkpoint is the same matrix."""
-        if component not in self._originals:
+        key = (component, self._source.state(component))
+        if key not in self._originals:
             weight = self._source.weight(component).detach().cpu().contiguous()
             total = hashlib.blake2b(f"{weight.dtype} {tuple(weight.shape)}".encode(), digest_size=16)
             total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
-            self._originals[component] = total.hexdigest()
-        return self._originals[component]
+            self._originals[key] = total.hexdigest()
+        return self._originals[key]
+
+
+def state_of(weight: torch.Tensor) -> Hashable:
+    """Of a tensor in memory: where it is, and how often it was written to."""
+    return weight.data_ptr(), weight._version
+
+
+def _spelled(factors: Factors) -> str:
+    return repr(factors) if isinstance(factors, float) else bytes_digest(factors.cpu().numpy())
 
 
 def _size(quantized: Quantized) -> int:
@@ -189,9 +209,24 @@ def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
     )
 
 
-def bytes_digest(*parts: np.ndarray) -> str:  # type: ignore[type-arg]
+def bytes_digest(*parts: npt.NDArray[Any]) -> str:
     """A digest of bytes as a file holds them."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
+
+
+class GivenWeights:
+    """Some matrices by name, as a `WeightSource`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+
+    def weight(self, component: str) -> torch.Tensor:
+        return self._weights[component]
+
+    def state(self, component: str) -> Hashable:
+        return state_of(self._weights[component])

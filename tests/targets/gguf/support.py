@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import transformers
 
+from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.kernels import fast_kernels
 from kl_lens.checkpoints.opening import LoadedModel
+from kl_lens.checkpoints.streaming import ModelTensors
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.gguf.weights import ModelWeights, component_name
 from tests import families
 
 _COMMON, _ATTENTION = families._COMMON, families._ATTENTION
@@ -118,7 +119,7 @@ def tiny(
 
 def matrices(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     """Component → shape, of everything with rows and columns (norms and biases have none)."""
-    shapes = ModelWeights(model.model).shapes
+    shapes = ModelTensors(model.model).shapes
     return {component_name(name, len(shape)): shape for name, shape in shapes.items() if len(shape) >= 2}
 
 

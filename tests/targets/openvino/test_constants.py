@@ -138,7 +138,7 @@ def test_weights_that_cannot_be_found_are_listed() -> None:
 def test_a_file_that_was_changed_is_noticed(exported: Callable, tmp_path) -> None:
     case = exported("mamba", "mixed")
     placed = {
-        t.component: constants.Placed(t.component, t.runtime_name, t.realised, t.bytes, "0" * 32)
+        t.component: constants.Placed(t.component, t.runtime_name, t.realised, t.bytes, "0" * 32, "")
         for t in case.artifact.tensors[:1]
     }
     with pytest.raises(TargetError, match="holds other numbers than planned"):

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from kl_lens.formats import get_format
+from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
+from kl_lens.targets import deployed
 from kl_lens.targets.openvino import constants, open_session
-from kl_lens.targets.openvino.deployed import as_deployed, deployed_weight, quantize_activations
+from kl_lens.targets.openvino.deployed import as_deployed, kernel_values, quantize_activations
 from kl_lens.targets.openvino.session import WHOLE_ROW, compile_graph, read_graph
 from tests.families import token_ids
 from tests.targets.openvino.conftest import reference
@@ -27,7 +29,7 @@ def test_single_products(name: str, tmp_path) -> None:
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 128, generator=generator)
-    node, _, _ = constants._integers(fmt.quantize(weight), fmt, "w", (40, 128))
+    node, _, _ = constants._integers(fmt.quantize(weight), fmt, "w")
     x = ops.parameter(ov.PartialShape([1, -1, 128]), np.float32)
     model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
     ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)
@@ -35,7 +37,7 @@ def test_single_products(name: str, tmp_path) -> None:
     compiled = compile_graph(read_graph(tmp_path / "m.xml"), "CPU", exact=True, threads=1, settings=settings)
     values = torch.randn(1, 9, 128, generator=generator)
     theirs = compiled([values.numpy()])[0]
-    ours = (quantize_activations(values) @ deployed_weight(fmt, weight).T).numpy()
+    ours = (quantize_activations(values) @ kernel_values(fmt, fmt.quantize(weight)).T).numpy()
     plain = (values @ fmt.roundtrip(weight).T).numpy()
     largest = np.abs(theirs).max()
     assert np.abs(ours - theirs).max() < 1e-6 * largest
@@ -52,7 +54,10 @@ def test_whole_models(family: str, exported: Callable) -> None:
     realised = {t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"}
     model = case.model.model
     before = reference(model, ids)
-    with as_deployed(model, case.model.anatomy, realised):
+    recipes = Perturbation(
+        {c.name: realised[c.name] for c in case.model.anatomy.candidates if c.name in realised}
+    )
+    with swapped(replacements(case.model, recipes, deployed("openvino"))), as_deployed(model, realised):
         ours = reference(model, ids)
     span = np.ptp(theirs)
     # A value on the edge between two integers may fall to either side; everything else agrees to float32.

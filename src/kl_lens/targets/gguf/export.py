@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from kl_lens.version import __version__
 # with the functions. (The package cannot look the name up when it is needed: this module has the same.)
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
-    from kl_lens.targets.gguf.weights import WeightSource
+    from kl_lens.checkpoints.streaming import TensorSource
+    from kl_lens.weights import WeightStore
 
 FORMATS = ("fp16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0")  # what a plan for this target may ask for
 STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # and what else may be in a file: fallbacks, exact copies
@@ -60,22 +62,26 @@ def export(
         TargetError, PlanError, FormatError: one line; nothing is left behind.
     """
     from kl_lens.checkpoints import LoadedModel
-    from kl_lens.targets.gguf import weights as sources
+    from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
+    from kl_lens.targets.gguf.folder import read_configuration, read_tokenizer
+    from kl_lens.weights import WeightStore
 
-    weights: WeightSource
+    tensors: TensorSource
     if isinstance(model, LoadedModel):
         config, name = model.config, model.name
-        weights = sources.ModelWeights(model.model)
+        tensors, store = ModelTensors(model.model), model.weights
         own_tokenizer = model.tokenizer
         fingerprint = fingerprint or model.fingerprint
     else:
         source = Path(model)
-        config, name = sources.read_configuration(source), source.resolve().name
-        weights = sources.CheckpointWeights(source, config)
-        own_tokenizer = sources.read_tokenizer(source) if include_tokenizer and tokenizer is None else None
+        config, name = read_configuration(source), source.resolve().name
+        tensors = CheckpointTensors(source, config)
+        store = WeightStore(tensors, memory_budget=0)
+        own_tokenizer = read_tokenizer(source) if include_tokenizer and tokenizer is None else None
     try:
         return export_weights(
-            weights,
+            tensors,
+            store,
             config,
             plan,
             Path(folder) / (file_name or f"{_safe(name)}-{_safe(plan.name)}.gguf"),
@@ -87,19 +93,21 @@ def export(
             progress=progress,
         )
     finally:
-        weights.close()
+        tensors.close()
 
 
 def uniform_plan(folder: Path | str, format_name: str) -> Plan:
     """One format for every component of a checkpoint that llama.cpp can hold in it, without loading the weights."""
+    from kl_lens.checkpoints.anatomy import component_name
+    from kl_lens.checkpoints.streaming import CheckpointTensors
     from kl_lens.targets.gguf.architectures import get_architecture
-    from kl_lens.targets.gguf.weights import CheckpointWeights, component_name, read_configuration
+    from kl_lens.targets.gguf.folder import read_configuration
 
     source = Path(folder)
     config = read_configuration(source)
     architecture = get_architecture(config.model_type)
     architecture.require(config)
-    shapes = CheckpointWeights(source, config).shapes
+    shapes = CheckpointTensors(source, config).shapes
     chosen = {
         component_name(rule.parameter, len(shapes[rule.parameter])): format_name
         for rule in architecture.tensors(config, shapes)
@@ -110,7 +118,8 @@ def uniform_plan(folder: Path | str, format_name: str) -> Plan:
 
 
 def export_weights(
-    weights: WeightSource,
+    tensors: TensorSource,
+    store: WeightStore,
     config: Any,
     plan: Plan,
     path: Path,
@@ -124,17 +133,16 @@ def export_weights(
 ) -> Artifact:
     """`export` for weights from anywhere; `config` is a transformers configuration."""
     from kl_lens.targets.gguf.architectures import check_complete, get_architecture
-    from kl_lens.targets.gguf.choices import choose_formats, decide, planned_bytes
+    from kl_lens.targets.gguf.choices import choose_recipes, decide, planned_bytes
 
     architecture = get_architecture(config.model_type)
     architecture.require(config)
-    rules = architecture.tensors(config, weights.shapes)
-    check_complete(rules, weights.shapes)
-    assignment = choose_formats(plan, weights, format_map or {})
-    decided = [decide(rule, weights.shapes, assignment, fallback) for rule in rules]
-    decided.sort(key=lambda item: weights.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
+    rules = architecture.tensors(config, tensors.shapes)
+    check_complete(rules, tensors.shapes)
+    assignment = choose_recipes(plan, tensors, format_map or {})
+    decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
+    decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
     jobs = [job for job, _ in decided]
-    records = tuple(record for _, record in decided)
 
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     text = tokenizer_data(tokenizer, vocabulary) if tokenizer is not None else None
@@ -146,7 +154,11 @@ def export_weights(
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
         ".vocab_size": vocabulary,
     }
-    write_file(path, architecture.name(config), metadata, text, jobs, weights, progress)
+    digests = write_file(path, architecture.name(config), metadata, text, jobs, tensors, store, progress)
+    records = tuple(
+        replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
+        for _, record in decided
+    )
     return Artifact(
         target="gguf",
         plan=plan.name,

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.errors import TargetError
-from kl_lens.formats import get_format
 from kl_lens.formats.ggml import gguf_module
+from kl_lens.recipes import Recipe
 
 if TYPE_CHECKING:
+    from kl_lens.checkpoints.streaming import TensorSource
     from kl_lens.targets.gguf.architectures import TensorRule
     from kl_lens.targets.gguf.tokenizer import TokenizerData
-    from kl_lens.targets.gguf.weights import WeightSource
+    from kl_lens.weights import WeightStore
 
 FLOAT32 = "fp32"  # what llama.cpp needs for everything that is no matrix product; no format of a plan
-_CHUNK = 1 << 24  # weights that are turned to float32 at a time
 
 # general.file_type, which tools show: the kind of most of the weights.
 _FILE_TYPES = {
@@ -33,17 +33,28 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class TensorJob:
-    """One tensor of the file, decided: where from, which shape, which format."""
+    """One tensor of the file, decided: where from, which shape, which recipe."""
 
     rule: TensorRule
+    component: str
     shape: tuple[int, ...]
-    format: str
+    recipe: Recipe | None  # None: F32
+
+    @property
+    def format(self) -> str:
+        return FLOAT32 if self.recipe is None else self.recipe.format
 
     @property
     def bytes(self) -> int:
-        return (
-            4 * math.prod(self.shape) if self.format == FLOAT32 else get_format(self.format).bytes(self.shape)
-        )
+        return 4 * math.prod(self.shape) if self.recipe is None else self.recipe.grid.bytes(self.shape)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as the file holds it."""
+
+    data: npt.NDArray[np.uint8]
+    weights: str = ""  # digest of the weight store's quantized weight, where that is what was stored
 
 
 def write_file(
@@ -52,17 +63,22 @@ def write_file(
     metadata: dict[str, Any],
     tokenizer: TokenizerData | None,
     jobs: Sequence[TensorJob],
-    weights: WeightSource,
+    tensors: TensorSource,
+    store: WeightStore,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Writes `path`, or leaves what was there before untouched.
+) -> dict[str, tuple[str, str]]:
+    """Writes `path`, or leaves what was there before untouched. Returns for each tensor the digests of what is stored:
+    of its bytes, and of the weight store's quantized weight.
 
     Args:
         metadata: keys that begin with a dot belong to the architecture and get its name in front.
         progress: called with (bytes written, bytes in all) after each tensor.
     """
+    from kl_lens.weights import bytes_digest
+
     gguf = gguf_module()
     total, done = sum(job.bytes for job in jobs), 0
+    digests: dict[str, tuple[str, str]] = {}
     with _renamed_when_complete(path) as partial:
         writer = gguf.GGUFWriter(partial, architecture)
         try:
@@ -76,39 +92,38 @@ def write_file(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for job in jobs:
-                writer.write_tensor_data(stored_bytes(job, weights))
+                stored = stored_tensor(job, tensors, store)
+                writer.write_tensor_data(stored.data)
+                digests[job.rule.name] = (bytes_digest(stored.data), stored.weights)
                 done += job.bytes
                 if progress:
                     progress(done, total)
         finally:
             writer.close()
+    return digests
 
 
-def stored_bytes(job: TensorJob, weights: WeightSource) -> npt.NDArray[np.uint8]:
-    """The tensor as the file holds it."""
-    if job.rule.parameter is None:
-        return np.zeros(job.bytes, np.uint8)
-    name = job.rule.parameter
-    tensor = job.rule.transform(weights.read(name))
-    if tuple(tensor.shape) != job.shape:
-        raise TargetError(
-            f"{name}: expected shape {job.shape} for {job.rule.name}, found {tuple(tensor.shape)}"
-        )
-    if job.format == FLOAT32:
-        values = tensor.float().contiguous()
+def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> Stored:
+    """The tensor as the file holds it: the store's rows, in the file's order."""
+    rule = job.rule
+    if rule.parameter is None:
+        return Stored(np.zeros(job.bytes, np.uint8))
+    if job.recipe is None:
+        values = rule.transform(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
-            raise TargetError(f"{name}: holds NaN or infinity; repair or fetch the checkpoint again")
-        return values.numpy().reshape(-1).view(np.uint8)
-    fmt = get_format(job.format)
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    step = max(1, _CHUNK // rows.shape[1])
-    data = np.empty(job.bytes, np.uint8)
-    at = 0
-    for first in range(0, rows.shape[0], step):  # rows are independent in every format
-        packed = fmt.pack(fmt.quantize(rows[first : first + step], name))
-        data[at : at + packed.size] = packed
-        at += packed.size
-    return data
+            raise TargetError(
+                f"{rule.parameter}: holds NaN or infinity; repair or fetch the checkpoint again"
+            )
+        return Stored(values.numpy().reshape(-1).view(np.uint8))
+    quantized = store.quantized(job.component, job.recipe, rule.factors)
+    rows = rule.transform(quantized.data)
+    if tuple(rows.shape[:-1]) != job.shape[:-1]:
+        raise TargetError(
+            f"{rule.parameter}: expected shape {job.shape} for {rule.name}, found {tuple(rows.shape)}"
+        )
+    packed = job.recipe.grid.pack(replace(quantized, data=rows, shape=job.shape))
+    own = isinstance(rule.factors, float) and rule.factors == 1.0
+    return Stored(packed, quantized.digest if own else "")
 
 
 def _announce(writer: Any, job: TensorJob) -> None:
@@ -118,7 +133,8 @@ def _announce(writer: Any, job: TensorJob) -> None:
         writer.add_tensor_info(job.rule.name, job.shape, dtype, job.bytes)
         return
     kind = gguf.GGMLQuantizationType[job.format.upper()]
-    row_bytes = get_format(job.format).bytes((1, job.shape[-1]))
+    assert job.recipe is not None
+    row_bytes = job.recipe.grid.bytes((1, job.shape[-1]))
     shape = (*job.shape[:-1], row_bytes)  # gguf wants the shape in bytes here
     writer.add_tensor_info(job.rule.name, shape, np.dtype(np.uint8), job.bytes, raw_dtype=kind)
 

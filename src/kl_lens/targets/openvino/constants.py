@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,11 @@ from torch import nn
 from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format, Quantized
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component
 from kl_lens.targets.openvino.profiles import BASELINE, Realised
 from kl_lens.targets.openvino.rewrites import operations
+from kl_lens.weights import WeightStore, bytes_digest
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
 OURS = "kl_lens/"  # constants that we put there: masks, ones, tables
@@ -128,45 +132,52 @@ class Placed:
 
     component: str
     runtime_name: str
-    format: str
+    recipe: str
     bytes: int
     digest: str  # of the stored bytes, scales included
+    weights: str  # of the weight store's quantized weight; empty for what stays as it is
 
 
 def place_weights(
-    weight_map: WeightMap, model: nn.Module, anatomy: Anatomy, realised: dict[str, Realised], *, baseline: str
+    weight_map: WeightMap,
+    store: WeightStore,
+    components: Sequence[Component],
+    realised: dict[str, Realised],
+    *,
+    baseline: str,
 ) -> dict[str, Placed]:
-    """Replaces every weight's constants by one in its format; names it after the parameter."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    """Replaces every weight's constants by one in its recipe; names it after the parameter."""
     placed: dict[str, Placed] = {}
-    done: dict[tuple[int, ...], tuple[str, Format]] = {}  # a constant's identity → who replaced it
-    for component in anatomy.components:
+    done: dict[tuple[int, ...], tuple[str, Recipe]] = {}  # a constant's identity → who replaced it
+    for component in components:
         nodes = weight_map.nodes.get(component.name)
         if not nodes:
             continue
-        chosen = realised[component.name].format
+        chosen = realised[component.name].recipe
         key = tuple(sorted(node.get_instance_id() for node in nodes))
         if key in done:
-            owner, fmt = done[key]
-            if fmt.name != chosen.name:
+            owner, given = done[key]
+            if given != chosen:
                 raise TargetError(
                     f"{component.name} and {owner} hold the same numbers and the converter merged them; "
-                    f"they cannot be {chosen.name} and {fmt.name}"
+                    f"they cannot be {chosen} and {given}"
                 )
             placed[component.name] = placed[owner]
             continue
         done[key] = (component.name, chosen)
-        if chosen.name == BASELINE:
+        weights, label = "", str(chosen)
+        if label == BASELINE:
             source = nodes[0].data
             new = _floating(source, component.weight, baseline)
             stored = (source.astype(np.float16) if baseline == BASELINE else source).view(np.uint8)
-            name, size, digest = component.weight, stored.nbytes, _hex(stored)
+            size, digest, label = stored.nbytes, bytes_digest(stored), baseline
+            if baseline == BASELINE and component.quantizable:
+                weights = store.digest(component.name, chosen)
         else:
-            quantized = chosen.quantize(parameters[component.weight], component.name)
-            new, size, digest = _integers(quantized, chosen, component.weight, tuple(nodes[0].data.shape))
-            name = component.weight
-        label = chosen.name if chosen.name != BASELINE else baseline
-        placed[component.name] = Placed(component.name, name, label, size, digest)
+            quantized = store.quantized(component.name, chosen)
+            new, size, digest = _integers(quantized, chosen.grid, component.weight)
+            weights = quantized.digest
+        placed[component.name] = Placed(component.name, component.weight, label, size, digest, weights)
         for node in nodes:
             source_value = new
             if list(node.data.shape) != list(new.get_output_shape(0)):
@@ -193,7 +204,7 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
     return convert
 
 
-def _integers(quantized: Quantized, fmt: Format, name: str, shape: tuple[int, ...]) -> tuple[Any, int, str]:
+def _integers(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
     """NNCF's pattern: integers → FP16 × scale (→ back from groups) → float32."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
@@ -216,7 +227,7 @@ def _integers(quantized: Quantized, fmt: Format, name: str, shape: tuple[int, ..
         value.set_friendly_name(f"{name}/ungrouped")
     value = ops.convert(value, "f32")
     value.set_friendly_name(f"{name}/convert")
-    digest = _hex(np.concatenate([packed.view(np.uint8), scale_values.reshape(-1).view(np.uint8)]))
+    digest = bytes_digest(packed, scale_values)
     return value, packed.nbytes + scales.nbytes, digest
 
 
@@ -250,13 +261,7 @@ def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:
             wrong.append(f"{item.runtime_name} is missing")
             continue
         _, data, scales = stored[item.runtime_name]
-        if scales is not None:
-            data = np.concatenate([data, np.ascontiguousarray(scales).reshape(-1).view(np.uint8)])
-        if _hex(data) != item.digest:
+        if bytes_digest(data, *([] if scales is None else [scales])) != item.digest:
             wrong.append(f"{item.runtime_name} holds other numbers than planned")
     if wrong:
         raise TargetError(f"the saved IR is not what was planned: {'; '.join(wrong)}")
-
-
-def _hex(data: npt.NDArray[Any]) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(data).view(np.uint8).data, digest_size=16).hexdigest()

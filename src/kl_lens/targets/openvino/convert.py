@@ -87,7 +87,9 @@ def export(
         _name_head(graph)
     anatomy = model.anatomy
     weight_map = constants.map_weights(graph, model.model, anatomy, without_head=not with_head)
-    placed = constants.place_weights(weight_map, model.model, anatomy, realised, baseline=unplanned)
+    placed = constants.place_weights(
+        weight_map, model.weights, anatomy.components, realised, baseline=unplanned
+    )
     settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
 
     folder = Path(folder)
@@ -194,7 +196,14 @@ def _artifact(
         sizes[item.digest] = item.bytes
         tensors.append(
             ExportedTensor(
-                component.name, item.runtime_name, choice.planned, item.format, item.bytes, choice.reason
+                component.name,
+                item.runtime_name,
+                choice.planned,
+                item.recipe,
+                item.bytes,
+                choice.reason,
+                item.digest,
+                item.weights,
             )
         )
     size = binary.stat().st_size

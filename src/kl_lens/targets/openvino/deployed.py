@@ -9,22 +9,22 @@ products on OpenVINO 2026.4.1 and reproduce them to 1e-7 of their largest elemen
 - 4-bit weights in several groups per row: the same integers, but each scale goes to bfloat16 by adding half a unit
   only where the last kept bit is one (then cutting), and not to the nearest.
 
-Products with the stacked experts of a mixture are not covered by those kernels and are left alone.
+Products with the stacked experts of a mixture are not covered by those kernels and are left alone. An embedding that is
+tied to the head is looked up with the head's rounded scales here, and with its own in OpenVINO.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from kl_lens.checkpoints import Anatomy
-from kl_lens.formats import Format, get_format
+from kl_lens.formats import Format, Quantized
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.recipes import Recipe
+from kl_lens.targets.inputs import inputs_changed
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
@@ -39,9 +39,8 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     return ((integers - zero) * scale).to(x.dtype)
 
 
-def deployed_weight(fmt: Format, weight: torch.Tensor) -> torch.Tensor:
-    """The float32 values that the kernels multiply with."""
-    quantized = fmt.quantize(weight)
+def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
+    """The float32 weights that the kernels multiply with."""
     if quantized.scales is None or fmt.bits != 4 or quantized.scales.shape[-1] == 1:
         return fmt.dequantize(quantized)
     groups = quantized.data.float().unflatten(-1, (quantized.scales.shape[-1], -1))
@@ -54,76 +53,19 @@ def _cut_to_bfloat16(scales: torch.Tensor) -> torch.Tensor:
     return (bits & ~0xFFFF).view(torch.float32)
 
 
-class _MatrixOnTheLeft(nn.Module):
-    """Stands in for Mamba-1's dt_proj, whose weight transformers multiplies directly: `weight @ x`."""
-
-    def __init__(self, original: nn.Module, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.bias = original.bias
-        self.weight: Any = self  # `@` arrives here
-        self._matrix = weight
-
-    def __matmul__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix @ quantize_activations(x.transpose(-1, -2)).transpose(-1, -2)
-
-
 @contextmanager
-def as_deployed(model: nn.Module, anatomy: Anatomy, assignment: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, the model computes what an exported artifact computes with the deployed settings on ARM.
+def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, the inputs of the named components are what the deployed settings on ARM multiply with.
 
     Args:
-        assignment: component → realised format name; components that are not named stay as they are.
+        model: a transformers causal language model. Its weights are left alone: put `kernel_values` there.
+        recipes: component → realised recipe; components that are not named stay as they are.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    with ExitStack() as stack:
-        for name, format_name in assignment.items():
-            fmt = get_format(format_name)
-            if not isinstance(fmt, SignedScaleFormat):
-                continue
-            component = anatomy.component(name)
-            parameter = model.get_parameter(component.weight)
-            weight = deployed_weight(fmt, parameter)
-            plain = fmt.roundtrip(parameter)
-            for owner in (component.name, *component.tied_with):
-                module = modules.get(owner)
-                if isinstance(module, nn.Linear):
-                    parent = modules[owner.rpartition(".")[0]]
-                    if owner.endswith(".dt_proj") and hasattr(parent, "A_log"):
-                        stack.enter_context(_replaced(parent, "dt_proj", _MatrixOnTheLeft(module, weight)))
-                    else:
-                        stack.enter_context(_patched(module, weight))
-            # Embeddings and experts read the parameter itself.
-            stack.enter_context(_swapped(parameter, plain))
+    modules = dict(model.named_modules())
+    names = [
+        name
+        for name, recipe in recipes.items()
+        if recipe != "fp32" and isinstance(Recipe.parse(recipe).grid, SignedScaleFormat) and name in modules
+    ]
+    with inputs_changed(model, dict.fromkeys(names, quantize_activations)):
         yield
-
-
-@contextmanager
-def _patched(module: nn.Linear, weight: torch.Tensor) -> Iterator[None]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(quantize_activations(x), weight, module.bias)
-
-    module.forward = forward  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-
-
-@contextmanager
-def _replaced(parent: nn.Module, name: str, stand_in: nn.Module) -> Iterator[None]:
-    original = parent._modules[name]
-    parent._modules[name] = stand_in
-    try:
-        yield
-    finally:
-        parent._modules[name] = original
-
-
-@contextmanager
-def _swapped(parameter: nn.Parameter, values: torch.Tensor) -> Iterator[None]:
-    original = parameter.data
-    parameter.data = values.to(original.dtype)
-    try:
-        yield
-    finally:
-        parameter.data = original

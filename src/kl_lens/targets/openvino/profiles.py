@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import FormatError, TargetError
-from kl_lens.formats import Format, get_format, resolve
+from kl_lens.formats import Format
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.recipes import Recipe, resolve
 
 BASELINE = "fp16"
 
@@ -78,38 +79,38 @@ def get_profile(name: str) -> DeviceProfile:
 
 @dataclass(frozen=True)
 class Realised:
-    """The format a component gets on a device, and why it is not the planned one (or None)."""
+    """The recipe a component gets on a device, and why it is not the planned one (or None)."""
 
     component: str
     planned: str
-    format: Format
+    recipe: Recipe
     reason: str | None
 
 
 def realise(
     assignment: Mapping[str, str], anatomy: Anatomy, profile: DeviceProfile, *, fallback: bool
 ) -> dict[str, Realised]:
-    """Every component's format on this device, by component name; components not planned get FP16.
+    """Every component's recipe on this device, by component name; components not planned get FP16.
 
     Raises TargetError for names that are not there, components that must not be quantized, and, unless `fallback`
     is set, for formats that the device or the shape does not allow; the message names each of them.
     """
     planned: dict[str, str] = {}
-    for name, fmt in assignment.items():
-        component = anatomy.component(name)
-        if planned.setdefault(component.name, fmt) != fmt:
-            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {fmt}")
-        if not component.quantizable and fmt != BASELINE:
-            raise TargetError(f"{name} is planned as {fmt}, but must stay as it is: {component.reason}")
+    for name, text in assignment.items():
+        component, recipe = anatomy.component(name), str(Recipe.parse(text))
+        if planned.setdefault(component.name, recipe) != recipe:
+            raise TargetError(f"{name} is the same weight as {component.name}, but planned as {recipe}")
+        if not component.quantizable and recipe != BASELINE:
+            raise TargetError(f"{name} is planned as {recipe}, but must stay as it is: {component.reason}")
     result, problems = {}, []
     for component in anatomy.components:
-        wanted = get_format(planned.get(component.name, BASELINE))
+        wanted = Recipe.parse(planned.get(component.name, BASELINE))
         chosen, reason = wanted, None
         if component.name in planned:
             chosen, reason = _lowered(wanted, component.shape, profile)
         if reason is not None and not fallback:
             problems.append(f"{component.name}: {reason}")
-        result[component.name] = Realised(component.name, wanted.name, chosen, reason)
+        result[component.name] = Realised(component.name, str(wanted), chosen, reason)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TargetError(
@@ -118,25 +119,26 @@ def realise(
     return result
 
 
-def _lowered(wanted: Format, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Format, str | None]:
-    if (reason := profile.holds(wanted)) is not None:
+def _lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Recipe, str | None]:
+    fmt = wanted.grid
+    if (reason := profile.holds(fmt)) is not None:
         # The nearest width that the device holds and that is not narrower.
-        widths = [bits for bits in sorted(profile.bits) if bits >= wanted.bits]
-        substitute = get_format(f"int{widths[0]}" if widths else BASELINE)
-        return substitute, f"{wanted.name}: {reason}; stored as {substitute.name}"
-    if wanted.bits == 4 and shape[-1] % 2:
+        widths = [bits for bits in sorted(profile.bits) if bits >= fmt.bits]
+        substitute = Recipe(f"int{widths[0]}" if widths else BASELINE)
+        return substitute, f"{wanted}: {reason}; stored as {substitute}"
+    if fmt.bits == 4 and shape[-1] % 2:
         # Seen on 2026.4.1: results as large as the right ones, and wrong, without a word.
-        substitute = get_format("int8" if 8 in profile.bits else BASELINE)
+        substitute = Recipe("int8" if 8 in profile.bits else BASELINE)
         return substitute, (
-            f"{wanted.name}: {shape[-1]} columns, and OpenVINO's ARM kernels give wrong results for an odd number "
-            f"of four-bit columns; stored as {substitute.name}"
+            f"{wanted}: {shape[-1]} columns, and OpenVINO's ARM kernels give wrong results for an odd number "
+            f"of four-bit columns; stored as {substitute}"
         )
     if len(shape) not in (2, 3):
-        return get_format(BASELINE), f"{wanted.name}: no matrix; stored as {BASELINE}"
+        return Recipe(BASELINE), f"{wanted}: no matrix; stored as {BASELINE}"
     try:
         chosen, reason = resolve(wanted, shape)
     except FormatError:
-        return get_format(BASELINE), f"{wanted.name}: {wanted.fits(shape)}; stored as {BASELINE}"
-    if profile.holds(chosen) is not None:
-        return get_format(BASELINE), f"{reason}, which {profile.name} does not hold; stored as {BASELINE}"
+        return Recipe(BASELINE), f"{wanted}: {fmt.fits(shape)}; stored as {BASELINE}"
+    if profile.holds(chosen.grid) is not None:
+        return Recipe(BASELINE), f"{reason}, which {profile.name} does not hold; stored as {BASELINE}"
     return chosen, reason

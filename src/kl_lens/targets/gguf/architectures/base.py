@@ -15,6 +15,7 @@ import torch
 from kl_lens.errors import TargetError, UnsupportedError
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+Factors = float | torch.Tensor  # one, or (rows, 1)
 Metadata = dict[str, Any]  # key without the architecture's prefix → int, float, bool, str or list of int
 Shapes = Mapping[str, tuple[int, ...]]  # parameter name → shape, everything the checkpoint holds
 
@@ -30,13 +31,16 @@ class TensorRule:
     """One tensor of the file: its name in llama.cpp, the parameter it is made from, and how.
 
     Transforms also run on tensors without data (device `meta`), which is how shapes are known before anything
-    is read. They may cut out rows, reorder or scale rows, and reshape; never mix columns, along which formats
-    have their blocks.
+    is read, and on rows that are quantized already. They may cut out rows, reorder them, and stack them otherwise; they
+    never look into a row, along which formats have their blocks. What changes numbers are `factors`.
     """
 
     name: str
     parameter: str | None  # None: made from nothing (a bias that the checkpoint leaves out)
     transform: Transform = as_is
+    factors: Factors = (
+        1.0  # of all rows or of each, before anything is rounded: multipliers that llama.cpp has not
+    )
     float32: bool = False  # llama.cpp's kernels read it as F32
     shape: tuple[int, ...] | None = None  # only for tensors made from nothing
 

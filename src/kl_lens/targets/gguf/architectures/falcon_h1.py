@@ -7,6 +7,7 @@ final norm instead, so that the head keeps its integers and a tied head stays on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from kl_lens.targets.gguf.architectures import parts
 from kl_lens.targets.gguf.architectures.base import (
     Architecture,
+    Factors,
     Metadata,
     Shapes,
     TensorRule,
-    Transform,
     register,
 )
 
@@ -55,27 +56,30 @@ def _metadata(config: Any) -> Metadata:
     }
 
 
-def _projection_factors(config: Any) -> Transform:
-    """Rows of the input projection are z, x, B, C and the time steps, each with a factor of its own."""
+def _factors(config: Any, tied: bool) -> dict[str, Factors]:
+    """Tensor → the multiplier that transformers applies around it and llama.cpp does not know."""
     inner, states = _inner(config), config.mamba_n_groups * config.mamba_d_state
+    # Rows of the input projection are z, x, B, C and the time steps, each with a factor of its own.
     sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
-    factors = torch.tensor(
-        [m * config.ssm_in_multiplier for m in config.ssm_multipliers], dtype=torch.float32
-    )
-    if bool((factors == 1).all()):
-        return lambda tensor: tensor
-    rows = factors.repeat_interleave(sizes)[:, None]
-    return lambda tensor: tensor * rows.to(tensor.device)
+    projection = torch.tensor([m * config.ssm_in_multiplier for m in config.ssm_multipliers])
+    attention, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    head = config.lm_head_multiplier / (config.embedding_multiplier if tied else 1.0)
+    return {
+        "token_embd.weight": config.embedding_multiplier,
+        "output_norm.weight": head,
+        "ssm_in.weight": projection.repeat_interleave(sizes)[:, None],
+        "ssm_out.weight": config.ssm_out_multiplier,
+        "attn_q.weight": attention,
+        "attn_k.weight": attention * config.key_multiplier,
+        "attn_v.weight": attention,
+        "attn_output.weight": config.attention_out_multiplier,
+        "ffn_gate.weight": gate,
+        "ffn_down.weight": down,
+    }
 
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.final_layernorm.weight", _HEAD, shapes)
-    tied = _HEAD not in shapes
-    rules[0] = replace(rules[0], transform=parts.scaled(config.embedding_multiplier))
-    head = config.lm_head_multiplier / (config.embedding_multiplier if tied else 1.0)
-    rules[1] = replace(rules[1], transform=parts.scaled(head))
-    attention_in = config.attention_in_multiplier
-    gate, down = config.mlp_multipliers
     for index in range(config.num_hidden_layers):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += [
@@ -84,26 +88,12 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
             TensorRule(f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True),
         ]
         rules += parts.mamba2_layer(
-            block,
-            f"{layer}.mamba",
-            config.mamba_n_groups,
-            shapes,
-            norm=config.mamba_rms_norm,
-            enter=_projection_factors(config),
-            leave=parts.scaled(config.ssm_out_multiplier),
+            block, f"{layer}.mamba", config.mamba_n_groups, shapes, norm=config.mamba_rms_norm
         )
-        rules += parts.attention_layer(
-            block,
-            f"{layer}.self_attn",
-            query=parts.scaled(attention_in),
-            key=parts.scaled(attention_in * config.key_multiplier),
-            value=parts.scaled(attention_in),
-            output=parts.scaled(config.attention_out_multiplier),
-        )
-        rules += parts.gated_mlp(
-            block, f"{layer}.feed_forward", gate=parts.scaled(gate), down=parts.scaled(down)
-        )
-    return rules
+        rules += parts.attention_layer(block, f"{layer}.self_attn")
+        rules += parts.gated_mlp(block, f"{layer}.feed_forward")
+    factors = _factors(config, tied=_HEAD not in shapes)
+    return [replace(rule, factors=factors.get(re.sub(r"^blk\.\d+\.", "", rule.name), 1.0)) for rule in rules]
 
 
 def _refusals(config: Any) -> Iterable[str | None]:

@@ -40,10 +40,6 @@ def half(index: int) -> Transform:
     return lambda tensor: tensor.chunk(2, dim=-2)[index]
 
 
-def scaled(factor: float) -> Transform:
-    return as_is if factor == 1.0 else (lambda tensor: tensor.float() * factor)
-
-
 def interleaved_heads(heads: int, rotary: int) -> Transform:
     """Rows of each head from (first halves, second halves) to pairs, for the dimensions that rotate.
 
@@ -106,16 +102,14 @@ def mamba2_layer(
     shapes: Shapes,
     *,
     norm: bool = True,
-    enter: Transform = as_is,
-    leave: Transform = as_is,
 ) -> list[TensorRule]:
     rules = [
-        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight", enter),
+        TensorRule(f"{block}.ssm_in.weight", f"{mixer}.in_proj.weight"),
         *convolution(block, mixer, shapes),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", float32=True),
         TensorRule(f"{block}.ssm_a", f"{mixer}.A_log", negative_exponential_column, float32=True),
         TensorRule(f"{block}.ssm_d", f"{mixer}.D", column, float32=True),
-        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", leave),
+        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight"),
     ]
     if norm:
         rules.append(
@@ -130,22 +124,20 @@ def attention_layer(
     *,
     query: Transform = as_is,
     key: Transform = as_is,
-    value: Transform = as_is,
-    output: Transform = as_is,
 ) -> list[TensorRule]:
     return [
         TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight", query),
         TensorRule(f"{block}.attn_k.weight", f"{attention}.k_proj.weight", key),
-        TensorRule(f"{block}.attn_v.weight", f"{attention}.v_proj.weight", value),
-        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight", output),
+        TensorRule(f"{block}.attn_v.weight", f"{attention}.v_proj.weight"),
+        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight"),
     ]
 
 
-def gated_mlp(block: str, mlp: str, *, gate: Transform = as_is, down: Transform = as_is) -> list[TensorRule]:
+def gated_mlp(block: str, mlp: str) -> list[TensorRule]:
     return [
-        TensorRule(f"{block}.ffn_gate.weight", f"{mlp}.gate_proj.weight", gate),
+        TensorRule(f"{block}.ffn_gate.weight", f"{mlp}.gate_proj.weight"),
         TensorRule(f"{block}.ffn_up.weight", f"{mlp}.up_proj.weight"),
-        TensorRule(f"{block}.ffn_down.weight", f"{mlp}.down_proj.weight", down),
+        TensorRule(f"{block}.ffn_down.weight", f"{mlp}.down_proj.weight"),
     ]
 
 

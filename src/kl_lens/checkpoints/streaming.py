@@ -1,33 +1,33 @@
-"""Where the writer gets its tensors from: a model in memory, or a checkpoint on disk read one tensor at a time.
+"""Weights one tensor at a time: of a model in memory, or of a checkpoint on disk that is never there as a whole.
 
 Both speak transformers' parameter names, which are the names of components. Checkpoints on disk often use older
-names or store each expert apart; `CheckpointWeights` translates, so that nothing behind it has to know.
+names or store each expert apart; `CheckpointTensors` translates, so that nothing behind it has to know.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 
-from kl_lens.checkpoints import mamba_ssm
-from kl_lens.checkpoints.files import check_weight_files, read_config, weight_files
-from kl_lens.errors import CheckpointError, TargetError
-from kl_lens.targets.gguf.architectures import get_architecture
+from kl_lens.checkpoints.anatomy import component_name
+from kl_lens.checkpoints.files import check_weight_files, weight_files
+from kl_lens.errors import CheckpointError
 
 
-class WeightSource(Protocol):
-    """Named tensors that can be read one by one."""
+class TensorSource(Protocol):
+    """Named tensors that can be read one by one; `weight` makes it a `WeightSource`."""
 
     aliases: dict[str, str]  # second name of a tied weight → its first
+    device: torch.device
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -39,34 +39,40 @@ class WeightSource(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU, in the type it is stored in."""
 
+    def weight(self, component: str) -> torch.Tensor:
+        """The tensor of a component."""
+
+    def state(self, component: str) -> Hashable:
+        """Another value after the component's weight was changed."""
+
     def close(self) -> None:
         """Let go of open files."""
 
 
-def component_name(parameter: str, dimensions: int) -> str:
-    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
-    owner, _, leaf = parameter.rpartition(".")
-    return owner if leaf == "weight" and dimensions >= 2 else parameter
+class _ByComponent:
+    """Components' names for a source of tensors."""
 
+    device = torch.device("cpu")
+    shapes: dict[str, tuple[int, ...]]
 
-def read_configuration(folder: Path) -> Any:
-    """The transformers configuration of a checkpoint folder, whichever library wrote it."""
-    raw = read_config(folder)
-    if mamba_ssm.is_layout(raw):
-        version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
-        return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
-    get_architecture(str(raw.get("model_type")))  # a clear refusal before transformers looks at it
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
 
+    def read(self, name: str) -> torch.Tensor:
+        raise NotImplementedError
 
-def read_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
+    def weight(self, component: str) -> torch.Tensor:
+        if component not in self._parameters:
+            raise CheckpointError(f"the checkpoint has no component {component!r}")
+        return self.read(self._parameters[component])
+
+    def state(self, component: str) -> Hashable:
+        """Files do not change while they are read."""
         return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-class ModelWeights:
+class ModelTensors(_ByComponent):
     """The weights of a transformers model that is in memory."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -80,10 +86,7 @@ class ModelWeights:
             else:
                 first[key] = name
                 self._tensors[name] = tensor.detach()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def place(self, name: str) -> int:
         return 0
@@ -116,7 +119,7 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _Assembly:
     """A transformers parameter, made from what is stored."""
 
     parts: tuple[_Stored, ...]
@@ -124,7 +127,7 @@ class _Recipe:
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-class CheckpointWeights:
+class CheckpointTensors(_ByComponent):
     """The weights of a checkpoint folder, never more than one file of it open."""
 
     def __init__(self, folder: Path, config: Any) -> None:
@@ -134,29 +137,26 @@ class CheckpointWeights:
         self._open: Any = None
         self._stack = ExitStack()
         stored = self._stored(config.model_type)
-        self._recipes = _recipes(stored)
+        self._assemblies = _assemblies(stored)
         self.aliases: dict[str, str] = {}
         embedding = next(
-            (n for n in self._recipes if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
+            (n for n in self._assemblies if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
         )
         if embedding and getattr(config, "tie_word_embeddings", False):
-            self._recipes.pop("lm_head.weight", None)
+            self._assemblies.pop("lm_head.weight", None)
             self.aliases["lm_head.weight"] = embedding
-        elif "lm_head.weight" not in self._recipes:
+        elif "lm_head.weight" not in self._assemblies:
             raise CheckpointError(
                 f"{folder} has no lm_head.weight, and config.json does not tie it to the embedding"
             )
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: recipe.shape for name, recipe in self._recipes.items()}
+        self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
 
     def place(self, name: str) -> int:
-        return self._recipes[name].parts[0].file
+        return self._assemblies[name].parts[0].file
 
     def read(self, name: str) -> torch.Tensor:
-        recipe = self._recipes[name]
-        return recipe.join([self._tensor(part.file, part.name) for part in recipe.parts])
+        assembly = self._assemblies[name]
+        return assembly.join([self._tensor(part.file, part.name) for part in assembly.parts])
 
     def close(self) -> None:
         self._stack.close()
@@ -200,36 +200,38 @@ class CheckpointWeights:
         return self._open
 
 
-def _recipes(stored: dict[str, _Stored]) -> dict[str, _Recipe]:
-    """One recipe per transformers parameter; experts that are stored apart become one stack."""
-    recipes: dict[str, _Recipe] = {}
+def _assemblies(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
+    """One assembly per transformers parameter; experts that are stored apart become one stack."""
+    assemblies: dict[str, _Assembly] = {}
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
     for name, item in stored.items():
         if match := _ONE_EXPERT.match(name):
             experts[match[1]][match[3]][int(match[2])] = item
         else:
-            recipes[name] = _Recipe((item,), item.shape, lambda parts: parts[0])
+            assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
     for owner, kinds in experts.items():
         ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
         if "gate_proj" in ordered:
-            recipes[f"{owner}.gate_up_proj"] = _gate_up(ordered.pop("gate_proj"), ordered.pop("up_proj"))
+            assemblies[f"{owner}.gate_up_proj"] = _gate_up(ordered.pop("gate_proj"), ordered.pop("up_proj"))
         for kind, items in ordered.items():
             shape = (len(items), *items[0].shape)
-            recipes[f"{owner}.{kind}"] = _Recipe(tuple(items), shape, lambda parts: torch.stack(list(parts)))
-    return recipes
+            assemblies[f"{owner}.{kind}"] = _Assembly(
+                tuple(items), shape, lambda parts: torch.stack(list(parts))
+            )
+    return assemblies
 
 
 def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
     if sorted(items) != list(range(len(items))):
-        raise TargetError(f"{owner}: experts {sorted(items)} of {kind} are not numbered without gaps")
+        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} are not numbered without gaps")
     return [items[index] for index in range(len(items))]
 
 
-def _gate_up(gates: list[_Stored], ups: list[_Stored]) -> _Recipe:
+def _gate_up(gates: list[_Stored], ups: list[_Stored]) -> _Assembly:
     """transformers keeps each expert's gate rows above its up rows."""
     count, (rows, columns) = len(gates), gates[0].shape
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([torch.stack(list(parts[:count])), torch.stack(list(parts[count:]))], dim=1)
 
-    return _Recipe((*gates, *ups), (count, 2 * rows, columns), join)
+    return _Assembly((*gates, *ups), (count, 2 * rows, columns), join)

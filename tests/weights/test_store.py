@@ -1,0 +1,183 @@
+"""One place gives weights, and it gives the same ones every time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kl_lens.errors import FormatError
+from kl_lens.formats import Format, Quantized, get_format
+from kl_lens.quantizers import InputStatistics, Quantizer
+from kl_lens.quantizers import registry as quantizers
+from kl_lens.weights import GivenWeights, WeightStore, state_of
+
+NAME = "layers.0.in_proj"
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64", "int8", "fp16", "q8_0", "q4_k"])
+def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor) -> None:
+    store, fmt = WeightStore(GivenWeights({NAME: weight})), get_format(name)
+    assert torch.equal(store.values(NAME, name), fmt.roundtrip(weight))
+    assert store.digest(NAME, name) == fmt.quantize(weight).digest
+
+
+def test_digests_tell_weights_apart(weight: torch.Tensor) -> None:
+    other = weight.clone()
+    other[3, 7] += 0.5
+    store = WeightStore(GivenWeights({"a": weight, "b": other, "c": weight.clone()}))
+    assert store.digest("a", "int8") != store.digest("b", "int8")
+    assert store.digest("a", "int8") == store.digest("c", "int8")
+    assert store.digest("a", "int8") != store.digest("a", "int4")
+    assert store.digests({"a": "int8", "b": "int4"}) == {
+        "a": store.digest("a", "int8"),
+        "b": store.digest("b", "int4"),
+    }
+
+
+def test_a_large_matrix_in_pieces_is_the_same(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {
+        name: WeightStore(GivenWeights({NAME: weight})).digest(NAME, name)
+        for name in ("int4-g64", "q4_k", "fp16")
+    }
+    monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
+    pieces = WeightStore(GivenWeights({NAME: weight}))
+    assert {name: pieces.digest(NAME, name) for name in whole} == whole
+
+
+def test_a_weight_that_was_changed_is_quantized_anew(weight: torch.Tensor) -> None:
+    store = WeightStore(GivenWeights({NAME: weight}))
+    before = store.digest(NAME, "int8")
+    weight[0, 0] += 1
+    assert store.digest(NAME, "int8") != before
+
+
+def test_rows_may_have_factors(weight: torch.Tensor) -> None:
+    store = WeightStore(GivenWeights({NAME: weight}))
+    factors = torch.linspace(0.5, 2, 24)[:, None]
+    assert torch.equal(
+        store.quantized(NAME, "int8", factors).data, get_format("int8").quantize(weight * factors).data
+    )
+    assert torch.equal(store.quantized(NAME, "int8").data, get_format("int8").quantize(weight).data)
+
+
+def test_what_is_expensive_is_kept_on_disk(
+    weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, "q4_k")
+    assert [path.stem for path in tmp_path.glob("objects/*")] == [digest]
+    again = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
+    monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
+    assert again.digest(NAME, "q4_k") == digest
+    again.quantized(NAME, "int8")  # cheap: not kept
+    assert len(list(tmp_path.glob("objects/*"))) == 1
+
+
+def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path: Path) -> None:
+    def digest() -> str:
+        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, "q4_k")
+
+    known = digest()
+    (path,) = tmp_path.glob("objects/*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    assert digest() == known
+    assert path.read_bytes() != bytes(content)
+    path.write_bytes(b"no safetensors")
+    assert digest() == known
+    path.unlink()
+    assert digest() == known
+    assert not list(tmp_path.glob("objects/.writing*"))
+
+
+def test_the_budget_is_kept(weight: torch.Tensor, tmp_path: Path) -> None:
+    weights = {f"w{i}": weight + i for i in range(6)}
+    one = get_format("q4_k").bytes((24, 256))
+    store = WeightStore(GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300)
+    for name in weights:
+        store.quantized(name, "q4_k")
+    kept = list(tmp_path.glob("objects/*"))
+    assert 1 <= len(kept) <= 3
+    assert store.digest("w5", "q4_k") in {path.stem for path in kept}  # the newest stays
+
+
+class Doubling(Quantizer):
+    """Learns: rounds twice the weight when the first column matters."""
+
+    name, learns = "doubling", True
+    calls = 0
+
+    def suits(self, fmt: Format) -> str | None:
+        return "doubling is for int8" if fmt.name != "int8" else None
+
+    def quantize(
+        self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
+    ) -> Quantized:
+        assert statistics is not None
+        type(self).calls += 1
+        return fmt.quantize(weight * (2 if statistics.importance[0] > 0 else 1), name)
+
+
+class Known:
+    def __init__(self, digest: str, first: float) -> None:
+        self.digest, self._first = digest, first
+
+    def of(self, component: str) -> InputStatistics:
+        moments = torch.eye(256)
+        moments[0, 0] = self._first
+        return InputStatistics(moments, (10,))
+
+
+@pytest.fixture
+def doubling(monkeypatch: pytest.MonkeyPatch) -> type[Doubling]:
+    monkeypatch.setitem(quantizers._quantizers, "doubling", Doubling())
+    monkeypatch.setattr(Doubling, "calls", 0)
+    return Doubling
+
+
+def test_what_was_learnt_is_bound_to_its_statistics(
+    weight: torch.Tensor, tmp_path: Path, doubling: type[Doubling]
+) -> None:
+    store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
+    with pytest.raises(FormatError, match="learns from text and this model has no statistics"):
+        store.quantized(NAME, "int8+doubling")
+    store.learn_from(Known("aa", 1.0))
+    twice = store.digest(NAME, "int8+doubling")
+    assert twice == get_format("int8").quantize(weight * 2).digest
+    assert store.bind("int8+doubling").key == "int8+doubling@aa"
+    store.learn_from(Known("bb", 0.0))  # other statistics: other weights, and both are kept
+    assert store.digest(NAME, "int8+doubling") == store.digest(NAME, "int8")
+    with pytest.raises(FormatError, match="made from statistics aa, and those at hand are bb"):
+        store.quantized(NAME, "int8+doubling@aa")
+    assert doubling.calls == 2
+    store.learn_from(Known("aa", 1.0))
+    assert store.digest(NAME, "int8+doubling") == twice
+    assert doubling.calls == 2  # from memory or disk
+    fresh = WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path)
+    assert fresh.digest(NAME, "int8+doubling") == twice
+    assert doubling.calls == 2
+
+
+def test_a_method_without_meaning_for_a_format_is_refused(
+    weight: torch.Tensor, doubling: type[Doubling]
+) -> None:
+    with pytest.raises(FormatError, match="doubling is for int8"):
+        WeightStore(GivenWeights({NAME: weight})).quantized(NAME, "int4+doubling")
+
+
+def test_state_follows_every_change() -> None:
+    tensor = torch.zeros(3)
+    states: list[Hashable] = [state_of(tensor)]
+    tensor += 1
+    states.append(state_of(tensor))
+    tensor[0] = 5
+    states.append(state_of(tensor))
+    assert len(set(states)) == 3
