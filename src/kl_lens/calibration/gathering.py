@@ -153,7 +153,7 @@ class _Gathering:
 
 
 def _means(moments: Moments) -> torch.Tensor:
-    """E[x xᵀ] in float32. An expert with fewer tokens than columns is filled up to that with the mean of all experts."""
+    """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
     overall = moments.sums.sum(0) / tokens.sum()
     lacking = (moments.columns - tokens).clamp_min(0) if moments.stacked else torch.zeros_like(tokens)

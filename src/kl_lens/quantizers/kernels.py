@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-_NO_TABLE = np.zeros(1, np.float32)
-
 
 def round_in_order(
     wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Any, columns: torch.Tensor
@@ -29,9 +27,8 @@ def round_in_order(
     """
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     if weight.device.type == "cpu":
-        _round_in_order(
-            wanted.numpy(), weight.numpy(), mixing.numpy(), *levels.arrays(columns), codes.numpy(), errors.numpy()
-        )
+        arrays = [t.numpy() for t in (wanted, weight, mixing)], levels.arrays(columns)
+        _round_in_order(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
         return codes, errors
     for j in range(weight.shape[1]):
         codes[:, j], value = levels.nearest(wanted[:, j], int(columns[j]))
@@ -53,7 +50,8 @@ def descend(
         levels, columns: as above.
     """
     if pull.device.type == "cpu":
-        _descend(pull.numpy(), moments.numpy(), *levels.arrays(columns), codes.numpy(), errors.numpy())
+        arrays = [t.numpy() for t in (pull, moments)], levels.arrays(columns)
+        _descend(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
         return
     for j in range(pull.shape[1]):
         curvature = moments[j, j]
@@ -65,7 +63,7 @@ def descend(
 
 
 @njit(inline="always", error_model="numpy")
-def _nearest(x, scale, inverse, offset, lowest, highest, table):  # type: ignore[no-untyped-def]
+def _nearest(x, inverse, offset, lowest, highest, table):  # type: ignore[no-untyped-def]
     scaled = (x - offset) * inverse
     if table.shape[0] > 1:
         code = np.float32(0)
@@ -83,15 +81,15 @@ def _value(code, scale, offset, table):  # type: ignore[no-untyped-def]
 
 @njit(parallel=True, fastmath={"contract", "nsz"}, error_model="numpy", cache=True)
 def _round_in_order(  # type: ignore[no-untyped-def]
-    wanted, weight, mixing, groups, scales, inverses, offsets, lowest, highest, table, codes, errors
+    wanted, weight, mixing, groups, scales, inverses, shifts, lowest, highest, table, codes, errors
 ):
     rows, width = weight.shape
     for row in prange(rows):
         own = wanted[row]
         for j in range(width):
             g = groups[j]
-            code = _nearest(own[j], scales[row, g], inverses[row, g], offsets[row, g], lowest, highest, table)
-            error = weight[row, j] - _value(code, scales[row, g], offsets[row, g], table)
+            code = _nearest(own[j], inverses[row, g], shifts[row, g], lowest, highest, table)
+            error = weight[row, j] - _value(code, scales[row, g], shifts[row, g], table)
             codes[row, j] = code
             errors[row, j] = error
             for k in range(j + 1, width):
@@ -100,18 +98,16 @@ def _round_in_order(  # type: ignore[no-untyped-def]
 
 @njit(parallel=True, fastmath={"contract", "nsz"}, error_model="numpy", cache=True)
 def _descend(  # type: ignore[no-untyped-def]
-    pull, moments, groups, scales, inverses, offsets, lowest, highest, table, codes, errors
+    pull, moments, groups, scales, inverses, shifts, lowest, highest, table, codes, errors
 ):
     rows, width = pull.shape
     for row in prange(rows):
         own = pull[row]
         for j in range(width):
             g = groups[j]
-            scale, offset = scales[row, g], offsets[row, g]
+            scale, offset = scales[row, g], shifts[row, g]
             before = _value(codes[row, j], scale, offset, table)
-            code = _nearest(
-                before + own[j] / moments[j, j], scale, inverses[row, g], offset, lowest, highest, table
-            )
+            code = _nearest(before + own[j] / moments[j, j], inverses[row, g], offset, lowest, highest, table)
             if code != codes[row, j]:
                 step = _value(code, scale, offset, table) - before
                 codes[row, j] = code
