@@ -53,9 +53,7 @@ def checked_plan_name(name: str) -> str:
 # -- digests -------------------------------------------------------------------------------------------------
 
 
-def plan_digest(
-    assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None
-) -> str:
+def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None) -> str:
     """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not.
 
     `statistics`: what recipes that learn are made from; without such recipes it does not matter.

@@ -72,7 +72,9 @@ class StoredStatistics:
         """Those that a run holds, for a model that is not opened; refused when they are of another one."""
         found = cls.found(run)
         if found is None:
-            raise RunError(f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}")
+            raise RunError(
+                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
+            )
         found._require({"version": VERSION, "model_fingerprint": fingerprint})
         return found
 

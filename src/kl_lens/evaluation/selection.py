@@ -64,7 +64,7 @@ def given_subjects(
         key = places.get((path.parent if path.is_file() else path).resolve())
         name = None if key is None else "/".join(key)
         plan = None if key is None else plans.get(key[1])
-        assignment = plan and plan.assignment
+        assignment = None if plan is None else plan.assignment
         selection.add_artifact(path, settings, model, name, assignment, None if key is None else run)
     return selection
 
@@ -106,7 +106,8 @@ def run_subjects(
         if (targets is None or target in targets) and (wanted is None or made_from in wanted):
             name = f"{target}/{made_from}"
             made = known.get(made_from)
-            selection.add_artifact(place, settings, model, name, made and made.assignment, run)
+            assignment = None if made is None else made.assignment
+            selection.add_artifact(place, settings, model, name, assignment, run)
     return selection
 
 

@@ -87,7 +87,8 @@ class CalibrateSettings(LearningText, Loading):
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
     again: bool = option(
-        False, "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics"
+        False,
+        "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
     )
 
 

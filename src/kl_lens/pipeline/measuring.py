@@ -52,11 +52,13 @@ class MeasureSettings(Calibration, OfModel):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    formats: tuple[str, ...] = _what(("int4", "int8"), "comma-separated; int4-g64+gptq names its method", kind=NAMES)
+    formats: tuple[str, ...] = _what(
+        ("int4", "int8"), "comma-separated; int4-g64+gptq names its method", kind=NAMES
+    )
     methods: tuple[str, ...] = _what(
         (),
-        "every format by each of these, of rtn, search, imatrix, gptq; auto: by the error of a component's own outputs, "
-        "checked on a few by what the model's output loses",
+        "every format by each of these, of rtn, search, imatrix, gptq; auto: the one with the least error of a "
+        "component's own outputs, checked on a few by what the model's output loses",
         kind=NAMES,
     )
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
@@ -102,7 +104,12 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         sweep = Sweep(
-            model, run, settings.engine, settings.memory_budget, deployed=context, deployed_as=target or "weights"
+            model,
+            run,
+            settings.engine,
+            settings.memory_budget,
+            deployed=context,
+            deployed_as=target or "weights",
         )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:

@@ -67,7 +67,9 @@ class Choice:
         for m in measurements:
             if m.component in self.verified and (m.component, m.format) in offered:
                 key = m.component, Recipe.parse(m.format).format
-                found.setdefault(key, []).append((m.metrics[_KL].value, (m.component, m.format) in self.chosen))
+                found.setdefault(key, []).append(
+                    (m.metrics[_KL].value, (m.component, m.format) in self.chosen)
+                )
         rivals = [values for values in found.values() if len(values) > 1]
         return sum(any(won for value, won in v if value == min(v)[0]) for v in rivals), len(rivals)
 
@@ -90,7 +92,5 @@ def by_output_error(
     names = list(dict.fromkeys(c.component.name for c in candidates))
     step = max(1, len(names) // VERIFIED)
     verified = frozenset(names[step // 2 :: step][:VERIFIED])
-    kept = [
-        c for c in candidates if c.component.name in verified or (c.component.name, c.format) in chosen
-    ]
+    kept = [c for c in candidates if c.component.name in verified or (c.component.name, c.format) in chosen]
     return Choice(kept, frozenset(chosen), verified)
