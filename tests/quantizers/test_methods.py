@@ -14,7 +14,7 @@ from kl_lens.quantizers import InputStatistics, get_quantizer
 from kl_lens.quantizers.blocks import LAYOUTS, block_levels, codes_of, with_codes
 from kl_lens.quantizers.choosing import row_losses
 from kl_lens.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
-from kl_lens.quantizers.gptq import BLOCKS
+from kl_lens.quantizers.gptq import BLOCKS, DAMPING
 from kl_lens.quantizers.kernels import descend, round_in_order
 from kl_lens.quantizers.levels import Levels
 from kl_lens.quantizers.scales import _try, _try_on_cpu, searched_levels
@@ -109,17 +109,19 @@ def test_blocks_are_taken_apart_and_put_together_bit_for_bit(name: str) -> None:
     assert set(BLOCKS) == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("recipe", ["q4_k+gptq", "q6_k+gptq", "q3_k+gptq", "iq4_nl+gptq"])
-def test_what_ggml_chose_beside_the_codes_stays_as_it_is(recipe: str) -> None:
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q3_k", "iq4_nl"])
+def test_what_ggml_chose_beside_the_codes_stays_as_it_is(name: str) -> None:
     weight, moments = _weight(), _moments()
-    parsed = Recipe.parse(recipe)
-    statistics = InputStatistics(moments, (600,))
-    ours = parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
-    ggml = get_quantizer("imatrix").quantize(weight, parsed.grid, "layer", statistics)
+    fmt = get_format(name)
+    ours = get_quantizer("gptq").quantize(weight, fmt, "layer", InputStatistics(moments, (600,)))
     zeros = torch.zeros_like(weight)
-    kept = with_codes(parsed.grid, ours, zeros).data == with_codes(parsed.grid, ggml, zeros).data  # type: ignore[arg-type]
-    assert kept.all(-1).float().mean() > 0.9  # all but rows where rounding to nearest was better
-    assert not torch.equal(ours.data, ggml.data)
+    bare = with_codes(fmt, ours, zeros).data  # type: ignore[arg-type]
+    kept = torch.zeros(len(weight), dtype=torch.bool)
+    for weighed in (moments.diagonal(), Objective.of(moments, DAMPING).remaining):
+        ggml = fmt.quantize_with(weight, weighed)  # type: ignore[attr-defined]
+        kept |= (with_codes(fmt, ggml, zeros).data == bare).all(-1)
+        assert not torch.equal(ours.data, ggml.data)
+    assert kept.all()
 
 
 def test_scales_are_stored_in_half_precision_and_both_signs_are_used() -> None:
@@ -165,7 +167,8 @@ def test_without_reordering_it_is_gptq_as_published() -> None:
     objective = Objective.of(moments, 0.0)
     natural = torch.arange(256)
     turned = torch.linalg.cholesky(moments.double().flip(0, 1)).flip(0, 1)
-    unordered = Objective(moments, natural, (turned / turned.diagonal()).float().contiguous())
+    mixing = (turned / turned.diagonal()).float().contiguous()
+    unordered = Objective(moments, natural, mixing, moments.diagonal())
     levels = searched_levels(weight, get_format("int4"), moments.diagonal())
     same = fed_back(weight, levels, unordered) == _gptq_as_published(weight, levels, moments)
     assert same.float().mean() > 0.999  # a tie may fall to the other side

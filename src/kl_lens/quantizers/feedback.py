@@ -28,6 +28,9 @@ class Objective:
     moments: torch.Tensor  # (columns, columns), float32, damped
     order: torch.Tensor  # columns, the most important first
     mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
+    remaining: (
+        torch.Tensor
+    )  # (columns,), in their own order: Rⱼⱼ², what of a column later ones cannot make up for
 
     @classmethod
     def of(cls, moments: torch.Tensor, damping: float) -> Objective:
@@ -38,7 +41,10 @@ class Objective:
         order = torch.argsort(exact.diagonal(), descending=True, stable=True)
         # Turned round, Cholesky's lower factor is the upper one.
         factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
-        return cls(exact.float(), order, (factor / factor.diagonal()).float().contiguous())
+        diagonal = factor.diagonal()
+        remaining = torch.empty_like(diagonal)
+        remaining[order] = diagonal.square()
+        return cls(exact.float(), order, (factor / diagonal).float().contiguous(), remaining.float())
 
 
 def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:

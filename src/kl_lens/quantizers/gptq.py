@@ -1,4 +1,8 @@
-"""`gptq`: error feedback onto levels that a weighed search for scales has chosen; see `feedback.py`."""
+"""`gptq`: error feedback onto levels that a weighed search for scales has chosen; see `feedback.py`.
+
+Scales are searched twice: with columns weighed by their importance, and by what later columns cannot make up for.
+Which of the two does better differs from layer to layer, so every row takes the better, or what rounding alone gave.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,9 @@ if TYPE_CHECKING:
 BLOCKS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
+# On reference:mamba, 16 windows of WikiText-2 valid: 0.01 is 2 % worse in KL at Q4_K, and not to be told apart at int4.
 DAMPING = 0.1
-ROUNDS = 3
+ROUNDS = 3  # of coordinate descent
 
 
 class ErrorFeedback(LearningQuantizer):
@@ -47,33 +52,42 @@ class ErrorFeedback(LearningQuantizer):
 def _on_groups(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """Rounded to nearest, with searched scales, and with error feedback from there."""
+    """Rounded to nearest, with searched scales, and with error feedback from two sets of scales."""
     from kl_lens.quantizers.feedback import descended, fed_back, with_fitted_scales
     from kl_lens.quantizers.scales import searched_levels, stored
 
-    levels = searched_levels(weight, fmt, importance)
-    ways = [fmt.quantize(weight), stored(fmt, levels, levels.rounded(weight))]
-    codes = fed_back(weight, levels, objective)
-    for _ in range(ROUNDS):
-        levels = with_fitted_scales(weight, levels, codes, objective)
-        codes = descended(weight, levels, codes, objective)
-    return [*ways, stored(fmt, levels, codes)]
+    ways = [fmt.quantize(weight)]
+    for weighed in (importance, objective.remaining):
+        levels = searched_levels(weight, fmt, weighed)
+        if weighed is importance:
+            ways.append(stored(fmt, levels, levels.rounded(weight)))
+        codes = fed_back(weight, levels, objective)
+        for _ in range(ROUNDS):
+            levels = with_fitted_scales(weight, levels, codes, objective)
+            codes = descended(weight, levels, codes, objective)
+        ways.append(stored(fmt, levels, codes))
+    return ways
 
 
 def _on_blocks(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """As ggml stores it, with importance, and the same blocks with codes from error feedback."""
+    """As ggml stores it, with importance, and with error feedback on two sets of scales of ggml's choosing."""
     from kl_lens.quantizers.blocks import block_levels, with_codes
     from kl_lens.quantizers.feedback import descended, fed_back
 
     assert isinstance(fmt, GGUFFormat)
-    weighed = fmt.quantize_with(weight, importance)
-    levels = block_levels(fmt, weighed)
-    codes = fed_back(weight, levels, objective)
-    for _ in range(ROUNDS):
-        codes = descended(weight, levels, codes, objective)
-    return [fmt.quantize(weight), weighed, with_codes(fmt, weighed, codes)]
+    ways = [fmt.quantize(weight)]
+    for weighed in (importance, objective.remaining):
+        blocks = fmt.quantize_with(weight, weighed)
+        if weighed is importance:
+            ways.append(blocks)
+        levels = block_levels(fmt, blocks)
+        codes = fed_back(weight, levels, objective)
+        for _ in range(ROUNDS):
+            codes = descended(weight, levels, codes, objective)
+        ways.append(with_codes(fmt, blocks, codes))
+    return ways
 
 
 register(ErrorFeedback())

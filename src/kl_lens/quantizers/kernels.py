@@ -30,8 +30,8 @@ def round_in_order(
         arrays = [t.numpy() for t in (wanted, weight, mixing)], levels.arrays(columns)
         _round_in_order(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
         return codes, errors
-    for j in range(weight.shape[1]):
-        codes[:, j], value = levels.nearest(wanted[:, j], int(columns[j]))
+    for j, column in enumerate(columns.tolist()):
+        codes[:, j], value = levels.nearest(wanted[:, j], column)
         errors[:, j] = weight[:, j] - value
         wanted[:, j + 1 :].addr_(errors[:, j], mixing[j, j + 1 :])
     return codes, errors
@@ -53,10 +53,9 @@ def descend(
         arrays = [t.numpy() for t in (pull, moments)], levels.arrays(columns)
         _descend(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]
         return
-    for j in range(pull.shape[1]):
-        curvature = moments[j, j]
-        before = levels.value(codes[:, j], int(columns[j]))
-        codes[:, j], after = levels.nearest(before + pull[:, j] / curvature, int(columns[j]))
+    for j, column in enumerate(columns.tolist()):
+        before = levels.value(codes[:, j], column)
+        codes[:, j], after = levels.nearest(before + pull[:, j] / moments[j, j], column)
         step = after - before
         errors[:, j] -= step
         pull[:, j + 1 :].addr_(step, moments[j, j + 1 :], alpha=-1)
