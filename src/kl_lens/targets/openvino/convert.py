@@ -22,7 +22,7 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.graph import StaticShape, build_graph
+from kl_lens.targets.openvino.graph import StaticShape, graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     CACHE_FOLDER,
@@ -81,7 +81,7 @@ def export(
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    graph = build_graph(model.model, static=static, with_head=with_head)
+    graph = graph_of(model.model, static=static, with_head=with_head)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
