@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError, one_line
+from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
