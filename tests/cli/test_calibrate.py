@@ -206,6 +206,19 @@ def test_a_text_that_judges_is_not_learnt_from(
     measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main([*measure, "--formats", "int4"]) == 0
+    # Here the plan is the first that learns, and the text that it is to be judged by is open already.
+    learning = [
+        "plan",
+        "--run",
+        str(tmp_path / "run"),
+        "--uniform",
+        "int4+gptq",
+        "--verify",
+        "--held-out-windows",
+        "9",
+    ]
+    assert main([*learning, "--held-out", texts["measured"]]) == 1
+    assert "share" in capsys.readouterr().err
     rank = ["rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
     assert main([*rank, "--evaluation-text", texts["judging"]]) == 0
     capsys.readouterr()

@@ -180,14 +180,14 @@ def text_of(run: Path) -> Mapping[str, Any] | None:
 
 
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
-    """Text that judges the run's candidates must stay unseen; text of later commands is compared by those."""
-    judging = run.text_identity(EVALUATION)
-    if judging is not None:
-        how = {"length": judging["length"], "stride": judging["stride"], "limit": judging["windows"]}
+    """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
+    found = bench.judging
+    if (known := run.text_identity(EVALUATION)) is not None:
+        how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
         tokenizer = model.require_tokenizer()
-        refuse_overlap(
-            windows, evaluation_windows(judging["source"], tokenizer, split=judging["split"], **how)
-        )
+        found = [*found, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+    for judging in found:
+        refuse_overlap(windows, judging)
 
 
 class RunStatistics:

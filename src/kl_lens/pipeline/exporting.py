@@ -268,6 +268,8 @@ def _written(
     if isinstance(model, Path):
         fingerprint = run.identity.get("model_fingerprint")
         extra["fingerprint"] = fingerprint
+        if settings.tokenizer:
+            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
         if any(_learns(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
             extra["weights_folder"] = run.folder / WEIGHTS
