@@ -15,7 +15,7 @@ import torch
 
 from kl_lens.calibration.stored import LOOKED_UP, NO_INPUT, StoredStatistics
 from kl_lens.calibration.watching import Moments, ProductWatch
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.checkpoints.chain import BlockCalls
 from kl_lens.errors import CheckpointError
 from kl_lens.quantizers import InputStatistics
@@ -68,19 +68,19 @@ class _Gathering:
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         calls = [self._chain.calls(ids) for ids in self._batches]
-        states = [call.hidden for call in calls]
+        states = [States(call.hidden) for call in calls]
         for index in range(len(self._chain)):
             watch = self._watch([c for c in self._missing if index in c.blocks])
             for number, call in enumerate(calls):
                 with watch(number):
                     states[number] = self._chain.run(states[number], call, index, index + 1)
-                self._check_states(states[number], f"behind block {index}", number)
+                self._check_states(states[number].hidden, f"behind block {index}", number)
             done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
             self._store(f"block-{index:03d}.safetensors", done)
             progress(index + 1, len(self._chain))
         self._outside(calls, states)
 
-    def _outside(self, calls: Sequence[BlockCalls], states: Sequence[torch.Tensor]) -> None:
+    def _outside(self, calls: Sequence[BlockCalls], states: Sequence[States]) -> None:
         """What sits around the blocks: the head, and whatever else a model has there."""
         anatomy = self._model.anatomy
         outside = [c for c in self._missing if not c.blocks]

@@ -63,6 +63,26 @@ class StoredStatistics:
         return found
 
     @classmethod
+    def found(cls, run: Path) -> StoredStatistics | None:
+        """Whatever a run holds, whole or begun, of whatever model."""
+        return cls._read(run / FOLDER)
+
+    @classmethod
+    def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
+        """Those that a run holds, for a model that is not opened; refused when they are of another one."""
+        found = cls.found(run)
+        if found is None:
+            raise RunError(
+                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
+            )
+        found._require({"version": VERSION, "model_fingerprint": fingerprint})
+        return found
+
+    def covers(self, model: LoadedModel) -> bool:
+        """Whether nothing of the model is missing."""
+        return all(c.name in self._components for c in model.anatomy.candidates)
+
+    @classmethod
     def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
         """What there is already of this model and text, to be added to."""
         identity = identity_of(model, windows)

@@ -63,7 +63,8 @@ class Sweep:
     ) -> SweepResult:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
-        self._identify(windows, role)
+        self.identify(windows, role)
+        self.bind(candidates)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
         )
@@ -127,7 +128,8 @@ class Sweep:
             found.setdefault(candidate.format, []).append(row)
         return found
 
-    def _identify(self, windows: Windows, role: str) -> None:
+    def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
+        """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify({**model_identity(self.model), "activations": self.deployed_as})
         identity = {
             "source": windows.source,
@@ -139,6 +141,12 @@ class Sweep:
         }
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
         self.run.store("text", role, windows.provenance())
+
+    def bind(self, candidates: Sequence[Candidate]) -> None:
+        """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
+        learnt = self.model.weights.learnt_by(candidate.format for candidate in candidates)
+        if learnt is not None:
+            self.run.identify({"statistics": learnt})
 
     def _measure_slab(
         self,

@@ -19,7 +19,7 @@ from kl_lens.version import __version__
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.checkpoints.streaming import TensorSource
-    from kl_lens.weights import WeightStore
+    from kl_lens.weights import Statistics, WeightStore
 
 FORMATS = (  # what a plan for this target may ask for
     "fp16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",
@@ -42,6 +42,8 @@ def export(
     tokenizer: Any | None = None,
     file_name: str | None = None,
     fingerprint: str | None = None,
+    statistics: Statistics | None = None,
+    weights_folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Artifact:
     """Writes `folder/NAME-PLAN.gguf` and says what became of every component.
@@ -59,6 +61,8 @@ def export(
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
         file_name: another name for the file.
         fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
+        statistics, weights_folder: of a streamed folder: what learnt recipes are made from, and where what is
+            expensive is kept. An opened model has its own.
         progress: called with (bytes written, bytes in all).
 
     Raises:
@@ -79,7 +83,7 @@ def export(
         source = Path(model)
         config, name = read_configuration(source), source.resolve().name
         tensors = CheckpointTensors(source, config)
-        store = WeightStore(tensors, memory_budget=0)
+        store = WeightStore(tensors, statistics, weights_folder, memory_budget=0)
         own_tokenizer = read_tokenizer(source) if include_tokenizer and tokenizer is None else None
     try:
         return export_weights(
@@ -117,7 +121,8 @@ def uniform_plan(folder: Path | str, format_name: str) -> Plan:
         if rule.parameter is not None and not rule.float32 and len(shapes[rule.parameter]) >= 2
     }
     assignment = {} if format_name in ("fp16", "f16") else chosen
-    return Plan(name=f"uniform_{format_name}", assignment=assignment, made_by="one format for everything")
+    name = f"uniform_{format_name.replace('+', '.')}"
+    return Plan(name=name, assignment=assignment, made_by="one format for everything")
 
 
 def export_weights(
@@ -146,6 +151,7 @@ def export_weights(
     decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
     decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
     jobs = [job for job, _ in decided]
+    learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
 
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     text = tokenizer_data(tokenizer, vocabulary) if tokenizer is not None else None
@@ -178,6 +184,7 @@ def export_weights(
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
             "format_map": dict(format_map or {}),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
+            **({"statistics": learnt} if learnt else {}),
         },
     )
 

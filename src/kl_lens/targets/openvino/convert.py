@@ -79,6 +79,7 @@ def export(
     chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
+    learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
     graph = graph_of(model.model, static=static, with_head=with_head)
     _rewrites.weights_on_the_right(graph)
@@ -90,6 +91,7 @@ def export(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
     settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
+    settings |= {"statistics": learnt} if learnt else {}
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
