@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kl_lens.checkpoints import Anatomy
-from kl_lens.formats import resolve
+from kl_lens.formats import fitting_format
 from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
 
@@ -36,7 +36,7 @@ def _mixture(name: str, anatomy: Anatomy) -> dict[str, str]:
             wanted = _OUTPUT
         elif component.kind == "qkv_proj":
             wanted = _FUSED_ATTENTION.get(name, wanted)
-        chosen[component.name] = resolve(wanted, component.shape)[0].name
+        chosen[component.name] = fitting_format(wanted, component.shape)[0].name
     return chosen
 
 

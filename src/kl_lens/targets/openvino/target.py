@@ -72,21 +72,21 @@ class OpenVINOTarget(Target):
         return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.recipes import resolve
+        from kl_lens.recipes import fitting_recipe
 
         anatomy = model.anatomy
         outer = {anatomy.embedding, anatomy.head}
         every = {c.name: _BACKUP for c in anatomy.candidates}
-        found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM")]
+        recipes = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM")]
         for size in (128, 64):
             inner = {
-                c.name: str(resolve(f"int4-g{size}", c.shape)[0])
+                c.name: str(fitting_recipe(f"int4-g{size}", c.shape)[0])
                 for c in anatomy.candidates
                 if c.name not in outer
             }
             origin = _NNCF.format(f"INT4_SYM with groups of {size}")
-            found.append(StockRecipe(f"INT4_SYM-g{size}", every | inner, origin))
-        return tuple(found)
+            recipes.append(StockRecipe(f"INT4_SYM-g{size}", every | inner, origin))
+        return tuple(recipes)
 
     # -- files ---------------------------------------------------------------------------------------------
 
