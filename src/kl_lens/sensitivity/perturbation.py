@@ -14,7 +14,7 @@ import torch
 from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.formats import Format, Quantized
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Component
 
 
@@ -78,7 +78,7 @@ def find_candidates(
         for recipe in (Recipe.parse(text) for text in recipes):
             stored, reason = recipe, recipe.grid.fits(component.shape)
             if reason and stand_ins:
-                stored = resolve(recipe, component.shape)[0]
+                stored = fitting_recipe(recipe, component.shape)[0]
             if reason is None or stored.format not in (recipe.format, "fp16"):
                 fitting[Candidate(component, str(stored))] = None
             else:
