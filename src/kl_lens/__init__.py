@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kl_lens.errors import KLLensError
     from kl_lens.pipeline import (
         benchmark,
+        calibrate,
         evaluate,
         export,
         generate,
@@ -40,7 +41,8 @@ else:
             "kl_lens.checkpoints": ["load"],
             "kl_lens.errors": ["KLLensError"],
             "kl_lens.pipeline": [
-                "benchmark", "evaluate", "export", "generate", "measure", "plan", "rank", "report", "verify",
+                "benchmark", "calibrate", "evaluate", "export", "generate", "measure", "plan", "rank", "report",
+                "verify",
             ],
             "kl_lens.targets": ["open_session"],
         },
@@ -51,6 +53,7 @@ __all__ = [
     "KLLensError",
     "__version__",
     "benchmark",
+    "calibrate",
     "evaluate",
     "export",
     "generate",

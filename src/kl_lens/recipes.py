@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kl_lens.errors import FormatError
-from kl_lens.formats import Format, get_format
-from kl_lens.formats import resolve as resolve_format
+from kl_lens.formats import Format, fitting_format, get_format
 from kl_lens.quantizers import Quantizer, get_quantizer, known_quantizers
 
 NEAREST = "rtn"
@@ -73,13 +72,13 @@ def preferred(format_name: str, methods: Sequence[str]) -> str:
     return str(Recipe(fmt.name, next(fitting, NEAREST)))
 
 
-def resolve(recipe: Recipe | str, shape: Sequence[int]) -> tuple[Recipe, str | None]:
+def fitting_recipe(recipe: Recipe | str, shape: Sequence[int]) -> tuple[Recipe, str | None]:
     """What a weight of this shape really gets, and why it is not what was asked for (or None).
 
     A format that stands in keeps the method where that has a meaning for it.
     """
     wanted = Recipe.parse(recipe)
-    fmt, reason = resolve_format(wanted.grid, shape)
+    fmt, reason = fitting_format(wanted.grid, shape)
     if reason is None:
         return wanted, None
     if wanted.quantizer.suits(fmt) is None:

@@ -151,6 +151,7 @@ class SensitivityTable:
     head: str  # component that holds the head; the embedding's name when the two are tied
     embedding: str
     measurements: tuple[Measurement, ...]
+    statistics: str | None = None  # digest of what learnt recipes were measured with
 
     @property
     def candidates(self) -> tuple[Component, ...]:

@@ -59,12 +59,14 @@ CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT
 CALIBRATION, EVALUATION = "calibration", "evaluation"
 WEIGHTS = "weights"  # what is measured where no target's activations are
 ALL_PLANS = "all"
+STATISTICS = "statistics/statistics.json"  # says what the run's statistics are of
 # What a difference in identity means to a person.
 _MEANINGS = {
     "model_fingerprint": "the model's weights",
     "model": "the model",
     "metrics_version": "the meaning of the metrics",
     "dtype": "the compute dtype",
+    "statistics": "the set of statistics behind learnt recipes",
 }
 
 
@@ -327,7 +329,25 @@ class Run:
             head=identity["head"],
             embedding=identity["embedding"],
             measurements=tuple(measurements),
+            statistics=identity.get("statistics"),
         )
+
+    def forget_learnt(self, formats: Iterable[str]) -> None:
+        """Takes out what was measured of these recipes, and what they had learnt from."""
+        rows = [(name,) for name in formats]
+        with self._db:
+            for table in ("samples", "effort"):
+                self._db.executemany(f"DELETE FROM {table} WHERE format = ?", rows)
+            self._db.execute("DELETE FROM identity WHERE key = 'statistics'")
+
+    @property
+    def statistics(self) -> str | None:
+        """The digest of the statistics in the run folder, whole or begun."""
+        try:
+            index = json.loads((self.folder / STATISTICS).read_text(encoding="utf-8"))
+            return str(index["digest"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     # -- other records ---------------------------------------------------------------------------------
 

@@ -53,13 +53,17 @@ def checked_plan_name(name: str) -> str:
 # -- digests -------------------------------------------------------------------------------------------------
 
 
-def plan_digest(assignment: Mapping[str, str], fingerprint: str | None) -> str:
-    """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not."""
-    from kl_lens.recipes import spelled  # loads torch, which a run folder alone does not need
+def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None) -> str:
+    """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not.
 
-    recipes = {name: spelled(recipe) for name, recipe in assignment.items()}
-    chosen = sorted(item for item in recipes.items() if item[1] != _UNCHANGED)
-    return _digest([fingerprint, chosen])
+    `statistics`: what recipes that learn are made from; without such recipes it does not matter.
+    """
+    from kl_lens.recipes import Recipe  # loads torch, which a run folder alone does not need
+
+    recipes = {name: Recipe.parse(recipe) for name, recipe in assignment.items()}
+    chosen = sorted((name, str(recipe)) for name, recipe in recipes.items() if str(recipe) != _UNCHANGED)
+    learnt = [statistics] if any(recipe.quantizer.learns for recipe in recipes.values()) else []
+    return _digest([fingerprint, chosen, *learnt])
 
 
 def artifact_digest(artifact: Artifact) -> str:
@@ -103,14 +107,14 @@ def is_current(run: Run, subject: Subject) -> bool:
 def current_results(run: Run, kind: str) -> list[Result]:
     """The run's results of a kind that are about what is there now, in the order in which they were stored."""
     now: dict[str, str | None] = {}
-    found = []
+    results = []
     for result in run.results(kind):
         key = result.subject.key
         if key not in now:
             now[key] = current_digest(run, result.subject)
         if now[key] == result.subject.digest:
-            found.append(result)
-    return found
+            results.append(result)
+    return results
 
 
 def current_digest(run: Run, subject: Subject) -> str | None:
@@ -144,9 +148,11 @@ def _plan_now(run: Run, name: str) -> str | None:
     aliases = {alias: c["name"] for c in identity.get("components", []) for alias in c.get("tied_with", ())}
     try:
         path = run.folder / "plans" / f"{checked_plan_name(name)}.json"
-        lines = json.loads(path.read_text(encoding="utf-8"))["assignment"].items()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        lines = content["assignment"].items()
         assignment = {aliases.get(component, component): recipe for component, recipe in lines}
-        return plan_digest(assignment, identity.get("model_fingerprint"))
+        statistics = content.get("statistics") or run.statistics
+        return plan_digest(assignment, identity.get("model_fingerprint"), statistics)
     except (KLLensError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kl_lens.errors import TargetError
-from kl_lens.profiling import use
+from kl_lens.profiling import in_use
 from kl_lens.profiling.machine import Bandwidth, Machine
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.subjects import Timed
@@ -61,7 +61,7 @@ class Ticking:
 
 def test_a_turn_times_every_prompt_and_then_the_text() -> None:
     session = Ticking()
-    found = use.one_turn(session, [[1] * 8, [1] * 2], 5, clock=lambda: session.now)
+    found = in_use.one_turn(session, [[1] * 8, [1] * 2], 5, clock=lambda: session.now)
     assert found == {
         "first_token_seconds@2": 2.0,
         "prefill_tokens_per_second@2": 1.0,
@@ -73,8 +73,8 @@ def test_a_turn_times_every_prompt_and_then_the_text() -> None:
 
 
 def test_prompts_are_the_same_for_everybody() -> None:
-    assert use.prompts_for(50, (3, 5)) == use.prompts_for(50, (3, 5))
-    assert [len(p) for p in use.prompts_for(50, (3, 5))] == [3, 5]
+    assert in_use.prompts_for(50, (3, 5)) == in_use.prompts_for(50, (3, 5))
+    assert [len(p) for p in in_use.prompts_for(50, (3, 5))] == [3, 5]
 
 
 @pytest.fixture
@@ -83,12 +83,12 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict
     log: list[str] = []
     breaks: dict[str, int | None] = {}
 
-    def load(self: use.Sessions, subject: Timed) -> Ticking:
+    def load(self: in_use.Sessions, subject: Timed) -> Ticking:
         return Ticking(log, subject.name, breaks.get(subject.name))
 
     contents = Contents((StoredWeight("w", 1000, 500, BODY),), 0, 0)
-    monkeypatch.setattr(use.Sessions, "load", load)
-    monkeypatch.setattr(use, "fresh_process", lambda *_: MemoryUse(100, 250, 0.5))
+    monkeypatch.setattr(in_use.Sessions, "load", load)
+    monkeypatch.setattr(in_use, "fresh_process", lambda *_: MemoryUse(100, 250, 0.5))
     target = describe_target("gguf")
     monkeypatch.setattr(type(target), "contents", lambda self, path: contents)
     subjects = [
@@ -98,12 +98,12 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Timed], list[str], dict
     return subjects, log, breaks
 
 
-SETTINGS = use.UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
+SETTINGS = in_use.UseSettings(prompt_lengths=(4,), new_tokens=2, repeats=2)
 
 
 def test_artifacts_take_turns(three: tuple) -> None:
     subjects, log, _ = three
-    results = use.benchmark_use(subjects, SETTINGS, MACHINE)
+    results = in_use.benchmark_use(subjects, SETTINGS, MACHINE)
     assert log == ["a", "b", "c"] * 3  # one round to warm up, two that count
     profile = results.profiles["b"]
     assert profile.timings["seconds_per_token"].repeats == 2
@@ -120,8 +120,8 @@ def test_without_room_for_all_each_is_loaded_for_its_turn(
     three: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subjects, log, _ = three
-    monkeypatch.setattr(use, "MEMORY_PER_FILE_BYTE", 1e15)
-    results = use.benchmark_use(subjects, SETTINGS, MACHINE)
+    monkeypatch.setattr(in_use, "MEMORY_PER_FILE_BYTE", 1e15)
+    results = in_use.benchmark_use(subjects, SETTINGS, MACHINE)
     assert log == [
         "a",
         "b",
@@ -135,7 +135,7 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
     subjects, log, breaks = three
     breaks["b"] = 2  # warm-up and first round, then no more
     stored: list[Profile] = []
-    results = use.benchmark_use(
+    results = in_use.benchmark_use(
         subjects, SETTINGS, MACHINE, store=lambda profile, partial: stored.append(profile)
     )
     assert log == ["a", "b", "c", "a", "b", "c", "a", "c"]
@@ -149,6 +149,6 @@ def test_one_that_breaks_half_way_costs_the_others_nothing(three: tuple) -> None
 
 def test_without_fp16_ratios_are_to_the_first_and_say_so(three: tuple) -> None:
     subjects, _, _ = three
-    results = use.benchmark_use(subjects[1:], SETTINGS, MACHINE)
+    results = in_use.benchmark_use(subjects[1:], SETTINGS, MACHINE)
     assert results.profiles["c"].settings["ratios_to"] == "b"
     assert not results.profiles["c"].settings["ratios_to_fp16"]

@@ -10,7 +10,7 @@ import pytest
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.quantizers import known_quantizers
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, target_of
 from kl_lens.targets.openvino import stock
@@ -153,7 +153,7 @@ def test_sizes_are_known_before_a_file_is_written(
 ) -> None:
     pytest.importorskip(target, reason=f"needs the extra {target}")
     for recipe in ("fp16", *recipes):
-        chosen = {c.name: str(resolve(recipe, c.shape)[0]) for c in mamba.anatomy.candidates}
+        chosen = {c.name: str(fitting_recipe(recipe, c.shape)[0]) for c in mamba.anatomy.candidates}
         plan = Plan(f"all-{recipe}", chosen, "test")
         foretold = describe_target(target).file_bytes(mamba, plan)
         artifact = export(mamba, plan, target, tmp_path / recipe)

@@ -16,7 +16,7 @@ from kl_lens.cli.main import main
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
 from kl_lens.profiling.benchmark import profile_from
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
@@ -92,7 +92,7 @@ class ToyTarget(Target):
         for component in model.anatomy.components:
             recipe, reason = Recipe("fp16"), None
             if component.quantizable:
-                recipe, reason = resolve(plan.assignment.get(component.name, "fp16"), component.shape)
+                recipe, reason = fitting_recipe(plan.assignment.get(component.name, "fp16"), component.shape)
                 arrays[component.weight] = model.weights.values(component.name, recipe).numpy()
             planned = plan.assignment.get(component.name, "fp16")
             data = arrays[component.weight]

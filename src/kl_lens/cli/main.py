@@ -26,6 +26,7 @@ from kl_lens.version import __version__  # noqa: E402
 VERBS = {
     "run": "everything in order, on the embedded model or on yours, with a report at the end",
     "inspect": "look inside a model: blocks, components, bytes, what is left alone and why",
+    "calibrate": "gather what a text shows of every component's inputs, for methods that learn from it",
     "measure": "quantize one component at a time and measure what the output distribution loses",
     "rank": "measure real damage on held-out text and say which metric predicts it",
     "plan": "choose a format for every component: for a target, exact budgets, rivals, the paper's points",

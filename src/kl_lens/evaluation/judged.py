@@ -68,8 +68,12 @@ class JudgedModel(Judged):
         self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
 
     @classmethod
-    def of_plan(cls, model: LoadedModel, name: str, assignment: Mapping[str, str]) -> JudgedModel:
-        subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint))
+    def of_plan(
+        cls, model: LoadedModel, name: str, assignment: Mapping[str, str], statistics: str | None = None
+    ) -> JudgedModel:
+        """`statistics`: what the plan says its recipes learnt from; refused where the model has others."""
+        learnt = model.weights.learnt_by(assignment.values(), statistics)
+        subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt))
         return cls(model, planned_recipes(model, assignment), subject)
 
     @property

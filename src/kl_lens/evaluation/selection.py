@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, PlanError
+from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
+from kl_lens.records import Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.subjects import checked_plan_name, is_current
 from kl_lens.targets import RuntimeSettings, exported_places
@@ -42,6 +43,9 @@ class Selection:
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
             counterpart = None if model is None else judged.counterpart(model, plan)
+        except UnlearntError as error:  # a file from elsewhere: it can be judged, only not compared
+            self.notes.append(f"{path} is not set beside the same weights in PyTorch: {error}")
+            counterpart = None
         except (KLLensError, OSError) as error:
             self.failures[name or str(path)] = str(error)
             return
@@ -63,7 +67,8 @@ def given_subjects(
         key = places.get((path.parent if path.is_file() else path).resolve())
         name = None if key is None else "/".join(key)
         plan = None if key is None else plans.get(key[1])
-        selection.add_artifact(path, settings, model, name, plan, None if key is None else run)
+        assignment = None if plan is None else plan.assignment
+        selection.add_artifact(path, settings, model, name, assignment, None if key is None else run)
     return selection
 
 
@@ -85,33 +90,40 @@ def run_subjects(
     selection = Selection()
     known = _plans(run, selection)
     wanted = named_plans(plans)
-    for plan in wanted or ():
-        if plan not in known:
+    for asked in wanted or ():
+        if asked not in known:
             raise PlanError(
-                selection.failures.get(f"{TORCH}/{plan}")
-                or f"{run.folder} has no plan {plan!r}; it has {', '.join(sorted(known)) or 'none'}"
+                selection.failures.get(f"{TORCH}/{asked}")
+                or f"{run.folder} has no plan {asked!r}; it has {', '.join(sorted(known)) or 'none'}"
             )
     chosen = {name: known[name] for name in (known if wanted is None else wanted)}
     if targets is None or TORCH in targets:
-        for name, assignment in chosen.items():
-            selection.subjects.append(JudgedModel.of_plan(model, name, assignment))
+        for name, plan in chosen.items():
+            try:
+                judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
+            except FormatError as error:  # learnt from other statistics than the run has now
+                selection.failures[f"{TORCH}/{name}"] = str(error)
+                continue
+            selection.subjects.append(judged)
     for (target, made_from), place in exported_places(run).items():
         if (targets is None or target in targets) and (wanted is None or made_from in wanted):
             name = f"{target}/{made_from}"
-            selection.add_artifact(place, settings, model, name, known.get(made_from), run)
+            made = known.get(made_from)
+            assignment = None if made is None else made.assignment
+            selection.add_artifact(place, settings, model, name, assignment, run)
     return selection
 
 
-def _plans(run: Run, selection: Selection) -> dict[str, dict[str, str]]:
-    """The plans' assignments; one that cannot be read is a failure, and the others are there all the same."""
+def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
+    """The plans; one that cannot be read is a failure, and the others are there all the same."""
     components = run.table().components
-    found = {}
+    plans = {}
     for path in sorted((run.folder / "plans").glob("*.json")):
         try:
-            found[checked_plan_name(path.stem)] = planning.read_plan(path, components).assignment
+            plans[checked_plan_name(path.stem)] = planning.read_plan(path, components)
         except KLLensError as error:
             selection.failures[f"{TORCH}/{path.stem}"] = str(error)
-    return found
+    return plans
 
 
 def _no_session(judged: JudgedArtifact) -> str | None:

@@ -27,8 +27,8 @@ class TorchSession:
         model: the checkpoint.
         recipes: component → recipe; nothing for the original.
         deployed: compute with what this runtime's kernels see of weights and activations.
-        remember: bytes of final states to keep. The teacher of a divergence meets the same windows once per
-            student; with its states kept, only the head runs again.
+        remember: bytes to keep of what it computed. The teacher of a divergence meets the same windows once per
+            student: of the first ones it keeps the logits, of others the final states, from which only the head runs.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class TorchSession:
         self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
         self._remembers = remember > 0
-        self._room = remember
+        self._room, self._logits_room = remember // 2, remember // 2
         self._states: dict[bytes, torch.Tensor] = {}
+        self._kept_logits: dict[bytes, Logits] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -86,6 +87,9 @@ class TorchSession:
     def logits(self, ids: Sequence[int]) -> Logits:
         tokens = self._checked(ids)
         self._fed = list(tokens)
+        key = np.asarray(tokens, np.int64).tobytes()
+        if key in self._kept_logits:
+            return self._kept_logits[key]
         rows = np.empty((len(tokens), self._vocabulary), np.float32)
         chunk = logit_rows(self._vocabulary)
         with self._applied():
@@ -98,11 +102,14 @@ class TorchSession:
             for first in range(0, len(tokens), chunk):
                 part = self._model.chain.logits(states[first : first + chunk])
                 rows[first : first + chunk] = part.float().cpu().numpy()
+        if rows.nbytes <= self._logits_room:
+            self._logits_room -= rows.nbytes
+            self._kept_logits[key] = rows
         return rows
 
     def close(self) -> None:
         self._weights = []
-        self._states = {}
+        self._states, self._kept_logits = {}, {}
 
     @contextmanager
     def _applied(self) -> Iterator[None]:

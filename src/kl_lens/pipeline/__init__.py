@@ -18,6 +18,7 @@ from kl_lens.lazy import lazy_names
 if TYPE_CHECKING:
     from kl_lens.pipeline.api import (
         benchmark,
+        calibrate,
         evaluate,
         export,
         generate,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         verify,
     )
     from kl_lens.pipeline.benchmarking import BenchmarkSettings
+    from kl_lens.pipeline.calibrating import CalibrateSettings
     from kl_lens.pipeline.evaluating import EvaluateSettings
     from kl_lens.pipeline.events import Events
     from kl_lens.pipeline.exporting import ExportSettings
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 else:
     _API = [
         "benchmark",
+        "calibrate",
         "evaluate",
         "export",
         "generate",
@@ -60,6 +63,7 @@ else:
         {
             "kl_lens.pipeline.api": _API,
             "kl_lens.pipeline.benchmarking": ["BenchmarkSettings"],
+            "kl_lens.pipeline.calibrating": ["CalibrateSettings"],
             "kl_lens.pipeline.evaluating": ["EvaluateSettings"],
             "kl_lens.pipeline.events": ["Events"],
             "kl_lens.pipeline.exporting": ["ExportSettings"],
@@ -79,6 +83,7 @@ else:
 
 __all__ = [
     "BenchmarkSettings",
+    "CalibrateSettings",
     "EvaluateSettings",
     "Events",
     "ExportSettings",
@@ -92,6 +97,7 @@ __all__ = [
     "RunSettings",
     "Workbench",
     "benchmark",
+    "calibrate",
     "command_of",
     "evaluate",
     "export",

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kl_lens import evaluation, planning, profiling, reporting, targets
+from kl_lens.calibration import StoredStatistics, gather
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
+from kl_lens.pipeline.calibrating import DEFAULT_SEED, DEFAULT_WINDOWS
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
 from kl_lens.pipeline.generating import generate as generate_text
+from kl_lens.pipeline.measuring import chosen_methods, wanted_recipes
 from kl_lens.pipeline.planning import verified
 from kl_lens.pipeline.ranking import rank_run
-from kl_lens.pipeline.workbench import Workbench
+from kl_lens.pipeline.workbench import WEIGHTS, Workbench
+from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan, Profile, Score, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.ranking import Ranking
-from kl_lens.sensitivity.sweep import Progress, Sweep
+from kl_lens.sensitivity.sweep import Progress, Sweep, model_identity
 from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.text.documents import TextSource
 from kl_lens.units import parse_bytes
@@ -34,6 +40,7 @@ def measure(
     text: TextSource | str = "wikitext2:train",
     formats: Sequence[str] = ("int4", "int8"),
     *,
+    methods: Sequence[str] = (),
     windows: int = 64,
     window_length: int = 512,
     seed: int = 42,
@@ -49,7 +56,9 @@ def measure(
     Args:
         model: from `kl_lens.load`.
         text: a name (`wikitext2:train`), a file, or a source from `kl_lens.text`.
-        formats: names from `kl_lens.formats.known_formats()`.
+        formats: names from `kl_lens.formats.known_formats()`, alone or with a method: `int4-g64+gptq`.
+        methods: every format by each of these (`rtn`, `search`, `imatrix`, `gptq`), or `["auto"]`. Those that learn
+            take what `calibrate` or the run has, or gather it on other windows of the same text.
         windows: how many windows of `window_length` tokens are drawn, with `seed`.
         components: regular expression; only components whose name matches.
         run: a run folder to keep the measurements in, and to go on from; a temporary one when not given.
@@ -59,14 +68,58 @@ def measure(
     Example:
         >>> table = measure(load("reference:mamba"), formats=["int4", "int8"], windows=8)
     """
-    candidates, _ = find_candidates(model.anatomy, formats, components)
+    recipes, _ = wanted_recipes(formats, methods)
+    candidates, _ = find_candidates(model.anatomy, recipes, components)
     drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
         context = targets.deployed(as_deployed) if as_deployed else None
         kind = as_deployed or "weights"
         sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind)
-        sweep.measure(candidates, drawn)
+        sweep.identify(drawn)
+        if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
+            known = None if run is None else StoredStatistics.found(Path(run))
+            if known is None and model.weights.statistics is None:
+                few = min(DEFAULT_WINDOWS, drawn.stream_tokens // window_length)
+                calibrate(model, text, few, window_length=window_length, seed=seed + 1, run=run)
+            elif run is not None and known is not None:
+                model.weights.learn_from(StoredStatistics.open(Path(run), model))
+        choice = chosen_methods(model, candidates, methods, Events())
+        sweep.measure(choice.candidates if choice else candidates, drawn)
         return journal.table(target=as_deployed)
+
+
+def calibrate(
+    model: LoadedModel,
+    text: TextSource | str = "wikitext2:train",
+    windows: int = DEFAULT_WINDOWS,
+    *,
+    window_length: int = 512,
+    seed: int = DEFAULT_SEED + 1,
+    run: Path | str | None = None,
+) -> StoredStatistics:
+    """What a text shows of every component's inputs; from now on the model's recipes learn from it.
+
+    Args:
+        model: from `kl_lens.load`.
+        text: a name (`wikitext2:train`), a file, or a source from `kl_lens.text`; never one that judges the result.
+        windows: how many windows of `window_length` tokens are drawn, with `seed`: another than `measure`'s.
+        run: a run folder to keep the statistics and the learnt weights in; a temporary one when not given.
+
+    Example:
+        >>> calibrate(model, windows=8)
+        >>> export(model, plan, "openvino", "out/mamba-gptq")    # a plan with recipes such as int4-g64+gptq
+    """
+    drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
+    folder = Path(run) if run is not None else Path(tempfile.mkdtemp(prefix="kl-lens-"))
+    if run is not None:
+        with Run.create(folder) as journal:
+            journal.identify(model_identity(model))
+    statistics = gather(model, drawn, folder)
+    if run is None:
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    model.weights.keep_in(folder / WEIGHTS)
+    model.weights.learn_from(statistics)
+    return statistics
 
 
 def rank(
@@ -167,7 +220,7 @@ def evaluate(
     """
     if isinstance(subject, LoadedModel):
         judged: evaluation.Judged = (
-            evaluation.JudgedModel.of_plan(subject, plan.name, plan.assignment)
+            evaluation.JudgedModel.of_plan(subject, plan.name, plan.assignment, plan.statistics)
             if plan
             else evaluation.JudgedModel(subject)
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
-from kl_lens.errors import PlanError
+from kl_lens.checkpoints import LoadedModel, load_tokenizer, model_folder
+from kl_lens.errors import FormatError, PlanError
+from kl_lens.pipeline.calibrating import LearningText, for_streaming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -22,10 +23,12 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.workbench import Workbench
+from kl_lens.pipeline.workbench import WEIGHTS, Workbench
+from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.subjects import own_artifact, plan_digest
 from kl_lens.targets import TARGETS, describe_target, get_target
 from kl_lens.targets import export as write_files
@@ -71,7 +74,7 @@ def _target_options(within: str) -> list[Option]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(HeldOut, Loading):
+class ExportSettings(LearningText, HeldOut, Loading):
     verb: ClassVar[str] = "export"
 
     model: str | None = option(
@@ -84,13 +87,19 @@ class ExportSettings(HeldOut, Loading):
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
     target: str = option(choices=TARGETS)
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
-    format: str | None = option(None, "one format for everything, instead of a plan", metavar="FORMAT")
+    format: str | None = option(
+        None,
+        "one format for everything, instead of a plan; int4-g64+gptq also names the method, and one that learns first "
+        "gathers statistics into the run",
+        metavar="FORMAT",
+    )
     out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
     stream: bool = option(
         False,
         "read the run's checkpoint one tensor at a time, for large models and targets that can; its weights are then "
-        "not compared with the run's (--format always streams where it can)",
+        "not compared with the run's (--format always streams where it can); methods that learn need the run's "
+        "statistics",
     )
     map: bool = _mapped(
         False,
@@ -120,6 +129,8 @@ class ExportResult:
 
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
+        if _learns(settings.format):
+            return ExportResult([_learnt_model(settings, settings.format, bench, events)])
         return ExportResult([_whole_model(settings, settings.format, bench)])
     if settings.run is None and settings.model is not None:
         raise PlanError(
@@ -129,18 +140,52 @@ def export(settings: ExportSettings, bench: Workbench, events: Events) -> Export
         return _plans_of(run, settings, bench, events)
 
 
-def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+def _learns(recipe: str) -> bool:
+    try:
+        return Recipe.parse(recipe).quantizer.learns
+    except FormatError:  # a target's own spelling, or no format at all: the target says
+        return False
+
+
+def _named_model(settings: ExportSettings) -> str:
     if settings.model is None:
         raise PlanError(
             "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
         )
+    return settings.model
+
+
+def _learnt_model(
+    settings: ExportSettings, recipe: str, bench: Workbench, events: Events
+) -> tuple[Path, Artifact]:
+    """One recipe that learns for everything, with the statistics of a run: gathered, where it has none."""
+    name = _named_model(settings)
+    if settings.stream:
+        folder = new_run_folder(settings.run, name)
+        source = _streamed(settings, name)
+        with Run.open(folder) as run:
+            plan = get_target(settings.target).uniform_plan(source, recipe)
+            return _written(run, settings, source, plan, settings.out)
+    model = bench.model(settings)
+    with Run.create(new_run_folder(settings.run, model.name)) as run:
+        run.identify(model_identity(model))
+        run.note_command(["kl-lens", *command_of(settings)])
+        bench.furnish(model, run, settings)
+        learnt = model.weights.learnt_by([recipe])
+        plan = replace(_uniform(model, recipe), statistics=learnt)
+        _quantize(model, plan, settings, events)
+        return _written(run, settings, model, plan, settings.out)
+
+
+def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+    source = _named_model(settings)
     extra = settings.target_options
     model: LoadedModel | Path
     target = get_target(settings.target)
     if target.streams:
         # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
-        model = resolve(settings.model, revision=settings.revision)
-        plan, name = target.uniform_plan(model, fmt), settings.model
+        model = model_folder(source, revision=settings.revision)
+        plan, name = target.uniform_plan(model, fmt), source
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
     else:
@@ -152,7 +197,7 @@ def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[
 
 def _uniform(model: LoadedModel, name: str) -> Plan:
     assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
-    return Plan(name=f"uniform_{name}", assignment=assignment, made_by="--format")
+    return Plan(name=f"uniform_{name.replace('+', '.')}", assignment=assignment, made_by="--format")
 
 
 def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
@@ -170,7 +215,11 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
     meters = _meters(run, settings, model, bench, events)
     run.note_command(["kl-lens", *command_of(settings)])
     made = []
+    if isinstance(model, LoadedModel):
+        bench.furnish(model, run, settings)
     for plan in plans:
+        if isinstance(model, LoadedModel):
+            _quantize(model, plan, settings, events)
         events.note(f"exporting {plan.name} to {settings.target}")
         made.append(_written(run, settings, model, plan))
     if meters is None:
@@ -182,23 +231,54 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
 def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel | Path:
     if not settings.stream:
         return bench.model_of(run, settings)
+    return _streamed(settings, settings.model or run.identity["source"])
+
+
+def _streamed(settings: ExportSettings, source: str) -> Path:
     target = get_target(settings.target)
     if not target.streams:
         raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
-    return resolve(settings.model or run.identity["source"], revision=settings.revision)
+    return model_folder(source, revision=settings.revision)
+
+
+def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
+    """Learns what the plan's recipes learn, with the time left in view; the store keeps it for whoever asks next."""
+    store = model.weights
+    if store.learnt_by(plan.assignment.values(), plan.statistics) is None:
+        return
+    chosen = [(model.anatomy.component(name), Recipe.parse(text)) for name, text in plan.assignment.items()]
+    target = get_target(settings.target)
+    todo = [(c, r) for c, r in chosen if r.quantizer.learns and target.holds(r.grid, c.shape) is None]
+    fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)
+    allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
+    if not (fits or allowed or settings.options.get("fallback")):
+        return  # about to be refused: not after minutes
+    with events.progress(f"quantizing {plan.name}") as shown:
+        shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
+        for component, recipe in todo:
+            store.digest(component.name, recipe)
+            shown.advanced(float(component.parameters * component.shape[-1]), component.name)
 
 
 def _written(
-    run: Run, settings: ExportSettings, model: LoadedModel | Path, plan: Plan
+    run: Run, settings: ExportSettings, model: LoadedModel | Path, plan: Plan, folder: Path | None = None
 ) -> tuple[Path, Artifact]:
-    folder = (settings.out or run.folder / "artifacts" / settings.target) / plan.name
+    folder = folder or (settings.out or run.folder / "artifacts" / settings.target) / plan.name
     extra = settings.target_options
     if isinstance(model, Path):
-        extra["fingerprint"] = run.identity["model_fingerprint"]
+        fingerprint = run.identity.get("model_fingerprint")
+        extra["fingerprint"] = fingerprint
+        if settings.tokenizer:
+            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
+        if any(_learns(recipe) for recipe in plan.assignment.values()):
+            extra["statistics"] = for_streaming(run, fingerprint)
+            extra["weights_folder"] = run.folder / WEIGHTS
     artifact = write_files(model, plan, settings.target, folder, **extra)
     about = {
         "folder": str(folder.resolve()),
-        "of_plan": plan_digest(plan.assignment, run.identity["model_fingerprint"]),
+        "of_plan": plan_digest(
+            plan.assignment, run.identity["model_fingerprint"], plan.statistics or run.statistics
+        ),
     }
     run.store("artifact", f"{settings.target}/{plan.name}", artifact.to_json() | about)
     return folder, artifact

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.events import Events, going_on
@@ -21,10 +23,13 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.records import Measurement
+from kl_lens.quantizers import known_quantizers
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
+from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
-from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
@@ -48,7 +53,15 @@ class MeasureSettings(Calibration, OfModel):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    formats: tuple[str, ...] = _what(("int4", "int8"), "comma-separated", kind=NAMES)
+    formats: tuple[str, ...] = _what(
+        ("int4", "int8"), "comma-separated; int4-g64+gptq names its method", kind=NAMES
+    )
+    methods: tuple[str, ...] = _what(
+        (),
+        "every format by each of these, of rtn, search, imatrix, gptq; auto: the one with the least error of a "
+        "component's own outputs, checked on a few by what the model's output loses",
+        kind=NAMES,
+    )
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
     engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
     memory_budget: int = _how(DEFAULT_MEMORY, "for cached states", kind=SIZE)
@@ -76,7 +89,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     model = bench.model(settings)
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
-    candidates, unfit = find_candidates(model.anatomy, settings.formats, settings.components)
+    recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
+    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
         model,
@@ -90,24 +104,81 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     context = deployed(target) if target else None
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
-        with going_on(folder), events.progress("measuring") as progress:
-            sweep = Sweep(
-                model, run, settings.engine, settings.memory_budget, progress, context, target or "weights"
-            )
-            if settings.anytime:
-                result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
-            else:
-                result = sweep.measure(candidates, windows)
-        alike: dict[tuple[str, str], list[str]] = {}
-        for component, name, reason in unfit:
-            alike.setdefault((name, reason), []).append(component.name)
-        for (name, reason), names in alike.items():
-            more = f" and {len(names) - 1} more were" if len(names) > 1 else " was"
-            events.warn(f"{names[0]}{more} not measured in {name}: {reason}")
+        sweep = Sweep(
+            model,
+            run,
+            settings.engine,
+            settings.memory_budget,
+            deployed=context,
+            deployed_as=target or "weights",
+        )
+        sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
+        for reason in unsuited:
+            events.note(f"not measured: {reason}")
+        bench.furnish(model, run)
+        with going_on(folder):
+            sweep.bind(candidates)
+            choice = chosen_methods(model, candidates, settings.methods, events)
+            candidates = choice.candidates if choice else candidates
+            with events.progress("measuring") as sweep.progress:
+                if settings.anytime:
+                    result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
+                else:
+                    result = sweep.measure(candidates, windows)
+        _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
         measurements = run.measurements(role)
+        if choice is not None:
+            say_agreement(choice, measurements, events)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
     return MeasureResult(folder, measurements, noise, result)
+
+
+def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Formats × methods, and what of that has no meaning; with `auto` every method that suits."""
+    if methods.AUTO not in names:
+        return methods.crossed(formats, names)
+    if len(names) > 1:
+        raise KLLensError(f"--methods {','.join(names)}: auto chooses among all; name it alone")
+    return methods.all_methods(formats), []
+
+
+def chosen_methods(
+    model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
+) -> methods.Choice | None:
+    """What `auto` leaves to measure; None without it."""
+    if methods.AUTO not in names:
+        return None
+    with events.progress("quantizing") as shown:
+        shown.started(sum(_work(c) for c in candidates), 0)
+        choice = methods.by_output_error(model, candidates, lambda c: shown.advanced(_work(c), str(c)))
+    events.note(f"auto: least error of a component's own outputs: {choice.summary}")
+    return choice
+
+
+def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], events: Events) -> None:
+    right, of = choice.agreement(measurements)
+    text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
+    if 2 * right < of:
+        events.warn(f"{text}; measure them all with --methods {','.join(known_quantizers())}")
+    elif of:
+        events.note(text)
+
+
+def _work(candidate: Candidate) -> float:
+    """Relative cost of learning: products of every row with the second moments."""
+    return float(candidate.component.parameters * candidate.component.shape[-1])
+
+
+def _say_unfit(unfit: Sequence[tuple[Component, str, str]], events: Events) -> None:
+    """Once for every format and reason, whatever the methods and however many the components."""
+    grouped_by: dict[tuple[str, str], dict[str, None]] = {}
+    for component, recipe, reason in unfit:
+        grouped_by.setdefault((Recipe.parse(recipe).format, reason), {})[component.name] = None
+    for (name, reason), components in grouped_by.items():
+        first, *others = components
+        more = f" and {len(others)} more" if others else ""
+        events.warn(f"{first}{more} not measured in {name}: {reason}")

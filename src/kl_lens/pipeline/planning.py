@@ -435,6 +435,7 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
 
 def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:
     """The plan with what it does as a whole on the meter's text."""
+    learnt = meter.model.weights.learnt_by(plan.assignment.values(), plan.statistics)
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
@@ -446,4 +447,4 @@ def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Even
         notes["verification"] = verification.message
         if verification.explained is False:
             (events or Events()).warn(f"{plan.name}: {verification.message}")
-    return replace(plan, measured=measured, notes=notes)
+    return replace(plan, measured=measured, notes=notes, statistics=learnt)

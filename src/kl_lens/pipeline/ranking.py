@@ -65,6 +65,10 @@ def rank_run(
     target = run.usual_target
     context = deployed(target) if target else None
 
+    model.weights.learnt_by(
+        candidate.format for candidate in candidates
+    )  # has its statistics before a bar is shown
+
     def sweep(windows: Windows, role: str, title: str) -> None:
         with events.progress(title) as progress:
             Sweep(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 HOMES = {
     "run": "running",
     "inspect": "inspecting",
+    "calibrate": "calibrating",
     "measure": "measuring",
     "rank": "ranking",
     "plan": "planning",
@@ -45,7 +46,7 @@ def perform(settings: Settings, bench: Workbench | None = None, events: Events |
         return function(settings, events or Events())
     from kl_lens.pipeline.workbench import Workbench
 
-    return function(settings, bench or Workbench(), events or Events())
+    return function(settings, bench or Workbench(events), events or Events())
 
 
 def _home(verb: str) -> Any:

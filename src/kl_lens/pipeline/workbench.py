@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import RunError
+from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
+from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.joint import PlanMeter
@@ -18,6 +20,7 @@ from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overl
 
 # A meter keeps its teacher, which may fill the memory budget: one half of a held-out text decides, one confirms.
 KEPT_METERS = 2
+WEIGHTS = "weights"  # folder of a run: what was expensive to quantize
 
 
 class Workbench:
@@ -29,11 +32,12 @@ class Workbench:
         >>> perform(RankSettings(evaluation_windows=8), bench)
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Any] = {}
+    def __init__(self, events: Events | None = None) -> None:
+        self.events = events or Events()  # hears of what verbs did not ask for by name, such as statistics
+        self._kept: dict[tuple[Hashable, ...], Any] = {}
         self._meters: OrderedDict[Hashable, PlanMeter] = OrderedDict()
 
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -54,7 +58,13 @@ class Workbench:
         model = self.model(replace(loading, model=place, tokenizer=tokenizer))
         if known.get("model_fingerprint") != model.fingerprint:
             raise RunError(f"{place} is not the model of {run.folder}: its weights differ")
+        self.furnish(model, run)
         return model
+
+    def furnish(self, model: LoadedModel, run: Run, text: LearningText | None = None) -> None:
+        """The model's weights are kept in the run, and learn from its statistics: gathered when first asked for."""
+        model.weights.keep_in(run.folder / WEIGHTS)
+        model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
 
     def drawn(self, text: str, model: LoadedModel, **how: Any) -> Windows:
         """Windows at random places of a text, as `draw_windows` takes them."""
@@ -67,11 +77,20 @@ class Workbench:
         key = ("in order", text, id(tokenizer), *sorted(how.items()))
         return self._once(key, lambda: evaluation_windows(text, tokenizer, **how))
 
+    @property
+    def judging(self) -> list[Windows]:
+        """The texts that verbs were to judge by, so far."""
+        return [windows for key, windows in self._kept.items() if key[0] == "in order"]
+
     def calibration(self, run: Run, tokenizer: Any) -> Windows:
         """The calibration windows of a run, drawn again."""
         identity = run.text_identity(CALIBRATION)
         if identity is None:
             raise RunError(f"{run.folder} holds no measurements of our own; run kl-lens measure first")
+        return self.drawn_again(identity, tokenizer)
+
+    def drawn_again(self, identity: Mapping[str, Any], tokenizer: Any) -> Windows:
+        """Windows as a record of them says."""
         how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
         key = ("drawn", identity["source"], id(tokenizer), *sorted(how.items()))
         return self._once(key, lambda: draw_windows(identity["source"], tokenizer, **how))
@@ -85,11 +104,14 @@ class Workbench:
         return windows
 
     def refuse_overlap(self, run: Run, windows: Windows, tokenizer: Any) -> None:
-        """Raises when a run was calibrated on some of this text; each pair of texts is compared once."""
-        if run.text_identity(CALIBRATION) is not None:
-            drawn = self.calibration(run, tokenizer)
-            key = ("apart", drawn.fingerprint, windows.fingerprint)
-            self._once(key, lambda: refuse_overlap(drawn, windows))
+        """Raises when a run was measured on, or learnt from, some of this text; each pair is compared once."""
+        for identity in (run.text_identity(CALIBRATION), text_of(run.folder)):
+            if identity is not None:
+                self._compare(self.drawn_again(identity, tokenizer), windows)
+
+    def _compare(self, drawn: Windows, windows: Windows) -> None:
+        key = ("apart", drawn.fingerprint, windows.fingerprint)
+        self._once(key, lambda: refuse_overlap(drawn, windows))
 
     def meter(self, model: LoadedModel, windows: Windows, target: str | None = None) -> PlanMeter:
         """What measures whole plans on a text; `target`: with the activations that its kernels see."""

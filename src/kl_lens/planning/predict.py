@@ -155,7 +155,11 @@ def finished_plan(
     if predictor.metric != PREDICTED_METRIC:
         remarks["predicted_by"] = predictor.metric
     value = finite_or_none(predicted.value) if predicted is not None else None
-    return Plan(checked_plan_name(name), settled, made_by, value, cost.bytes, remarks, family)
+    learnt = any(recipe_of(recipe).quantizer.learns for recipe in settled.values())
+    return Plan(
+        checked_plan_name(name), settled, made_by, value, cost.bytes, remarks, family,
+        statistics=table.statistics if learnt else None,
+    )  # fmt: skip
 
 
 def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
@@ -179,6 +183,7 @@ def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
         bytes=fresh.bytes,
         notes={**kept, **fresh.notes},
         measured=None,
+        statistics=fresh.statistics,
     )
 
 

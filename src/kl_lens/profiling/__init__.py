@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from kl_lens.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kl_lens.profiling.benchmark import PROTOCOLS, Benchmark, Report, quick, tag_of
+    from kl_lens.profiling.benchmark import Benchmark, InUse, Report, Timing, quick, tag_of
+    from kl_lens.profiling.in_use import UseSettings
     from kl_lens.profiling.machine import Machine, measure_machine
     from kl_lens.profiling.subjects import Failure, Timed, read_timed, run_places
-    from kl_lens.profiling.use import UseSettings
     from kl_lens.targets.latency import LatencyProfile
 else:
     # `peak`, which weighs a process, must not itself weigh what the benchmark does.
@@ -21,23 +21,24 @@ else:
         __name__,
         {
             "kl_lens.profiling.benchmark": [
-                "PROTOCOLS", "Benchmark", "Report", "quick", "tag_of",
+                "Benchmark", "InUse", "Report", "Timing", "quick", "tag_of",
             ],
             "kl_lens.targets.latency": ["LatencyProfile"],
             "kl_lens.profiling.machine": ["Machine", "measure_machine"],
             "kl_lens.profiling.subjects": ["Failure", "Timed", "read_timed", "run_places"],
-            "kl_lens.profiling.use": ["UseSettings"],
+            "kl_lens.profiling.in_use": ["UseSettings"],
         },
     )  # fmt: skip
 
 __all__ = [
-    "PROTOCOLS",
     "Benchmark",
     "Failure",
+    "InUse",
     "LatencyProfile",
     "Machine",
     "Report",
     "Timed",
+    "Timing",
     "UseSettings",
     "measure_machine",
     "quick",

@@ -1,4 +1,4 @@
-"""All of `kl-lens benchmark` without the printing: protocols, records, the latency table."""
+"""All of `kl-lens benchmark` without the printing: protocols of timing, records, the latency table."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from kl_lens.errors import TargetError
-from kl_lens.profiling import benchmark_app, use
+from kl_lens.profiling import in_use
+from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.machine import Machine, measure_machine
-from kl_lens.profiling.subjects import Failure, Timed, read_all
-from kl_lens.profiling.use import UseSettings
+from kl_lens.profiling.subjects import Failure, Outcome, Timed, read_all
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
 from kl_lens.subjects import current_results
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
 
-PROTOCOLS = {
-    "use": (use.PROTOCOL,),
-    "benchmark_app": (benchmark_app.PROTOCOL,),
-    "both": (use.PROTOCOL, benchmark_app.PROTOCOL),
-}
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
 KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of the run's records
 
@@ -37,6 +33,47 @@ class Report:
     latency: list[LatencyProfile] = field(default_factory=list)
     csv: Path | None = None
 
+    def add(self, outcome: Outcome) -> None:
+        self.profiles += outcome.profiles.values()
+        self.failures += outcome.failures
+
+
+class Timing(Protocol):
+    """One way to time artifacts."""
+
+    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
+        """How many times the benchmark will be told that it advanced."""
+
+    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+        """Adds profiles, failures and notes to the report; each profile goes to the benchmark's `store` too."""
+
+
+class InUse:
+    """What a user feels: loading, the first token, the speed of text."""
+
+    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
+        return in_use.steps_of(self._runnable(subjects), settings)
+
+    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+        runnable = self._runnable(subjects)
+        report.notes += [
+            f"{subject.name} is a static forward, or has no head: it cannot generate; --protocol benchmark_app times it"
+            for subject in subjects
+            if subject not in runnable
+        ]
+        report.add(
+            in_use.benchmark_use(
+                runnable,
+                benchmark.settings,
+                report.machine,
+                store=benchmark.store,
+                advanced=benchmark.advanced,
+            )
+        )
+
+    def _runnable(self, subjects: Sequence[Timed]) -> list[Timed]:
+        return [s for s in subjects if s.static_tokens is None and s.with_head]
+
 
 @dataclass
 class Benchmark:
@@ -47,10 +84,8 @@ class Benchmark:
     """
 
     settings: UseSettings = field(default_factory=UseSettings)
-    protocol: str = "use"
-    tag: str = "kl-lens"
+    timings: Sequence[Timing] = (InUse(),)
     run: Run | None = None  # where profiles are kept; nowhere when not given
-    folder: Path | None = None  # for logs and the CSV of benchmark_app; the run's when not given
     started: Callable[[int], None] = lambda total: None
     advanced: Callable[[str], None] = lambda what: None
 
@@ -65,10 +100,8 @@ class Benchmark:
             self._table()  # refused now rather than after the measuring
         report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes)
         self.started(self._steps(usable, layers, formats))
-        if use.PROTOCOL in PROTOCOLS[self.protocol]:
-            self._measure_use(usable, report)
-        if benchmark_app.PROTOCOL in PROTOCOLS[self.protocol]:
-            self._measure_app(usable, report)
+        for timing in self.timings:
+            timing.measure(usable, self, report)
         if layers:
             self._measure_layers(usable, report, formats)
         return report
@@ -79,68 +112,13 @@ class Benchmark:
             notes.append(f"{subject.name} left out: {reason}")
         return reason is None
 
-    def _runnable(self, subjects: Sequence[Timed]) -> list[Timed]:
-        return [s for s in subjects if s.static_tokens is None and s.with_head]
-
     def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
-        steps = 0
-        if use.PROTOCOL in PROTOCOLS[self.protocol]:
-            steps += use.steps_of(self._runnable(subjects), self.settings)
-        if benchmark_app.PROTOCOL in PROTOCOLS[self.protocol]:
-            steps += sum(s.target.published is not None for s in subjects)
+        steps = sum(timing.steps(subjects, self.settings) for timing in self.timings)
         if layers:
             table = self._table()
             targets = {s.target.name: s.target for s in subjects}.values()
             steps += sum(target.latency_steps(table, formats or table.formats) for target in targets)
         return max(steps, 1)
-
-    def _measure_use(self, subjects: Sequence[Timed], report: Report) -> None:
-        runnable = self._runnable(subjects)
-        for subject in subjects:
-            if subject not in runnable:
-                report.notes.append(
-                    f"{subject.name} is a static forward, or has no head, and cannot generate; "
-                    "--protocol benchmark_app times it"
-                )
-        found = use.benchmark_use(
-            runnable, self.settings, report.machine, store=self.store, advanced=self.advanced
-        )
-        report.profiles += found.profiles.values()
-        report.failures += found.failures
-
-    def _measure_app(self, subjects: Sequence[Timed], report: Report) -> None:
-        folder = self.folder or (self.run.folder if self.run else Path())
-        settings = self.settings
-        found = benchmark_app.benchmark_with_app(
-            subjects,
-            report.machine,
-            folder,
-            tag=self.tag,
-            device=settings.device,
-            threads=settings.threads,
-            quick=settings.quick,
-            store=self.store,
-            advanced=self.advanced,
-        )
-        if skipped := [s for s in subjects if s.target.published is None]:
-            runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
-            names = ", ".join(s.name for s in skipped)
-            report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
-        report.profiles += found.profiles.values()
-        report.failures += found.failures
-        if rows := self._app_profiles(found.profiles):
-            report.csv = benchmark_app.write_report(folder, settings.device, self.tag, rows)
-
-    def _app_profiles(self, new: dict[str, Profile]) -> list[Profile]:
-        """Those of this tag and device: what the run knows from before, and the new ones."""
-        rows: dict[str, Profile] = {}
-        for result in current_results(self.run, "profile") if self.run else ():
-            profile = profile_from(result.value)
-            if (profile.protocol, profile.device) == (benchmark_app.PROTOCOL, self.settings.device) and (
-                profile.settings["tag"] == self.tag
-            ):
-                rows[profile.subject.label] = profile
-        return list((rows | new).values())
 
     def _measure_layers(
         self, subjects: Sequence[Timed], report: Report, formats: Sequence[str] | None
@@ -170,21 +148,21 @@ class Benchmark:
     def _measured(self, subjects: Sequence[Timed], report: Report) -> dict[str, list[TimedArtifact]]:
         """Target → whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
         assert self.run is not None
-        known = {p.subject.key: p for p in report.profiles if p.protocol == use.PROTOCOL}
+        known = {p.subject.key: p for p in report.profiles if p.protocol == in_use.PROTOCOL}
         for result in current_results(self.run, "profile"):
             profile = profile_from(result.value)
-            same = profile.protocol == use.PROTOCOL and profile.device == self.settings.device
+            same = profile.protocol == in_use.PROTOCOL and profile.device == self.settings.device
             if same and self.settings.threads in (None, profile.threads):
                 known.setdefault(profile.subject.key, profile)
-        found: dict[str, list[TimedArtifact]] = {s.target.name: [] for s in subjects}
+        timed: dict[str, list[TimedArtifact]] = {s.target.name: [] for s in subjects}
         for s in subjects:
             if s.artifact is not None and s.subject.key in known:
                 profile = known[s.subject.key]
                 seconds = profile.timings["seconds_per_token"].median
-                found[s.target.name].append(
+                timed[s.target.name].append(
                     TimedArtifact(s.name, s.path, s.artifact, seconds, profile.threads)
                 )
-        return found
+        return timed
 
     def _table(self) -> SensitivityTable:
         if self.run is None:

@@ -9,6 +9,9 @@ from kl_lens.quantizers.registry import get_quantizer, known_quantizers, registe
 # Importing a module registers its quantizers, in the order in which people should see them.
 # isort: off
 from kl_lens.quantizers import nearest as nearest
+from kl_lens.quantizers import search as search
+from kl_lens.quantizers import importance as importance
+from kl_lens.quantizers import gptq as gptq
 # isort: on
 
 __all__ = ["InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]

@@ -14,7 +14,7 @@ import torch
 from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.formats import Format, Quantized
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Component
 
 
@@ -93,7 +93,7 @@ def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | 
     if reason is None:
         return recipe, None
     try:
-        stored = resolve(recipe, component.shape)[0]
+        stored = fitting_recipe(recipe, component.shape)[0]
     except FormatError:
         return None, reason
     return (None, reason) if stored.format == "fp16" else (stored, f"{reason}; measured as {stored}")

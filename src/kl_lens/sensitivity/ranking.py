@@ -207,12 +207,12 @@ def _correlate(
         "divergence": np.array([_divergence(damage[k]) for k in keys]),
     }
     summaries = [summarise(samples[k][: max(1, round(share * len(samples[k])))]) for k in keys]
-    found = []
+    correlations = []
     for kind, metric in itertools.product(targets, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
         result = kendalltau(values, targets[kind])
         low, high = _interval(values, targets[kind], seed)
-        found.append(
+        correlations.append(
             Correlation(
                 kind,
                 metric,
@@ -226,7 +226,7 @@ def _correlate(
                 float(result.pvalue),
             )
         )
-    return found
+    return correlations
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:

@@ -65,7 +65,8 @@ class Sweep:
     ) -> SweepResult:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
-        self._identify(windows, role)
+        self.identify(windows, role)
+        self.bind(candidates)
         text, role = role, role_as(role, self.deployed_as)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
@@ -125,14 +126,15 @@ class Sweep:
 
     def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
         """Per format, each candidate's KL window by window."""
-        found: dict[str, list[list[float]]] = {}
+        values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
             samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
-            found.setdefault(candidate.format, []).append(row)
-        return found
+            values.setdefault(candidate.format, []).append(row)
+        return values
 
-    def _identify(self, windows: Windows, role: str) -> None:
+    def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
+        """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify(model_identity(self.model))
         identity = {
             "source": windows.source,
@@ -144,6 +146,12 @@ class Sweep:
         }
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
         self.run.store("text", role, windows.provenance())
+
+    def bind(self, candidates: Sequence[Candidate]) -> None:
+        """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
+        learnt = self.model.weights.learnt_by(candidate.format for candidate in candidates)
+        if learnt is not None:
+            self.run.identify({"statistics": learnt})
 
     def _measure_slab(
         self,
@@ -174,10 +182,10 @@ class Sweep:
             begin = time.perf_counter()
             results = engine.measure_group([c.perturbation for c in members])
             seconds = (time.perf_counter() - begin) / len(members)
-            for candidate, found in zip(members, results, strict=True):
+            for candidate, metrics in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
-                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in found])
-                fresh = [_renumbered(w, missing[w.window]) for w in found if missing[w.window] not in known]
+                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])
+                fresh = [_renumbered(w, missing[w.window]) for w in metrics if missing[w.window] not in known]
                 if fresh:
                     self.run.store_samples(role, *_key(candidate), fresh, seconds, dtype)
                     measured += len(fresh)
@@ -217,14 +225,14 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str
     """The teacher against itself in another batch position: what the measuring alone makes of no difference."""
     ids = ids[:windows].to(engine.chain.device)
     together = engine.chain.full_logits(ids)
-    found: list[WindowMetrics] = []
+    metrics: list[WindowMetrics] = []
     for index in range(len(ids)):
         targets = torch.full((ids.shape[1],), -1, device=ids.device)
         alone = engine.chain.full_logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
-        found.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
-    summary = summarise(found)
+        metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
+    summary = summarise(metrics)
     return {
         "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
         "kl_student_to_teacher": summary["kl_student_to_teacher"].value,

@@ -43,9 +43,9 @@ class RuntimeSettings:
     @property
     def unusual(self) -> dict[str, Any]:
         """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
-        found: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
-        found |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
-        return found | ({"exact": True} if self.exact else {})
+        settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
+        settings |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
+        return settings | ({"exact": True} if self.exact else {})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.errors import FormatError
+from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
@@ -90,20 +90,51 @@ class WeightStore:
         """From now on, recipes whose method learns are bound to these statistics."""
         self._statistics = statistics
 
+    @property
+    def statistics(self) -> Statistics | None:
+        """What learnt recipes are made from, where there is anything."""
+        return self._statistics
+
+    def learnt_by(self, recipes: Iterable[Recipe | str], expected: str | None = None) -> str | None:
+        """The digest of what some of these recipes are made from; None where none of them learns.
+
+        Refused where there is nothing to learn from, or other statistics than expected.
+        """
+        for recipe in map(Recipe.parse, recipes):
+            if recipe.quantizer.learns:
+                return self.bind(recipe.bound(recipe.learnt or expected)).learnt
+        return None
+
+    def output_error(self, component: str, recipe: Recipe | str) -> float:
+        """E‖(W − Q) x‖² over the calibration text's inputs x: how far the component's own outputs move."""
+        if self._statistics is None:
+            raise FormatError(f"{component}: without statistics nothing is known of its inputs")
+        weight, values = self._source.weight(component).detach(), self.values(component, recipe)
+        moments = self._statistics.of(component).second_moments.to(weight.device)
+        step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
+        total = 0.0
+        for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
+            own = moments if moments.dim() == 2 else moments[index]
+            for first in range(0, len(before), step):
+                errors = before[first : first + step].float() - after[first : first + step]
+                total += float(((errors @ own) * errors).sum(dtype=torch.float64))
+        return total
+
     def bind(self, recipe: Recipe | str) -> Recipe:
         """The recipe with the digest of what it learns from; refused where there is nothing to learn from."""
         wanted = Recipe.parse(recipe)
         if not wanted.quantizer.learns:
             return wanted.bound(None)
         if self._statistics is None:
-            raise FormatError(
-                f"{wanted}: {wanted.method} learns from text and this model has no statistics yet; "
-                "gather them with: kl-lens calibrate"
+            raise UnlearntError(
+                f"{wanted}: {wanted.method} learns from text and this model has no statistics; gather them with: "
+                "kl-lens calibrate MODEL --run DIR (in Python: kl_lens.calibrate(model))"
             )
         known = self._statistics.digest
         if wanted.learnt not in (None, known):
             raise FormatError(
-                f"{wanted}: made from statistics {wanted.learnt}, and those at hand are {known}"
+                f"{wanted}: made from statistics {wanted.learnt}, and those at hand are {known}; make the plan again, "
+                "or bring back the text it learnt from"
             )
         return wanted.bound(known)
 
@@ -170,11 +201,18 @@ class WeightStore:
         """A digest of the weight itself: the same matrix in another checkpoint is the same matrix."""
         key = (component, self._source.state(component))
         if key not in self._originals:
-            weight = self._source.weight(component).detach().cpu().contiguous()
-            total = hashlib.blake2b(f"{weight.dtype} {tuple(weight.shape)}".encode(), digest_size=16)
-            total.update(weight.reshape(-1).view(torch.uint8).numpy().data)
+            weight = self._source.weight(component).detach()
+            total = hashlib.blake2b(str(tuple(weight.shape)).encode(), digest_size=16)
+            step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
+            # As float32, whatever it is stored in: quantizers see no more of it.
+            for rows in weight.reshape(-1, weight.shape[-1]).split(step):
+                total.update(rows.float().cpu().contiguous().numpy().data)
             self._originals[key] = total.hexdigest()
         return self._originals[key]
+
+
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.dim() == 3 else weight[None]
 
 
 def state_of(weight: torch.Tensor) -> Hashable:

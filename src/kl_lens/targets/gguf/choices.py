@@ -10,7 +10,7 @@ import torch
 from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.streaming import TensorSource
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
 from kl_lens.targets.gguf.export import ALIASES, DEFAULT_MAP, FORMATS, STAND_INS
@@ -31,7 +31,9 @@ def choose_recipes(plan: Plan, tensors: TensorSource, format_map: Mapping[str, s
         raise PlanError(f"plan {plan.name}: the model has no component {', '.join(unknown[:3])}{more}")
     chosen: dict[str, str] = {}
     for component, planned in plan.assignment.items():
-        mapped = format_map.get(planned, planned)
+        # A method goes with its format: int4+gptq becomes q4_0+gptq.
+        own, plus, method = planned.partition("+")
+        mapped = format_map.get(planned, format_map.get(own, own) + plus + method)
         name, plus, method = ALIASES.get(mapped, mapped).partition("+")
         wanted = name if name == FLOAT32 or name not in STAND_INS else str(Recipe.parse(name + plus + method))
         if name not in STAND_INS:
@@ -65,7 +67,7 @@ def decide(
     elif planned == FLOAT32:
         refused = False
     else:
-        recipe, reason = resolve(planned, shape)
+        recipe, reason = fitting_recipe(planned, shape)
         refused = reason is not None
     if refused and not fallback:
         raise FormatError(

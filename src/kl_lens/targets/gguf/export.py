@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kl_lens.checkpoints.streaming import TensorSource
     from kl_lens.records import ExportedTensor
     from kl_lens.targets.gguf.writer import TensorJob
-    from kl_lens.weights import WeightStore
+    from kl_lens.weights import Statistics, WeightStore
 
 FORMATS = (  # what a plan for this target may ask for
     "fp16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",
@@ -44,6 +44,8 @@ def export(
     tokenizer: Any | None = None,
     file_name: str | None = None,
     fingerprint: str | None = None,
+    statistics: Statistics | None = None,
+    weights_folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Artifact:
     """Writes `folder/NAME-PLAN.gguf` and says what became of every component.
@@ -61,6 +63,8 @@ def export(
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
         file_name: another name for the file.
         fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
+        statistics, weights_folder: of a streamed folder: what learnt recipes are made from, and where what is
+            expensive is kept. An opened model has its own.
         progress: called with (bytes written, bytes in all).
 
     Raises:
@@ -81,7 +85,7 @@ def export(
         source = Path(model)
         config, name = read_configuration(source), source.resolve().name
         tensors = CheckpointTensors(source, config)
-        store = WeightStore(tensors, memory_budget=0)
+        store = WeightStore(tensors, statistics, weights_folder, memory_budget=0)
         own_tokenizer = read_tokenizer(source) if include_tokenizer and tokenizer is None else None
     try:
         return export_weights(
@@ -119,7 +123,8 @@ def uniform_plan(folder: Path | str, format_name: str) -> Plan:
         if rule.parameter is not None and not rule.float32 and len(shapes[rule.parameter]) >= 2
     }
     assignment = {} if format_name in ("fp16", "f16") else chosen
-    return Plan(name=f"uniform_{format_name}", assignment=assignment, made_by="one format for everything")
+    name = f"uniform_{format_name.replace('+', '.')}"
+    return Plan(name=name, assignment=assignment, made_by="one format for everything")
 
 
 def export_weights(
@@ -144,6 +149,7 @@ def export_weights(
     header, decided = _prepared(tensors, config, plan, name, fallback, format_map, tokenizer, fingerprint)
     text = header.tokenizer
     jobs = header.jobs
+    learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
     digests = write_file(path, header, tensors, store, progress)
     records = tuple(
         replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
@@ -165,6 +171,7 @@ def export_weights(
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
             "format_map": dict(format_map or {}),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
+            **({"statistics": learnt} if learnt else {}),
         },
     )
 

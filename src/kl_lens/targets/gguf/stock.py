@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kl_lens.checkpoints import Anatomy
-from kl_lens.recipes import preferred, resolve
+from kl_lens.recipes import fitting_recipe, preferred
 from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
 
@@ -51,7 +51,7 @@ def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str,
             wanted = wanted if wanted == "q8_0" else _OUTPUT
         else:
             wanted = preferred(wanted, methods)
-        chosen[component.name] = str(resolve(wanted, component.shape)[0])
+        chosen[component.name] = str(fitting_recipe(wanted, component.shape)[0])
     return chosen
 
 

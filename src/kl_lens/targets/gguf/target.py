@@ -172,9 +172,9 @@ class GGUFTarget(Target):
         return not settings.gpu_layers
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
-        from kl_lens.recipes import resolve
+        from kl_lens.recipes import fitting_recipe
         from kl_lens.targets.gguf.activations import as_deployed
 
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: str(resolve(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
+        realised = {name: str(fitting_recipe(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
         return as_deployed(model.model, realised)

@@ -22,7 +22,7 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.graph import StaticShape, build_graph
+from kl_lens.targets.openvino.graph import StaticShape, graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     CACHE_FOLDER,
@@ -79,8 +79,9 @@ def export(
     chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
+    learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    graph = build_graph(model.model, static=static, with_head=with_head)
+    graph = graph_of(model.model, static=static, with_head=with_head)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
@@ -90,6 +91,7 @@ def export(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
     settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
+    settings |= {"statistics": learnt} if learnt else {}
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

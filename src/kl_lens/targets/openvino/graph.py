@@ -7,9 +7,10 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import openvino as ov
@@ -28,6 +29,7 @@ from kl_lens.targets.openvino.capture import (
     example_inputs,
     prepared,
 )
+from kl_lens.weights import state_of
 
 SCAN_ARGUMENTS = 5  # x, Δ, A, B, C
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
@@ -39,6 +41,21 @@ class StaticShape:
 
     tokens: int
     unroll: bool = False  # no TensorIterator: for devices that want a plain graph
+
+
+# Converted graphs of models that are in memory. Tracing takes seconds, and plans differ in their constants alone.
+_converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
+
+
+def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
+    """`build_graph`, remembered as long as the model's weights stay as they are; a copy of its own for every caller."""
+    key = (static, with_head, tuple(state_of(parameter) for parameter in model.parameters()))
+    known = _converted.setdefault(model, {})
+    if key not in known:
+        for other in [k for k in known if k[2] != key[2]]:  # type: ignore[index]
+            del known[other]  # of other weights
+        known[key] = build_graph(model, static=static, with_head=with_head)
+    return known[key].clone()
 
 
 def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:

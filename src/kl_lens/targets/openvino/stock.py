@@ -11,7 +11,7 @@ import itertools
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats.integer import NNCF_SMALLEST_SCALE
-from kl_lens.recipes import resolve
+from kl_lens.recipes import fitting_recipe
 from kl_lens.targets.base import StockRecipe
 
 BACKUP = "int8"
@@ -29,7 +29,7 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
                 name = f"{mode}-g{size}" + ("" if ratio == 1 else f"-{ratio:.0%}".replace("%", ""))
                 origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
                 small = {
-                    c: str(resolve(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
+                    c: str(fitting_recipe(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
                     for c in least_sensitive(model, order, ratio)
                 }
                 found.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))

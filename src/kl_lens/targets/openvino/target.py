@@ -99,14 +99,14 @@ class OpenVINOTarget(Target):
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
-        from kl_lens.recipes import Recipe, resolve
+        from kl_lens.recipes import Recipe, fitting_recipe
 
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
                 self.export(model, Plan("fp16", {}, "fp16"), Path(folder))
         size = self._bare[model.fingerprint]
         for component in model.anatomy.candidates:
-            recipe = resolve(plan.assignment.get(component.name, FP16), component.shape)[0]
+            recipe = fitting_recipe(plan.assignment.get(component.name, FP16), component.shape)[0]
             size += recipe.grid.bytes(component.shape) - 2 * component.parameters
             if recipe != Recipe(FP16):
                 size += _GRAPH_BYTES[recipe.grid.symmetric, recipe.grid.group_size is not None]

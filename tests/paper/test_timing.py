@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kl_lens.errors import TargetError
-from kl_lens.profiling.benchmark_app import reached, run_app, write_report
+from kl_lens.paper.timing import reached, run_app, write_report
 from kl_lens.records import Profile, Spread
 from kl_lens.subjects import ARTIFACT, Subject
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp

@@ -12,16 +12,18 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens.errors import KLLensError, TargetError
+from kl_lens.profiling.benchmark import Benchmark, Report, profile_from
 from kl_lens.profiling.bound import decode_bound
+from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine, processors
 from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.profiling.use import reason_of
 from kl_lens.records import Profile, Spread
-from kl_lens.subjects import Subject
+from kl_lens.subjects import Subject, current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
 from kl_lens.writing import write_text
 
@@ -29,6 +31,49 @@ PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
 ATTEMPTS = 3
 LOG_FOLDER = Path("log/benchmark_log")
+
+
+@dataclass(frozen=True)
+class PublishedTiming:
+    """The published protocol as a `Timing` of `kl_lens.profiling.Benchmark`."""
+
+    tag: str = "kl-lens"  # part of the names of logs and CSV
+    folder: Path | None = None  # where those go; the run's when not given
+
+    def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
+        return sum(s.target.published is not None for s in subjects)
+
+    def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
+        settings = benchmark.settings
+        folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
+        outcome = benchmark_with_app(
+            subjects,
+            report.machine,
+            folder,
+            tag=self.tag,
+            device=settings.device,
+            threads=settings.threads,
+            quick=settings.quick,
+            store=benchmark.store,
+            advanced=benchmark.advanced,
+        )
+        if skipped := [s for s in subjects if s.target.published is None]:
+            runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
+            names = ", ".join(s.name for s in skipped)
+            report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
+        report.add(outcome)
+        if rows := self._rows(benchmark, outcome):
+            report.csv = write_report(folder, settings.device, self.tag, rows)
+
+    def _rows(self, benchmark: Benchmark, outcome: Outcome) -> list[Profile]:
+        """Profiles of this tag and device: what the run knows from before, and the new ones."""
+        rows: dict[str, Profile] = {}
+        for result in current_results(benchmark.run, "profile") if benchmark.run else ():
+            profile = profile_from(result.value)
+            same = (profile.protocol, profile.device) == (PROTOCOL, benchmark.settings.device)
+            if same and profile.settings["tag"] == self.tag:
+                rows[profile.subject.label] = profile
+        return list((rows | outcome.profiles).values())
 
 
 def reached(report: AppReport, seconds: float, iterations: int) -> bool:

@@ -1,0 +1,6 @@
+"""Calibration: what text shows of every component's inputs, gathered once and kept in the run folder."""
+
+from kl_lens.calibration.gathering import gather
+from kl_lens.calibration.stored import StoredStatistics
+
+__all__ = ["StoredStatistics", "gather"]

@@ -1,0 +1,175 @@
+"""Gathers the second moments of every component's inputs, block by block through the chain.
+
+All windows go through a block before the next begins, so memory holds the states of the windows and the moments of
+one block (and those of weights that later blocks share). What a killed gathering had stored is not watched again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kl_lens.calibration.stored import LOOKED_UP, NO_INPUT, StoredStatistics
+from kl_lens.calibration.watching import Moments, ProductWatch
+from kl_lens.checkpoints import LoadedModel, States
+from kl_lens.checkpoints.chain import BlockCalls
+from kl_lens.errors import CheckpointError
+from kl_lens.quantizers import InputStatistics
+from kl_lens.records import Component
+from kl_lens.text import Windows
+
+_TOKENS_AT_ONCE = 4096
+
+
+def gather(
+    model: LoadedModel,
+    windows: Windows,
+    run: Path,
+    *,
+    progress: Callable[[int, int], None] = lambda done, blocks: None,
+) -> StoredStatistics:
+    """The statistics of all quantizable components on these windows, kept under `run`.
+
+    Args:
+        model: what to watch, on whatever device it is.
+        windows: the calibration text.
+        run: the run's folder; `statistics/` in it holds the result. Taken up again where an earlier call stopped.
+        progress: called with (blocks done, blocks).
+
+    Raises:
+        RunError: the folder holds statistics of another model or text.
+        CheckpointError: activations that are not finite, with the component and the window.
+    """
+    stored = StoredStatistics.begun(run, model, windows)
+    missing = [c for c in model.anatomy.candidates if c.name not in stored]
+    if missing:
+        with _experts_one_by_one(model.model):
+            _Gathering(model, windows, stored, missing).run(progress)
+    return stored
+
+
+class _Gathering:
+    def __init__(
+        self, model: LoadedModel, windows: Windows, stored: StoredStatistics, missing: Sequence[Component]
+    ) -> None:
+        self._model = model
+        self._chain = model.chain
+        self._stored = stored
+        self._missing = missing
+        self._tokens = windows.tokens
+        size = max(1, _TOKENS_AT_ONCE // windows.length)
+        self._batches = [windows.ids[first : first + size] for first in range(0, len(windows), size)]
+        self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
+        self._moments: dict[str, Moments] = {}
+
+    def run(self, progress: Callable[[int, int], None]) -> None:
+        calls = [self._chain.calls(ids) for ids in self._batches]
+        states = [States(call.hidden) for call in calls]
+        for index in range(len(self._chain)):
+            watch = self._watch([c for c in self._missing if index in c.blocks])
+            for number, call in enumerate(calls):
+                with watch(number):
+                    states[number] = self._chain.run(states[number], call, index, index + 1)
+                self._check_states(states[number].hidden, f"behind block {index}", number)
+            done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
+            self._store(f"block-{index:03d}.safetensors", done)
+            progress(index + 1, len(self._chain))
+        self._outside(calls, states)
+
+    def _outside(self, calls: Sequence[BlockCalls], states: Sequence[States]) -> None:
+        """What sits around the blocks: the head, and whatever else a model has there."""
+        anatomy = self._model.anatomy
+        outside = [c for c in self._missing if not c.blocks]
+        looked_up = [c for c in outside if c.name == anatomy.embedding != anatomy.head]
+        multiplied = [c for c in outside if c not in looked_up]
+        watch = self._watch(multiplied)
+        for number, (call, state) in enumerate(zip(calls, states, strict=True)):
+            with watch(number):
+                final = self._chain.finish(state, call)  # stops where the head would run
+            self._check_states(final, "in front of the head", number)
+            if anatomy.head in self._moments:
+                self._moments[anatomy.head].add(final)
+        self._store("outside.safetensors", multiplied)
+        for component in looked_up:
+            self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
+
+    def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
+        for component in components:
+            if component.name not in self._moments:
+                self._moments[component.name] = Moments(component.shape, self._chain.device)
+        here = {c.name: self._moments[c.name] for c in components}
+        return lambda number: ProductWatch(self._weights, here, lambda x: self._place(x, number))
+
+    def _store(self, file: str, components: Sequence[Component]) -> None:
+        statistics: dict[str, InputStatistics] = {}
+        notes: dict[str, str] = {}
+        for component in components:
+            moments = self._moments.pop(component.name)
+            if moments.in_parts or not any(moments.tokens):
+                note = (
+                    "no product with it was seen"
+                    if not moments.in_parts
+                    else "it is multiplied with in parts"
+                )
+                if moments.stacked and not moments.in_parts:
+                    note = "no token of this text was routed to its experts"
+                self._stored.add_without_moments(component.name, note, None, 0)
+                continue
+            if not bool(moments.sums.any()):
+                columns, tokens = moments.columns, sum(moments.tokens)
+                self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
+                continue
+            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
+            if few := [
+                str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
+            ]:
+                notes[component.name] = (
+                    f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the mean of all"
+                )
+        self._stored.add(file, statistics, notes)
+
+    def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
+        if not bool(torch.isfinite(states).all()):
+            place = self._place(states, number)
+            raise CheckpointError(
+                f"{self._model.name}: states {where} hold NaN or infinity {place}; "
+                "repair the checkpoint, or load it in float32"
+            )
+
+    def _place(self, inputs: torch.Tensor, number: int) -> str:
+        """`in window 3`, or the windows of the batch where tokens have left their order."""
+        first = sum(len(ids) for ids in self._batches[:number])
+        count = len(self._batches[number])
+        if inputs.shape[0] == count:
+            bad = ~torch.isfinite(inputs.reshape(count, -1)).all(1)
+            return (
+                f"in window {first + int(bad.nonzero()[0, 0])}" if bool(bad.any()) else f"from window {first}"
+            )
+        return f"in windows {first} to {first + count - 1}"
+
+
+def _means(moments: Moments) -> torch.Tensor:
+    """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
+    tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
+    overall = moments.sums.sum(0) / tokens.sum()
+    lacking = (moments.columns - tokens).clamp_min(0) if moments.stacked else torch.zeros_like(tokens)
+    means = ((moments.sums + lacking * overall) / (tokens + lacking)).float().cpu()
+    return means if moments.stacked else means[0]
+
+
+@contextmanager
+def _experts_one_by_one(model: Any) -> Iterator[None]:
+    """Within the block transformers multiplies with each expert's slice: its faster ways gather copies of them."""
+    before = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)

@@ -1,0 +1,217 @@
+"""Statistics as files: `RUN/statistics/statistics.json` says what they are of, `*.safetensors` hold the moments.
+
+A file holds the components that are finished with one block, as upper triangles in float32; components with the same
+inputs (q, k and v of one attention) share one. Whatever was killed is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import FormatError, RunError
+from kl_lens.quantizers import InputStatistics
+from kl_lens.text import Windows
+from kl_lens.writing import write_text
+
+FOLDER = "statistics"
+# Say here what changed when the same text begins to give other statistics.
+VERSION = 1
+_INDEX = "statistics.json"
+
+LOOKED_UP = "looked up, never multiplied with: all columns count alike"
+NO_INPUT = "its inputs were all zero on this text: all columns count alike"
+
+
+class StoredStatistics:
+    """The second moments of every component's inputs on one text: a `weights.Statistics`.
+
+    Example:
+        >>> statistics = StoredStatistics.open(run.folder, model)
+        >>> model.weights.learn_from(statistics)
+    """
+
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], components: dict[str, dict[str, Any]]
+    ) -> None:
+        self.folder = folder
+        self.identity = dict(identity)
+        self._components = components
+
+    @classmethod
+    def open(cls, run: Path, model: LoadedModel, windows: Windows | None = None) -> StoredStatistics:
+        """Those that a run holds; refused when they are of another model, or of another text than `windows`."""
+        stored = cls._of(run, identity_of(model, windows) if windows else _model_identity(model))
+        missing = [c.name for c in model.anatomy.candidates if c.name not in stored._components]
+        if missing:
+            raise RunError(
+                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); run it again"
+            )
+        return stored
+
+    @classmethod
+    def found(cls, run: Path) -> StoredStatistics | None:
+        """Whatever a run holds, whole or begun, of whatever model."""
+        folder = run / FOLDER
+        path = folder / _INDEX
+        if not path.is_file():
+            return None
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            return cls(folder, index["identity"], index["components"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} cannot be read: {error}; delete {folder} and gather again") from error
+
+    @classmethod
+    def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
+        """Those that a run holds, for a model that is not opened; refused when they are of another one."""
+        return cls._of(run, {"version": VERSION, "model_fingerprint": fingerprint})
+
+    def covers(self, model: LoadedModel) -> bool:
+        """Whether nothing of the model is missing."""
+        return all(c.name in self._components for c in model.anatomy.candidates)
+
+    @classmethod
+    def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
+        """What there is already of this model and text, to be added to."""
+        identity = identity_of(model, windows)
+        stored = cls.found(run)
+        if stored is None:
+            return cls(run / FOLDER, identity, {})
+        stored._require(identity)
+        intact = {name: entry for name, entry in stored._components.items() if stored._is_readable(name)}
+        return cls(stored.folder, identity, intact)
+
+    @property
+    def digest(self) -> str:
+        parts = [self.identity[key] for key in ("version", "model_fingerprint", "text_fingerprint")]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Component → what is to be known of its statistics, for those where something is."""
+        return {name: entry["note"] for name, entry in self._components.items() if entry.get("note")}
+
+    def __contains__(self, component: str) -> bool:
+        return component in self._components
+
+    def of(self, component: str) -> InputStatistics:
+        entry = self._components.get(component)
+        if entry is None:
+            raise FormatError(
+                f"{component}: {self.folder} says nothing about it; gather it again with this model"
+            )
+        tokens = tuple(entry["tokens"])
+        if entry["file"] is None:
+            if entry["columns"] is None:
+                raise FormatError(f"{component}: {entry['note']}; use a method that needs no statistics")
+            return InputStatistics(torch.eye(entry["columns"]), tokens)
+        try:
+            with safe_open(self.folder / entry["file"], framework="pt") as file:
+                packed = file.get_tensor(entry["under"])
+        except (OSError, SafetensorError) as error:
+            raise FormatError(
+                f"{self.folder / entry['file']} is damaged; delete it and gather again"
+            ) from error
+        return InputStatistics(_unpacked(packed, entry["columns"]), tokens)
+
+    def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
+        """Writes finished components to a file of their own and then into the index."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, statistics in moments.items():
+            packed = _packed(statistics.second_moments)
+            same = (other for other, tensor in tensors.items() if torch.equal(tensor, packed))
+            under = next(same, name)
+            if under == name:
+                tensors[name] = packed
+            self._components[name] = {
+                "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
+                "tokens": list(statistics.tokens), "note": notes.get(name),
+            }  # fmt: skip
+        if tensors:
+            self._write(file, tensors)
+        self._write_index()
+
+    def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
+        """A component whose columns count alike (`columns` given), or of which nothing is known (None)."""
+        entry = {"file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note}
+        self._components[component] = entry
+        self._write_index()
+
+    @classmethod
+    def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
+        stored = cls.found(run)
+        if stored is None:
+            raise RunError(
+                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
+            )
+        stored._require(identity)
+        return stored
+
+    def _require(self, identity: Mapping[str, Any]) -> None:
+        meanings = {
+            "version": "another way of gathering",
+            "model_fingerprint": "another model",
+            "text_fingerprint": "another text",
+        }
+        for key, meaning in meanings.items():
+            if key in identity and self.identity.get(key) != identity[key]:
+                raise RunError(
+                    f"{self.folder} holds statistics of {meaning} ({self.identity.get('model')}, "
+                    f"{self.identity.get('text', {}).get('source')}); delete it to gather again, or use another --run"
+                )
+
+    def _is_readable(self, component: str) -> bool:
+        try:
+            self.of(component)
+        except FormatError:
+            return self._components[component]["file"] is None
+        return True
+
+    def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary)
+            os.replace(temporary, self.folder / file)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def _write_index(self) -> None:
+        index = {"identity": self.identity, "digest": self.digest, "components": self._components}
+        write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
+
+
+def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:
+    """What statistics are of: the way of gathering, the model, the text."""
+    text = windows.provenance()
+    return {**_model_identity(model), "text": text, "text_fingerprint": windows.fingerprint}
+
+
+def _model_identity(model: LoadedModel) -> dict[str, Any]:
+    return {"version": VERSION, "model": model.name, "model_fingerprint": model.fingerprint}
+
+
+def _packed(moments: torch.Tensor) -> torch.Tensor:
+    row, column = torch.triu_indices(*moments.shape[-2:])
+    return moments[..., row, column].contiguous()
+
+
+def _unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    row, column = torch.triu_indices(columns, columns)
+    full = packed.new_empty(*packed.shape[:-1], columns, columns)
+    full[..., row, column] = packed
+    full[..., column, row] = packed
+    return full

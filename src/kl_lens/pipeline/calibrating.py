@@ -1,0 +1,217 @@
+"""`calibrate`: what text shows of every component's inputs, for methods that learn from it.
+
+Any other verb that meets a recipe whose method learns takes the run's statistics, or gathers them first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kl_lens.calibration import StoredStatistics, gather
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import RunError
+from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.settings import (
+    COUNT,
+    DEFAULT_RUN,
+    Loading,
+    Settings,
+    command_of,
+    grouped,
+    new_run_folder,
+    option,
+)
+from kl_lens.quantizers import InputStatistics
+from kl_lens.recipes import Recipe
+from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.sensitivity.sweep import model_identity
+from kl_lens.text import Windows, evaluation_windows, refuse_overlap
+
+if TYPE_CHECKING:  # it gives every model its run's statistics, and so loads this module
+    from kl_lens.pipeline.workbench import Workbench
+
+DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_LENGTH, DEFAULT_SEED = "wikitext2:train", 32, 512, 42
+_text = grouped("text that methods learn from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningText(Settings):
+    """The text that statistics are gathered on; what is not given is the run's own."""
+
+    text: str | None = _text(
+        None, f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})"
+    )
+    windows: int | None = _text(
+        None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
+    )
+    window_length: int | None = _text(
+        None, f"tokens each (default: the run's, or {DEFAULT_LENGTH})", kind=COUNT
+    )
+    seed: int | None = _text(
+        None, "chooses the windows (default: another than measure's: what was learnt from does not judge)"
+    )
+
+    @property
+    def is_given(self) -> bool:
+        return any(value is not None for value in (self.text, self.windows, self.window_length, self.seed))
+
+    def drawn(self, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+        """The windows that these settings mean in a run."""
+        measured = run.text_identity(CALIBRATION) or {}
+        text, split = self.text or DEFAULT_TEXT, None
+        if self.text is None and measured:
+            text, split = measured["source"], measured["split"]
+        how: dict[str, Any] = {
+            "length": self.window_length or measured.get("length", DEFAULT_LENGTH),
+            "seed": measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed,
+            "split": split,
+        }
+        windows = self.windows
+        if windows is None:
+            available = bench.drawn(text, model, windows=1, **how).stream_tokens // how["length"]
+            windows = min(DEFAULT_WINDOWS, available)
+        return bench.drawn(text, model, windows=windows, **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateSettings(LearningText, Loading):
+    verb: ClassVar[str] = "calibrate"
+
+    model: str | None = option(
+        None, "a model, when --run is new", positional=True, nargs="?", metavar="MODEL"
+    )
+    run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    again: bool = option(
+        False,
+        "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
+    )
+
+
+@dataclass(frozen=True)
+class CalibrateResult:
+    folder: Path  # the run's
+    model: str  # opens it again
+    statistics: StoredStatistics
+
+    @property
+    def text(self) -> dict[str, Any]:
+        text: dict[str, Any] = self.statistics.identity["text"]
+        return text
+
+
+def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> CalibrateResult:
+    if settings.model is None:
+        with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
+            return _calibrated(run, bench.model_of(run, settings), settings, bench, events)
+    model = bench.model(settings)
+    with Run.create(new_run_folder(settings.run, model.name)) as run:
+        return _calibrated(run, model, settings, bench, events)
+
+
+def _calibrated(
+    run: Run, model: LoadedModel, settings: CalibrateSettings, bench: Workbench, events: Events
+) -> CalibrateResult:
+    run.identify(model_identity(model))
+    run.note_command(["kl-lens", *command_of(settings)])
+    if settings.again:
+        forget(run)
+    statistics = statistics_of(run, model, settings, bench, events, thorough=True)
+    for component, note in statistics.notes.items():
+        events.note(f"{component}: {note}")
+    return CalibrateResult(run.folder, model.source or model.name, statistics)
+
+
+def forget(run: Run) -> None:
+    """Takes out a run's statistics and what was measured of recipes that learnt from them."""
+    found = StoredStatistics.found(run.folder)
+    if found is not None:
+        shutil.rmtree(found.folder)
+    formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
+    run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
+
+
+def statistics_of(
+    run: Run,
+    model: LoadedModel,
+    text: LearningText,
+    bench: Workbench,
+    events: Events,
+    *,
+    thorough: bool = False,
+) -> StoredStatistics:
+    """The run's statistics, gathered where they are not there or not whole; refused when they are of another text.
+
+    `thorough` reads them all, and gathers what is damaged.
+    """
+    found = StoredStatistics.found(run.folder)
+    is_whole = found is not None and found.covers(model)
+    if is_whole and not thorough and not text.is_given:
+        return StoredStatistics.open(run.folder, model)
+    if found is None or text.is_given:
+        windows = text.drawn(run, model, bench)
+    else:  # what was begun goes on with its own text
+        windows = bench.drawn_again(found.identity["text"], model.require_tokenizer())
+    if is_whole and not thorough:
+        return StoredStatistics.open(run.folder, model, windows)
+    if is_whole:
+        return gather(model, windows, run.folder)
+    _refuse_judging_text(run, windows, model, bench)
+    run.identify(model_identity(model))
+    events.note(
+        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} tokens, into "
+        f"{run.folder / 'statistics'}"
+    )
+    with going_on(run.folder), events.progress("calibrating") as shown:
+        shown.started(len(model.chain), 0)
+        return gather(
+            model, windows, run.folder, progress=lambda done, blocks: shown.advanced(1, f"block {done - 1}")
+        )
+
+
+def text_of(run: Path) -> Mapping[str, Any] | None:
+    """Which text a run's statistics are of."""
+    found = StoredStatistics.found(run)
+    return None if found is None else found.identity["text"]
+
+
+def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
+    """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
+    found = bench.judging
+    if (known := run.text_identity(EVALUATION)) is not None:
+        how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
+        tokenizer = model.require_tokenizer()
+        found = [*found, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+    for judging in found:
+        refuse_overlap(windows, judging)
+
+
+class RunStatistics:
+    """A run's statistics, opened or gathered when a recipe first learns: `weights.Statistics`."""
+
+    def __init__(self, run: Path, model: LoadedModel, text: LearningText, bench: Workbench) -> None:
+        self._run, self._model, self._text, self._bench = run, model, text, bench
+
+    @cached_property
+    def _stored(self) -> StoredStatistics:
+        with Run.open(self._run) as run:
+            return statistics_of(run, self._model, self._text, self._bench, self._bench.events)
+
+    @property
+    def digest(self) -> str:
+        return self._stored.digest
+
+    def of(self, component: str) -> InputStatistics:
+        return self._stored.of(component)
+
+
+def for_streaming(run: Run, fingerprint: str | None) -> StoredStatistics:
+    """The statistics of a model that is not opened: they have to be there."""
+    try:
+        return StoredStatistics.of_fingerprint(run.folder, fingerprint)
+    except RunError as error:
+        raise RunError(f"--stream does not open the model, so methods cannot learn now: {error}") from error

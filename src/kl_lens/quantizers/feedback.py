@@ -1,0 +1,100 @@
+"""Error feedback: round column after column, and let later columns make up for the errors of earlier ones.
+
+What counts is tr(E H Eᵀ) with E = W − Q and H = E[x xᵀ]. With H = R Rᵀ, R upper triangular, and M = R with its columns
+divided by their diagonal, it is Σⱼ Rⱼⱼ² |Eⱼ + Σₖ Eₖ Mₖⱼ|², k < j: rounding wⱼ + Σₖ Eₖ Mₖⱼ in order makes each term
+as small as it can then be. That is GPTQ's rule (the Cholesky factor of H⁻¹ that it uses is R⁻¹), without the inverse.
+Important columns come first: the last ones have nothing behind them to make up for what they lose.
+
+Rounds of coordinate descent and of fitting the scales follow, on the same sum; each can only make it smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kl_lens.quantizers.kernels import descend, round_in_order
+from kl_lens.quantizers.levels import Levels
+from kl_lens.quantizers.scales import refitted
+
+BLOCK = 128  # columns whose errors are passed on one by one; beyond them, by one product per block
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Second moments made definite, with the order and the factor that error feedback needs."""
+
+    moments: torch.Tensor  # (columns, columns), float32, damped
+    order: torch.Tensor  # columns, the most important first
+    mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
+    remaining: (
+        torch.Tensor
+    )  # (columns,), in their own order: Rⱼⱼ², what of a column later ones cannot make up for
+
+    @classmethod
+    def of(cls, moments: torch.Tensor, damping: float) -> Objective:
+        """`damping` × the mean of the diagonal is added to it: also columns that were never active count a little."""
+        exact = moments.double()
+        mean = float(exact.diagonal().mean()) or 1.0
+        exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * (damping * mean)
+        order = torch.argsort(exact.diagonal(), descending=True, stable=True)
+        # Turned round, Cholesky's lower factor is the upper one.
+        factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
+        diagonal = factor.diagonal()
+        remaining = torch.empty_like(diagonal)
+        remaining[order] = diagonal.square()
+        return cls(exact.float(), order, (factor / diagonal).float().contiguous(), remaining.float())
+
+
+def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:
+    """Codes of a weight (rows, columns), rounded in order of importance with error feedback."""
+    order, mixing = objective.order, objective.mixing
+    ordered = weight[:, order]
+    codes, errors = torch.empty_like(ordered), torch.empty_like(ordered)
+    for first in range(0, weight.shape[1], BLOCK):
+        block = slice(first, first + BLOCK)
+        own = ordered[:, block].contiguous()
+        wanted = own + errors[:, :first] @ mixing[:first, block]
+        codes[:, block], errors[:, block] = round_in_order(
+            wanted, own, mixing[block, block].contiguous(), levels, order[block]
+        )
+    back = torch.empty_like(codes)
+    back[:, order] = codes
+    return back
+
+
+def descended(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> torch.Tensor:
+    """Codes after one round of coordinate descent from those given."""
+    codes, moments = codes.clone(), objective.moments
+    errors = weight - levels.values(codes)
+    columns = torch.arange(weight.shape[1], device=weight.device)
+    for first in range(0, weight.shape[1], BLOCK):
+        block = slice(first, first + BLOCK)
+        pull = errors @ moments[:, block]
+        own, left = codes[:, block].contiguous(), errors[:, block].contiguous()
+        descend(pull, moments[block, block].contiguous(), own, left, levels, columns[block])
+        codes[:, block], errors[:, block] = own, left
+    return codes
+
+
+def with_fitted_scales(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> Levels:
+    """Levels whose scales, group after group, are the best for these codes among those that can be stored."""
+    places, moments = levels.places(codes), objective.moments
+    scales = levels.scales.clone()
+    errors = weight - levels.values(codes)
+    for g in range(scales.shape[1]):
+        block = slice(g * levels.group, (g + 1) * levels.group)
+        own = places[:, block]
+        pull = ((errors @ moments[:, block]) * own).sum(-1)
+        curvature = ((own @ moments[block, block]) * own).sum(-1)
+        wanted = scales[:, g] + torch.where(curvature > 0, pull / curvature, 0)
+        step = refitted(scales[:, g], wanted) - scales[:, g]
+        step = torch.where(2 * pull * step > curvature * step.square(), step, 0)
+        scales[:, g] += step
+        errors[:, block] -= own * step[:, None]
+    return levels.with_scales(scales, levels.zero_points)

@@ -1,0 +1,43 @@
+"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kl_lens.formats import Format, Quantized
+from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.quantizers.learnt import LearningQuantizer
+from kl_lens.quantizers.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+# A column that was never active still counts this share of the mean, or ggml would fit it to nothing.
+_FLOOR = 1e-6
+
+
+class ImportanceMatrix(LearningQuantizer):
+    name = "imatrix"
+
+    def suits(self, fmt: Format) -> str | None:
+        if not isinstance(fmt, GGUFFormat):
+            return f"{fmt.name} is not one of ggml's types; use search or gptq"
+        return None if fmt.takes_importance else f"ggml's {fmt.name} ignores importance; use gptq, or none"
+
+    def _rounding(self, fmt: Format, moments: torch.Tensor) -> Callable[[torch.Tensor], Quantized]:
+        assert isinstance(fmt, GGUFFormat)
+        return partial(fmt.quantize_with, importance=column_importance(moments))
+
+
+def column_importance(moments: torch.Tensor) -> torch.Tensor:
+    """The diagonal, positive everywhere; all alike where nothing is known."""
+    import torch
+
+    diagonal = moments.diagonal().clamp_min(0)
+    mean = diagonal.mean()
+    return diagonal.clamp_min(float(mean) * _FLOOR) if bool(mean > 0) else torch.ones_like(diagonal)
+
+
+register(ImportanceMatrix())

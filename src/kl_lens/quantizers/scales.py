@@ -1,0 +1,175 @@
+"""Scales (and zero points) for OpenVINO's grids that lose least, with columns weighed by their importance.
+
+For every group some scales are tried around the one that just holds it, of both signs where the integers reach further
+on one side than on the other. Given the integers q (zero points taken off), the best scale is s = Σ h w q / Σ h q² and
+its loss Σ h w² − s Σ h w q, so a try costs one pass. Rounding with the stored scale and fitting again follow, for as
+long as that helps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from kl_lens.formats import Format, Quantized
+from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleFormat
+from kl_lens.formats.normal_float import LEVELS, NormalFloatFormat
+from kl_lens.formats.zero_points import ZeroPointFormat
+from kl_lens.quantizers.levels import Levels
+
+_FACTORS = torch.linspace(0.5, 1.1, 19)  # of the scale that just holds a group
+_REFITS = 4
+
+
+def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor) -> Levels:
+    """Levels of a weight (rows, columns) in one of OpenVINO's formats; importance (columns,), positive."""
+    group = fmt.group_size or weight.shape[-1]
+    groups = weight.reshape(-1, group)
+    weigh = importance.reshape(-1, group)
+    low, high = torch.aminmax(groups, dim=-1)
+    largest = torch.maximum(-low, high)
+    zeros = torch.zeros_like(low)
+    if isinstance(fmt, SignedScaleFormat):
+        top = 2 ** (fmt.bits - 1)
+        factors = torch.cat([_FACTORS, -_FACTORS])
+        plain = Levels(group, largest[:, None] / top, -top, top - 1)
+        best = _best(groups, weigh, plain, zeros, factors, torch.zeros_like(factors))
+    elif isinstance(fmt, ZeroPointFormat):
+        top = 2**fmt.bits - 1
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        span = (high - low).clamp_min(NNCF_SMALLEST_SCALE)
+        shifts = torch.tensor([-1.0, 0.0, 1.0]).repeat(len(_FACTORS))
+        plain = Levels(group, span[:, None] / top, 0, top)
+        best = _best(groups, weigh, plain, (-low * top / span).round(), _FACTORS.repeat_interleave(3), shifts)
+    else:
+        assert isinstance(fmt, NormalFloatFormat)
+        plain = Levels(group, largest[:, None], 0, len(LEVELS) - 1, table=tuple(LEVELS.tolist()))
+        best = _best(groups, weigh, plain, zeros, _FACTORS, torch.zeros_like(_FACTORS))
+    shape = (weight.shape[0], -1)
+    return Levels(
+        group, best.scales.view(shape), best.lowest, best.highest,
+        None if best.zero_points is None else best.zero_points.view(shape), best.table,
+    )  # fmt: skip
+
+
+def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
+    """What an artifact holds of these codes."""
+    unsigned = levels.lowest == 0
+    return Quantized(
+        fmt.name,
+        tuple(codes.shape),
+        codes.to(torch.uint8 if unsigned else torch.int8),
+        levels.scales.half(),
+        None if levels.zero_points is None else levels.zero_points.to(torch.uint8),
+    )
+
+
+def refitted(before: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Scales as they are stored: FP16, never zero, the old ones where the new make no sense."""
+    kept = scales.half().float()
+    usable = torch.isfinite(kept) & (kept.abs() >= NNCF_SMALLEST_SCALE)
+    return torch.where(usable, kept, before)
+
+
+def _best(
+    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    shifts: torch.Tensor,
+) -> Levels:  # fmt: skip
+    """The best of `factors` × the plain scales with zero points moved by `shifts`, then fitted in turns.
+
+    Groups are rows here: (number of groups, columns of one).
+    """
+    trial = _try_on_cpu if groups.device.type == "cpu" else _try
+    scales, zero_points = trial(
+        groups, weigh, plain, zeros, factors.to(groups.device), shifts.to(groups.device)
+    )
+    asymmetric = bool((shifts != 0).any())
+    smallest = plain.scales.half().float().clamp_min(NNCF_SMALLEST_SCALE)
+    best = plain.with_scales(
+        refitted(smallest, scales[:, None]), zero_points[:, None] if asymmetric else None
+    )
+    rows = weigh.repeat(len(groups) // len(weigh), 1)
+    codes = best.rounded(groups)
+    loss = (rows * (groups - best.values(codes)).square()).sum(-1, keepdim=True)
+    for _ in range(_REFITS):
+        places = best.places(codes)
+        fit = (rows * groups * places).sum(-1, keepdim=True) / (rows * places.square()).sum(-1, keepdim=True)
+        other = best.with_scales(refitted(best.scales, fit), best.zero_points)
+        new_codes = other.rounded(groups)
+        new_loss = (rows * (groups - other.values(new_codes)).square()).sum(-1, keepdim=True)
+        better = new_loss < loss
+        if not bool(better.any()):
+            break
+        best = best.with_scales(torch.where(better, other.scales, best.scales), best.zero_points)
+        codes, loss = torch.where(better, new_codes, codes), torch.where(better, new_loss, loss)
+    return best
+
+
+def _try(
+    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    shifts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The best fitted scale and zero point of every group, try by try."""
+    rows = weigh.repeat(len(groups) // len(weigh), 1)
+    gain = torch.full_like(zeros, -1.0)
+    scales, points = plain.scales[:, 0].clone(), zeros.clone()
+    for factor, shift in zip(factors, shifts, strict=True):
+        zero = (zeros + shift).clamp(plain.lowest, plain.highest)
+        level = plain.with_scales(plain.scales * factor, zero[:, None] if plain.lowest == 0 else None)
+        places = level.places(level.rounded(groups))
+        product, square = (rows * groups * places).sum(-1), (rows * places.square()).sum(-1)
+        reached = torch.where(square > 0, product.square() / square, 0)
+        better = reached > gain
+        gain = torch.where(better, reached, gain)
+        scales = torch.where(better, product / square, scales)
+        points = torch.where(better, zero, points)
+    return scales, points
+
+
+def _try_on_cpu(
+    groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
+    shifts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    scales, points = plain.scales[:, 0].clone(), zeros.clone()
+    table = np.array(plain.table or (0.0,), np.float32)
+    _try_scales(
+        groups.contiguous().numpy(), weigh.contiguous().numpy(), scales.numpy(), points.numpy(), factors.numpy(),
+        shifts.numpy(), np.float32(plain.lowest), np.float32(plain.highest), table,
+    )  # fmt: skip
+    return scales, points
+
+
+@njit(parallel=True, fastmath=True, error_model="numpy", cache=True)
+def _try_scales(groups, weigh, scales, points, factors, shifts, lowest, highest, table):  # type: ignore[no-untyped-def]
+    count, width = groups.shape
+    with_zero = lowest == 0 and table.shape[0] == 1
+    for row in prange(count):
+        values, importance = groups[row], weigh[row % weigh.shape[0]]
+        plain, first = scales[row], points[row]
+        if plain == 0:
+            continue
+        gain = np.float32(-1)
+        for t in range(factors.shape[0]):
+            inverse = np.float32(1) / (plain * factors[t])
+            zero = min(max(first + shifts[t], lowest), highest) if with_zero else np.float32(0)
+            product, square = np.float32(0), np.float32(0)
+            if table.shape[0] > 1:
+                for j in range(width):
+                    scaled = values[j] * inverse
+                    place = table[0]
+                    for i in range(table.shape[0] - 1):
+                        if scaled > np.float32(0.5) * (table[i] + table[i + 1]):
+                            place = table[i + 1]
+                    product += importance[j] * values[j] * place
+                    square += importance[j] * place * place
+            else:
+                for j in range(width):
+                    # Adding and taking off 1.5·2²³ would be faster to round; fast mathematics would undo it.
+                    place = min(max(np.float32(np.rint(values[j] * inverse)) + zero, lowest), highest) - zero
+                    product += importance[j] * values[j] * place
+                    square += importance[j] * place * place
+            if square > 0 and product * product / square > gain:
+                gain = product * product / square
+                scales[row] = product / square
+                points[row] = zero

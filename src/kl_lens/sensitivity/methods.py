@@ -1,0 +1,96 @@
+"""Which recipes a sweep measures: formats × methods, or for every component the method that its own outputs prefer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.formats import get_format
+from kl_lens.quantizers import get_quantizer, known_quantizers
+from kl_lens.recipes import NEAREST, Recipe
+from kl_lens.records import Measurement
+from kl_lens.sensitivity.perturbation import Candidate
+
+AUTO = "auto"
+VERIFIED = 4  # components on which `auto` measures every method
+_KL = "kl_teacher_to_student"
+
+
+def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Every format by every method that has a meaning for it, and why others are left out.
+
+    A recipe that names its method stays as it is, and so does a format that no method suits (fp16).
+    """
+    recipes: list[str] = []
+    reasons: list[str] = []
+    for name in formats:
+        if "+" in name or not methods:
+            recipes.append(str(Recipe.parse(name)))
+            continue
+        fmt = get_format(name)
+        unsuited = {method: get_quantizer(method).suits(fmt) for method in methods}
+        reasons += [f"{name}+{method}: {reason}" for method, reason in unsuited.items() if reason]
+        suited = [method for method, reason in unsuited.items() if reason is None]
+        recipes += [str(Recipe.parse(f"{name}+{method}")) for method in suited or [NEAREST]]
+    return list(dict.fromkeys(recipes)), reasons
+
+
+def all_methods(formats: Sequence[str]) -> list[str]:
+    """Every format by every method there is, round to nearest first."""
+    return crossed(formats, known_quantizers())[0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` measures: of each component and format the recipe with the least error of its own outputs, and on a
+    few components every recipe, to see whether the output distribution agrees."""
+
+    candidates: list[Candidate]
+    chosen: frozenset[tuple[str, str]]  # (component, recipe)
+    verified: frozenset[str]  # components
+
+    @property
+    def summary(self) -> str:
+        counts: dict[str, int] = {}
+        for _, recipe in self.chosen:
+            method = Recipe.parse(recipe).method
+            counts[method] = counts.get(method, 0) + 1
+        return ", ".join(
+            f"{method} for {count}" for method, count in sorted(counts.items(), key=lambda x: -x[1])
+        )
+
+    def agreement(self, measurements: Iterable[Measurement]) -> tuple[int, int]:
+        """On how many of the verified (component, format) the choice also had the least KL, and of how many."""
+        rivals_of: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+        offered = {(c.component.name, c.format) for c in self.candidates}
+        for m in measurements:
+            if m.component in self.verified and (m.component, m.format) in offered:
+                key = m.component, Recipe.parse(m.format).format
+                rivals_of.setdefault(key, []).append(
+                    (m.metrics[_KL].value, (m.component, m.format) in self.chosen)
+                )
+        rivals = [values for values in rivals_of.values() if len(values) > 1]
+        return sum(any(won for value, won in v if value == min(v)[0]) for v in rivals), len(rivals)
+
+
+def by_output_error(
+    model: LoadedModel, candidates: Sequence[Candidate], advanced: Callable[[Candidate], None]
+) -> Choice:
+    """Chooses among candidates that differ in their method only; every weight is made, and kept by the store."""
+    groups: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in candidates:
+        key = candidate.component.name, Recipe.parse(candidate.format).format
+        groups.setdefault(key, []).append(candidate)
+    chosen: set[tuple[str, str]] = set()
+    for (name, _), rivals in groups.items():
+        errors: list[float] = []
+        for rival in rivals:
+            errors.append(model.weights.output_error(name, rival.format) if len(rivals) > 1 else 0.0)
+            advanced(rival)
+        chosen.add((name, rivals[errors.index(min(errors))].format))
+    names = list(dict.fromkeys(c.component.name for c in candidates))
+    step = max(1, len(names) // VERIFIED)
+    verified = frozenset(names[step // 2 :: step][:VERIFIED])
+    kept = [c for c in candidates if c.component.name in verified or (c.component.name, c.format) in chosen]
+    return Choice(kept, frozenset(chosen), verified)
