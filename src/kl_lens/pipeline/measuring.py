@@ -24,7 +24,8 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.quantizers import known_quantizers
-from kl_lens.records import Measurement
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
@@ -124,8 +125,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
-        for component, name, reason in unfit:
-            events.warn(f"{component.name} was not measured in {name}: {reason}")
+        _say_unfit(unfit, events)
         measurements = run.measurements(CALIBRATION)
         if choice is not None:
             say_agreement(choice, measurements, events)
@@ -170,3 +170,14 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
 def _work(candidate: Candidate) -> float:
     """Relative cost of learning: products of every row with the second moments."""
     return float(candidate.component.parameters * candidate.component.shape[-1])
+
+
+def _say_unfit(unfit: Sequence[tuple[Component, str, str]], events: Events) -> None:
+    """Once for every format and reason, whatever the methods and however many the components."""
+    grouped_by: dict[tuple[str, str], dict[str, None]] = {}
+    for component, recipe, reason in unfit:
+        grouped_by.setdefault((Recipe.parse(recipe).format, reason), {})[component.name] = None
+    for (name, reason), components in grouped_by.items():
+        first, *others = components
+        more = f" and {len(others)} more" if others else ""
+        events.warn(f"{first}{more} not measured in {name}: {reason}")
