@@ -113,6 +113,11 @@ class Beside:
         name = f"the process of {', '.join(self._folders)} (exit status {status})"
         self._config.hook.pytest_runtest_logreport(
             report=pytest.TestReport(
-                nodeid=name, location=(name, None, name), keywords={}, outcome="failed", longrepr=said, when="call"
+                nodeid=name,
+                location=(name, None, name),
+                keywords={},
+                outcome="failed",
+                longrepr=said,
+                when="call",
             )
         )
