@@ -10,10 +10,15 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-import transformers
 
-from tests.families import tiny_model
+from kl_lens.environment import set_defaults
+
+set_defaults()  # before torch is loaded, as the command line does
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from tests.families import tiny_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
