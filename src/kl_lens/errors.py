@@ -23,6 +23,10 @@ class FormatError(KLLensError):
     """A weight that a format cannot hold, or a format name nobody registered."""
 
 
+class UnlearntError(FormatError):
+    """A recipe that learns from text, where no statistics are at hand."""
+
+
 class RunError(KLLensError):
     """A run folder that does not fit what is asked of it."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import Format, fitting_format, get_format
-from kl_lens.quantizers import Quantizer, get_quantizer
+from kl_lens.quantizers import Quantizer, get_quantizer, known_quantizers
 
 NEAREST = "rtn"
 
@@ -63,6 +63,13 @@ class Recipe:
 def spelled(text: str) -> str:
     """The canonical spelling of a recipe."""
     return str(Recipe.parse(text))
+
+
+def preferred(format_name: str, methods: Sequence[str]) -> str:
+    """The spelling of a format with the first of these methods that is known and has a meaning for it."""
+    fmt = get_format(format_name)
+    fitting = (m for m in methods if m in known_quantizers() and get_quantizer(m).suits(fmt) is None)
+    return str(Recipe(fmt.name, next(fitting, NEAREST)))
 
 
 def fitting_recipe(recipe: Recipe | str, shape: Sequence[int]) -> tuple[Recipe, str | None]:

@@ -21,6 +21,7 @@ from tests.docs.markdown import PAGES, QUICKSTART, README, ROOT, Block, blocks, 
 
 RUN, NOT_RUN, PYTHON, OUTPUT = "bash", "console", "python", "text"
 SHORTER = {
+    "calibrate": {"--windows": "2", "--window-length": "32"},
     "measure": {"--windows": "2", "--window-length": "32"},
     "rank": {"--evaluation-windows": "2"},
     "plan": {"--held-out-windows": "4", "--max-evaluations": "2"},

@@ -80,7 +80,7 @@ class ToyTarget(Target):
         return fmt.fits(shape)
 
     @property
-    def menu(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:
         return ("int4", "int8", "fp16")
 
     def unsupported(self, model_type: str) -> str | None:
@@ -110,8 +110,8 @@ class ToyTarget(Target):
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / WEIGHTS, **arrays)
         model.config.save_pretrained(folder)
-        size = (folder / WEIGHTS).stat().st_size
         files = (WEIGHTS, "config.json")
+        size = sum((folder / name).stat().st_size for name in files)
         return Artifact(
             NAME, plan.name, files, tuple(tensors), plan.bytes or size, size, model.name, model.fingerprint
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kl_lens.errors import FormatError
+from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Format, Quantized, get_format
 from kl_lens.quantizers import InputStatistics, Quantizer
 from kl_lens.quantizers import registry as quantizers
@@ -164,6 +164,53 @@ def test_what_was_learnt_is_bound_to_its_statistics(
     fresh = WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path)
     assert fresh.digest(NAME, "int8+doubling") == twice
     assert doubling.calls == 2
+
+
+def test_the_store_says_what_recipes_are_made_from(weight: torch.Tensor, doubling: type[Doubling]) -> None:
+    store = WeightStore(GivenWeights({NAME: weight}))
+    assert store.learnt_by(["int8", "q4_k"], expected="aa") is None  # nothing learns: nothing to check
+    with pytest.raises(UnlearntError, match="kl-lens calibrate MODEL --run DIR"):
+        store.learnt_by(["int8", "int8+doubling"])
+    store.learn_from(Known("bb", 0.0))
+    assert store.learnt_by(["int8", "int8+doubling"]) == "bb"
+    assert store.learnt_by(["int8+doubling"], expected="bb") == "bb"
+    with pytest.raises(
+        FormatError, match="made from statistics aa, and those at hand are bb; make the plan again"
+    ):
+        store.learnt_by(["int8+doubling"], expected="aa")
+
+
+def test_what_is_kept_serves_the_same_numbers_in_another_type(
+    weight: torch.Tensor, tmp_path: Path, doubling: type[Doubling]
+) -> None:
+    """A streamed checkpoint is in half precision where the opened model is in single."""
+    half = weight.half()
+    for given in (half, half.float()):
+        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(NAME, "int8+doubling")
+    assert doubling.calls == 1
+    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(NAME, "int8+doubling")
+    assert doubling.calls == 2
+
+
+def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(50, 256, generator=torch.Generator().manual_seed(1))
+
+    class Seen:
+        digest = "seen"
+
+        def of(self, component: str) -> InputStatistics:
+            return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
+
+    stacked = torch.stack([weight, 2 * weight])
+    store = WeightStore(GivenWeights({NAME: weight, "experts": stacked}), Seen())
+    for name, given in ((NAME, weight), ("experts", stacked)):
+        moved = (given - get_format("int4-g64").roundtrip(given)) @ inputs.T
+        expected = float(moved.square().sum() / len(inputs))
+        assert store.output_error(name, "int4-g64") == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
+    assert store.output_error("experts", "int4-g64") == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(FormatError, match="nothing is known of its inputs"):
+        WeightStore(GivenWeights({NAME: weight})).output_error(NAME, "int4-g64")
 
 
 def test_a_method_without_meaning_for_a_format_is_refused(

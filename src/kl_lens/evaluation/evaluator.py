@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError, one_line
+from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
@@ -206,7 +206,10 @@ class Evaluator:
         """`windows` and `subjects` are those of all that was judged, by identity."""
         if self.model is None:
             return None
-        counterpart = judged.counterpart(self.model)
+        try:
+            counterpart = judged.counterpart(self.model)
+        except UnlearntError:  # its weights cannot be made here; who chose it has said so
+            return None
         if counterpart is None or counterpart.identity not in windows:
             return None
         same_weights = subjects.get(counterpart.identity, counterpart.subject)

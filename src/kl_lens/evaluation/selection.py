@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import FormatError, KLLensError, PlanError
+from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
 from kl_lens.records import Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
@@ -43,6 +43,9 @@ class Selection:
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
             counterpart = None if model is None else judged.counterpart(model, plan)
+        except UnlearntError as error:  # a file from elsewhere: it can be judged, only not compared
+            self.notes.append(f"{path} is not set beside the same weights in PyTorch: {error}")
+            counterpart = None
         except (KLLensError, OSError) as error:
             self.failures[name or str(path)] = str(error)
             return

@@ -120,7 +120,7 @@ def _calibrated(
     run.note_command(["kl-lens", *command_of(settings)])
     if settings.again:
         forget(run)
-    statistics = statistics_of(run, model, settings, bench, events)
+    statistics = statistics_of(run, model, settings, bench, events, thorough=True)
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
     return CalibrateResult(run.folder, model.source or model.name, statistics)
@@ -136,20 +136,30 @@ def forget(run: Run) -> None:
 
 
 def statistics_of(
-    run: Run, model: LoadedModel, text: LearningText, bench: Workbench, events: Events
+    run: Run,
+    model: LoadedModel,
+    text: LearningText,
+    bench: Workbench,
+    events: Events,
+    *,
+    thorough: bool = False,
 ) -> StoredStatistics:
-    """The run's statistics, gathered where they are not there or not whole; refused when they are of another text."""
+    """The run's statistics, gathered where they are not there or not whole; refused when they are of another text.
+
+    `thorough` reads them all, and gathers what is damaged.
+    """
     found = StoredStatistics.found(run.folder)
-    begun = found is not None and not text.is_given
-    if found is not None and found.covers(model):
-        windows = None if begun else text.drawn(run, model, bench)
+    is_whole = found is not None and found.covers(model)
+    if is_whole and not thorough and not text.is_given:
+        return StoredStatistics.open(run.folder, model)
+    if found is None or text.is_given:
+        windows = text.drawn(run, model, bench)
+    else:  # what was begun goes on with its own text
+        windows = bench.drawn_again(found.identity["text"], model.require_tokenizer())
+    if is_whole and not thorough:
         return StoredStatistics.open(run.folder, model, windows)
-    # What was begun goes on with its own text.
-    windows = (
-        bench.drawn_again(found.identity["text"], model.require_tokenizer())
-        if found is not None and begun
-        else text.drawn(run, model, bench)
-    )
+    if is_whole:
+        return gather(model, windows, run.folder)
     _refuse_judging_text(run, windows, model, bench)
     run.identify(model_identity(model))
     events.note(
@@ -170,14 +180,14 @@ def text_of(run: Path) -> Mapping[str, Any] | None:
 
 
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
-    """Text that judges the run's candidates must stay unseen; text of later commands is compared by those."""
-    judging = run.text_identity(EVALUATION)
-    if judging is not None:
-        how = {"length": judging["length"], "stride": judging["stride"], "limit": judging["windows"]}
+    """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
+    found = bench.judging
+    if (known := run.text_identity(EVALUATION)) is not None:
+        how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
         tokenizer = model.require_tokenizer()
-        refuse_overlap(
-            windows, evaluation_windows(judging["source"], tokenizer, split=judging["split"], **how)
-        )
+        found = [*found, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+    for judging in found:
+        refuse_overlap(windows, judging)
 
 
 class RunStatistics:

@@ -173,7 +173,7 @@ def _learnt_model(
         bench.furnish(model, run, settings)
         learnt = model.weights.learnt_by([recipe])
         plan = replace(_uniform(model, recipe), statistics=learnt)
-        _quantize(model, plan, events)
+        _quantize(model, plan, settings, events)
         return _written(run, settings, model, plan, settings.out)
 
 
@@ -219,7 +219,7 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
         bench.furnish(model, run, settings)
     for plan in plans:
         if isinstance(model, LoadedModel):
-            _quantize(model, plan, events)
+            _quantize(model, plan, settings, events)
         events.note(f"exporting {plan.name} to {settings.target}")
         made.append(_written(run, settings, model, plan))
     if meters is None:
@@ -241,14 +241,18 @@ def _streamed(settings: ExportSettings, source: str) -> Path:
     return model_folder(source, revision=settings.revision)
 
 
-def _quantize(model: LoadedModel, plan: Plan, events: Events) -> None:
+def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
     """Learns what the plan's recipes learn, with the time left in view; the store keeps it for whoever asks next."""
     store = model.weights
     if store.learnt_by(plan.assignment.values(), plan.statistics) is None:
         return
     chosen = [(model.anatomy.component(name), Recipe.parse(text)) for name, text in plan.assignment.items()]
-    # What does not fit is the target's to replace.
-    todo = [(c, r) for c, r in chosen if r.quantizer.learns and r.grid.fits(c.shape) is None]
+    target = get_target(settings.target)
+    todo = [(c, r) for c, r in chosen if r.quantizer.learns and target.holds(r.grid, c.shape) is None]
+    fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)
+    allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
+    if not (fits or allowed or settings.options.get("fallback")):
+        return  # about to be refused: not after minutes
     with events.progress(f"quantizing {plan.name}") as shown:
         shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
         for component, recipe in todo:
@@ -264,6 +268,8 @@ def _written(
     if isinstance(model, Path):
         fingerprint = run.identity.get("model_fingerprint")
         extra["fingerprint"] = fingerprint
+        if settings.tokenizer:
+            extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
         if any(_learns(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
             extra["weights_folder"] = run.folder / WEIGHTS

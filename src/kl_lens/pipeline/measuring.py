@@ -24,8 +24,9 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.quantizers import known_quantizers
-from kl_lens.records import Measurement
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component, Measurement
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -89,7 +90,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
-    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
+    as_target = settings.as_deployed is not None
+    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components, stand_ins=as_target)
     windows = bench.drawn(
         settings.text,
         model,
@@ -124,12 +126,12 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
-        for component, name, reason in unfit:
-            events.warn(f"{component.name} was not measured in {name}: {reason}")
-        measurements = run.measurements(CALIBRATION)
+        _say_unfit([] if target else unfit, events)  # a target stores FP16 there, and so do plans
+        role = role_as(CALIBRATION, target)
+        measurements = run.measurements(role)
         if choice is not None:
             say_agreement(choice, measurements, events)
-        noise = (run.load("noise", CALIBRATION) or {}).get("kl_teacher_to_student", 0.0)
+        noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
@@ -170,3 +172,14 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
 def _work(candidate: Candidate) -> float:
     """Relative cost of learning: products of every row with the second moments."""
     return float(candidate.component.parameters * candidate.component.shape[-1])
+
+
+def _say_unfit(unfit: Sequence[tuple[Component, str, str]], events: Events) -> None:
+    """Once for every format and reason, whatever the methods and however many the components."""
+    grouped_by: dict[tuple[str, str], dict[str, None]] = {}
+    for component, recipe, reason in unfit:
+        grouped_by.setdefault((Recipe.parse(recipe).format, reason), {})[component.name] = None
+    for (name, reason), components in grouped_by.items():
+        first, *others = components
+        more = f" and {len(others)} more" if others else ""
+        events.warn(f"{first}{more} not measured in {name}: {reason}")

@@ -34,10 +34,10 @@ class Workbench:
 
     def __init__(self, events: Events | None = None) -> None:
         self.events = events or Events()  # hears of what verbs did not ask for by name, such as statistics
-        self._kept: dict[Hashable, Any] = {}
+        self._kept: dict[tuple[Hashable, ...], Any] = {}
         self._meters: OrderedDict[Hashable, PlanMeter] = OrderedDict()
 
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -76,6 +76,11 @@ class Workbench:
         """Windows from the beginning of a text on, as `evaluation_windows` takes them."""
         key = ("in order", text, id(tokenizer), *sorted(how.items()))
         return self._once(key, lambda: evaluation_windows(text, tokenizer, **how))
+
+    @property
+    def judging(self) -> list[Windows]:
+        """The texts that verbs were to judge by, so far."""
+        return [windows for key, windows in self._kept.items() if key[0] == "in order"]
 
     def calibration(self, run: Run, tokenizer: Any) -> Windows:
         """The calibration windows of a run, drawn again."""

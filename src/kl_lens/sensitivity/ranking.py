@@ -20,7 +20,7 @@ from scipy.stats import kendalltau
 
 from kl_lens.errors import RunError
 from kl_lens.records import Estimate
-from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.runs import CALIBRATION, EVALUATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 
 # Metric → +1 if larger means more damage, -1 if less.
@@ -139,6 +139,8 @@ Samples = Mapping[tuple[str, str], list[WindowMetrics]]
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
+    """Of the kind of measurements that the run is usually read for: weights alone, or as a target computes."""
+    role = role_as(role, run.usual_target)
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 

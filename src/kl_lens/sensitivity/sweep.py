@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
@@ -56,7 +56,9 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = "weights"  # its name in the run's identity
+    deployed_as: str = (
+        WEIGHTS  # the target whose activations these are: part of the role they are filed under
+    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -65,6 +67,7 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
+        text, role = role, role_as(role, self.deployed_as)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
         )
@@ -79,7 +82,9 @@ class Sweep:
         for slab in engine.slabs(windows.ids):
             missing = [w for w in slab if any(w not in done.get(_key(c), ()) for c in candidates)]
             if missing:
-                measured += self._measure_slab(engine, candidates, windows.ids, missing, done, role, work)
+                measured += self._measure_slab(
+                    engine, candidates, windows.ids, missing, done, (text, role), work
+                )
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),
@@ -114,14 +119,14 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role, *_key(candidate), windows=count)
+            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
 
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
-        self.run.identify({**model_identity(self.model), "activations": self.deployed_as})
+        self.run.identify(model_identity(self.model))
         identity = {
             "source": windows.source,
             "split": windows.split,
@@ -146,15 +151,16 @@ class Sweep:
         ids: torch.Tensor,
         missing: Sequence[int],
         done: dict[tuple[str, str], set[int]],
-        role: str,
+        roles: tuple[str, str],  # of the text, and of what is measured on it
         work: dict[str, float],
     ) -> int:
+        text, role = roles
         self.progress.message(f"original model on {len(missing)} windows")
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
         check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
         tokens = ids.shape[1] - 1
-        self.run.store_teacher(role, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        self.run.store_teacher(text, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
         if self.run.load("noise", role) is None:
             self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")

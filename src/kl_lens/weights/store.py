@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kl_lens.errors import FormatError
+from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
@@ -126,7 +126,7 @@ class WeightStore:
         if not wanted.quantizer.learns:
             return wanted.bound(None)
         if self._statistics is None:
-            raise FormatError(
+            raise UnlearntError(
                 f"{wanted}: {wanted.method} learns from text and this model has no statistics; gather them with: "
                 "kl-lens calibrate MODEL --run DIR (in Python: kl_lens.calibrate(model))"
             )

@@ -31,7 +31,9 @@ def choose_recipes(plan: Plan, tensors: TensorSource, format_map: Mapping[str, s
         raise PlanError(f"plan {plan.name}: the model has no component {', '.join(unknown[:3])}{more}")
     chosen: dict[str, str] = {}
     for component, planned in plan.assignment.items():
-        mapped = format_map.get(planned, planned)
+        # A method goes with its format: int4+gptq becomes q4_0+gptq.
+        own, plus, method = planned.partition("+")
+        mapped = format_map.get(planned, format_map.get(own, own) + plus + method)
         name, plus, method = ALIASES.get(mapped, mapped).partition("+")
         wanted = name if name == FLOAT32 or name not in STAND_INS else str(Recipe.parse(name + plus + method))
         if name not in STAND_INS:

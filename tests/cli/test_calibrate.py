@@ -1,0 +1,426 @@
+"""Methods that learn from text, as a user meets them: statistics are gathered once, kept apart, never mixed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kl_lens as kl
+from kl_lens.checkpoints import load
+from kl_lens.cli.main import main
+from kl_lens.errors import FormatError, KLLensError
+from kl_lens.runs import Run
+from kl_lens.subjects import current_results
+from kl_lens.targets import read_artifact
+
+ONE_BLOCK = ["--components", r"layers\.1\."]
+
+
+@pytest.fixture
+def texts(tiny_folder: Path, tmp_path: Path) -> dict[str, str]:
+    """Three texts that share nothing: to measure on and learn from, to learn from, to judge by."""
+    paragraphs = (tiny_folder / "text.txt").read_text().split("\n\n")
+    third = len(paragraphs) // 3
+    found = {}
+    for index, name in enumerate(("measured", "learnt", "judging")):
+        path = tmp_path / f"{name}.txt"
+        path.write_text("\n\n".join(paragraphs[index * third : (index + 1) * third]))
+        found[name] = str(path)
+    return found
+
+
+@pytest.fixture
+def measure(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
+    return [
+        "measure", str(tiny_folder), "--run", str(tmp_path / "run"), "--text", texts["measured"],
+        "--windows", "2", "--window-length", "32", *ONE_BLOCK,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def calibrate(tiny_folder: Path, tmp_path: Path, texts: dict[str, str]) -> list[str]:
+    return [
+        "calibrate", str(tiny_folder), "--run", str(tmp_path / "run"), "--text", texts["learnt"],
+        "--windows", "4", "--window-length", "32",
+    ]  # fmt: skip
+
+
+def _formats(folder: Path) -> set[str]:
+    with Run.open(folder) as run:
+        return {m.format for m in run.measurements()}
+
+
+def test_calibrate_keeps_statistics_in_the_run_and_does_nothing_twice(
+    calibrate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*calibrate, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["text"] | {"source": "", "split": ""} == {
+        "source": "", "split": "", "windows": 4, "length": 32, "seed": 43,
+    }  # fmt: skip
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/statistics").iterdir()}
+    assert main(calibrate) == 0
+    assert said["digest"] in capsys.readouterr().out
+    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0  # the run knows its model and its text
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run/statistics").iterdir()} == written
+
+
+def test_what_is_lost_or_was_begun_is_gathered_with_the_same_text(
+    calibrate: list[str], measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without flags too: the text is the one of what is there."""
+    assert main(calibrate) == 0
+    lost = tmp_path / "run/statistics/block-001.safetensors"
+    content = lost.read_bytes()
+    lost.unlink()
+    assert main([*measure, "--formats", "int4+gptq"]) == 1
+    assert "block-001.safetensors is damaged" in capsys.readouterr().err
+    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
+    assert lost.read_bytes() == content
+    index = tmp_path / "run/statistics/statistics.json"
+    known = json.loads(index.read_text())
+    begun = {name: entry for name, entry in known["components"].items() if "layers.1." not in name}
+    index.write_text(json.dumps(known | {"components": begun}))
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    assert json.loads(index.read_text())["digest"] == known["digest"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--seed", "7"], "holds statistics of another text"),
+        (["--windows", "5"], "holds statistics of another text"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--windows", "100000"], "ask for at most"),
+    ],
+)
+def test_another_text_is_refused_in_one_line(
+    calibrate: list[str], extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(calibrate) == 0
+    capsys.readouterr()
+    assert main([*calibrate, *extra]) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.strip().count("\n") == 0
+
+
+def test_statistics_of_another_model_are_refused(
+    calibrate: list[str], measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(calibrate) == 0
+    index = tmp_path / "run/statistics/statistics.json"
+    content = json.loads(index.read_text())
+    content["identity"]["model_fingerprint"] = "of another"
+    index.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main([*measure, "--formats", "int4+gptq"]) == 1
+    assert "statistics of another model" in capsys.readouterr().err
+
+
+def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
+    measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ["--formats", "int4,q4_0,int8+gptq", "--methods", "rtn,search,gptq"]
+    assert main([*measure, *wanted]) == 0
+    err = capsys.readouterr().err
+    assert err.count("q4_0+search") == 1
+    assert "gathering statistics on" in err
+    assert _formats(tmp_path / "run") == {
+        "int4", "int4+search", "int4+gptq", "q4_0", "q4_0+gptq", "int8+gptq",
+    }  # fmt: skip
+    with Run.open(tmp_path / "run") as run:
+        measured, learnt = (
+            run.text_identity("calibration"),
+            json.loads((tmp_path / "run/statistics/statistics.json").read_text())["identity"]["text"],
+        )
+        assert run.table().statistics == run.statistics
+    # The same text, but other windows: what was learnt from does not judge the learning.
+    assert measured is not None
+    assert (learnt["source"], learnt["length"]) == (measured["source"], measured["length"])
+    assert learnt["seed"] != measured["seed"]
+
+
+def test_auto_measures_the_least_layer_error_and_checks_itself(
+    measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kl_lens.sensitivity.methods.VERIFIED", 1)
+    assert main([*measure, "--formats", "int4", "--methods", "auto"]) == 0
+    err = capsys.readouterr().err
+    assert "auto: least error of a component's own outputs: gptq for 4" in err
+    assert "of 1 cases where every method was measured" in err
+    with Run.open(tmp_path / "run") as run:
+        found = [m.format for m in run.measurements()]
+    assert (found.count("int4+gptq"), found.count("int4"), found.count("int4+search")) == (4, 1, 1)
+    assert main([*measure, "--formats", "int4", "--methods", "auto,gptq"]) == 1
+    assert "name it alone" in capsys.readouterr().err
+
+
+def test_measurements_of_other_statistics_are_never_mixed(
+    measure: list[str], calibrate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learnt = [*measure, "--formats", "int4,int4+gptq"]
+    assert main(calibrate) == 0
+    assert main(learnt) == 0
+    for path in (tmp_path / "run/statistics").iterdir():
+        path.unlink()
+    assert main([*calibrate, "--seed", "7"]) == 0
+    capsys.readouterr()
+    assert main(learnt) == 1
+    assert "another set of statistics behind learnt recipes" in capsys.readouterr().err
+    assert main([*calibrate, "--seed", "8", "--again"]) == 0
+    assert _formats(tmp_path / "run") == {"int4"}  # what learnt nothing is still there
+    assert main(learnt) == 0
+    assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
+
+
+def test_text_that_was_learnt_from_judges_nothing(
+    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+) -> None:
+    assert main(calibrate) == 0
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    plan = [
+        "plan",
+        "--run",
+        str(tmp_path / "run"),
+        "--uniform",
+        "int4+gptq",
+        "--verify",
+        "--held-out-windows",
+        "2",
+    ]
+    capsys.readouterr()
+    assert main([*plan, "--held-out", texts["learnt"]]) == 1
+    assert "share" in capsys.readouterr().err
+    assert main(["rank", "--run", str(tmp_path / "run"), "--evaluation-text", texts["learnt"]]) == 1
+    assert "share" in capsys.readouterr().err
+    assert main([*plan, "--held-out", texts["judging"]]) == 0
+
+
+def test_a_text_that_judges_is_not_learnt_from(
+    measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
+) -> None:
+    assert main([*measure, "--formats", "int4"]) == 0
+    # Here the plan is the first that learns, and the text that it is to be judged by is open already.
+    learning = [
+        "plan",
+        "--run",
+        str(tmp_path / "run"),
+        "--uniform",
+        "int4+gptq",
+        "--verify",
+        "--held-out-windows",
+        "9",
+    ]
+    assert main([*learning, "--held-out", texts["measured"]]) == 1
+    assert "share" in capsys.readouterr().err
+    rank = ["rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
+    assert main([*rank, "--evaluation-text", texts["judging"]]) == 0
+    capsys.readouterr()
+    calibrate = ["calibrate", "--run", str(tmp_path / "run"), "--windows", "4", "--text", texts["judging"]]
+    assert main(calibrate) == 1
+    assert "share" in capsys.readouterr().err
+    assert not (tmp_path / "run/statistics").exists()
+
+
+def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
+    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+) -> None:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    folder = str(tmp_path / "run")
+    assert main(calibrate) == 0
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    assert main(["plan", "--run", folder, "--uniform", "int4+gptq,int4"]) == 0
+    plan = json.loads((tmp_path / "run/plans/uniform_int4.gptq.json").read_text())
+    with Run.open(tmp_path / "run") as run:
+        assert plan["statistics"] == run.statistics
+    assert json.loads((tmp_path / "run/plans/uniform_int4.json").read_text())["statistics"] is None
+
+    export = ["export", "--run", folder, "--target", "openvino", "--plan", "uniform_int4.gptq", "--fallback"]
+    assert main(export) == 0
+    artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
+    assert artifact.settings["statistics"] == plan["statistics"]
+    evaluate = [
+        "evaluate",
+        "--run",
+        folder,
+        "--perplexity",
+        texts["judging"],
+        "--window",
+        "32",
+        "--limit",
+        "2",
+    ]
+    assert main([*evaluate, "--divergence"]) == 0
+    with Run.open(tmp_path / "run") as run:
+        labels = {result.subject.label for result in current_results(run, "score")}
+    assert {"torch/uniform_int4.gptq", "openvino/uniform_int4.gptq", "torch/uniform_int4"} <= labels
+
+    assert main([*calibrate, "--seed", "7", "--again"]) == 0
+    capsys.readouterr()
+    assert main(export) == 1
+    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    verify = [
+        "plan",
+        "--run",
+        folder,
+        "--plan",
+        "uniform_int4.gptq",
+        "--verify",
+        "--held-out",
+        texts["judging"],
+    ]
+    assert main([*verify, "--held-out-windows", "2"]) == 1
+    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    assert main(evaluate) == 1
+    assert "made from statistics" in capsys.readouterr().err
+
+    # Made again from the new statistics it is another plan: its old scores are no longer shown.
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    assert main(["plan", "--run", folder, "--uniform", "int4+gptq"]) == 0
+    with Run.open(tmp_path / "run") as run:
+        labels = {result.subject.label for result in current_results(run, "score")}
+    assert "torch/uniform_int4" in labels
+    assert not {"torch/uniform_int4.gptq", "openvino/uniform_int4.gptq"} & labels
+
+
+def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
+    tiny_folder: Path, texts: dict[str, str], tmp_path: Path, capsys
+) -> None:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    export = [
+        "export", str(tiny_folder), "--target", "openvino", "--format", "int4+gptq", "--run", str(tmp_path / "run"),
+        "--text", texts["learnt"], "--windows", "4", "--window-length", "32", "--fallback",
+    ]  # fmt: skip
+    assert main(export) == 0
+    assert "gathering statistics" in capsys.readouterr().err
+    artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
+    learnt = [t for t in artifact.tensors if t.realised == "int4+gptq"]
+    model = load(tiny_folder)
+    model.weights.learn_from(kl.calibrate(model, texts["learnt"], 4, window_length=32))
+    assert learnt
+    assert {t.component: t.weights for t in learnt} == {
+        t.component: model.weights.digest(t.component, "int4+gptq") for t in learnt
+    }
+    evaluate = [
+        "evaluate",
+        "--run",
+        str(tmp_path / "run"),
+        "--perplexity",
+        texts["judging"],
+        "--window",
+        "32",
+    ]
+    assert main([*evaluate, "--limit", "2"]) == 0
+    # Without its run the file can still be judged; only its weights cannot be made again to compare.
+    file = str(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
+    capsys.readouterr()
+    alone = [
+        "evaluate",
+        file,
+        "--model",
+        str(tiny_folder),
+        "--perplexity",
+        texts["judging"],
+        "--window",
+        "32",
+    ]
+    assert main([*alone, "--limit", "2", "--divergence"]) == 0
+    assert "is not set beside the same weights in PyTorch: int4+gptq" in "".join(capsys.readouterr())
+    assert main([*export, "--seed", "5"]) == 1
+    assert "another text" in capsys.readouterr().err
+
+
+def _kl_lens(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kl_lens.cli.main", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _inodes(*folders: Path) -> dict[Path, int]:
+    """Files are written beside their place and moved there: another number means written again."""
+    return {
+        path: path.stat().st_ino
+        for folder in folders
+        for path in folder.glob("*.safetensors")
+        if not path.name.startswith(".")
+    }
+
+
+def test_killed_while_learning_no_layer_is_done_twice(tmp_path: Path) -> None:
+    """A real kill in the middle of gathering, another in the middle of quantizing."""
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    run = tmp_path / "run"
+    arguments = [
+        "export", "reference:mamba", "--target", "gguf", "--format", "q4_0+gptq", "--run", str(run),
+        "--text", "wikitext2:valid", "--windows", "4", "--window-length", "64",
+    ]  # fmt: skip
+    places = run / "statistics", run / "weights/objects"
+    for place, enough in zip(places, (3, 5), strict=True):
+        process = _kl_lens(*arguments)
+        begin = time.monotonic()
+        while process.poll() is None and len(_inodes(place)) < enough and time.monotonic() - begin < 300:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -9, "nothing was interrupted"
+        done = _inodes(*places)
+        assert len(_inodes(place)) >= enough
+        assert not (run / "artifacts").exists()
+    assert main(arguments) == 0
+    after = _inodes(*places)
+    assert {path: after[path] for path in done} == done
+    whole = tmp_path / "whole"
+    assert main([str(whole) if word == str(run) else word for word in arguments]) == 0
+    files = [read_artifact(folder / "artifacts/gguf/uniform_q4_0.gptq") for folder in (run, whole)]
+    assert files[0].tensors == files[1].tensors
+    assert files[0].settings["statistics"] == files[1].settings["statistics"]
+
+
+def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    run = tmp_path / "run"
+    export = ["export", "reference:mamba", "--target", "gguf", "--run", str(run), "--format", "q4_0+gptq"]
+    few = ["--text", "wikitext2:valid", "--windows", "2", "--window-length", "64"]
+    assert main([*export, "--stream"]) == 1
+    assert "holds no run" in capsys.readouterr().err
+    Run.create(run).close()
+    assert main([*export, "--stream"]) == 1
+    err = capsys.readouterr().err
+    assert "--stream does not open the model" in err
+    assert "kl-lens calibrate" in err
+    assert err.strip().count("\n") == 0
+    assert main([*export, *few, "--out", str(tmp_path / "opened")]) == 0
+    kept = _inodes(run / "weights/objects")
+    assert main([*export, "--stream", "--out", str(tmp_path / "streamed")]) == 0
+    opened, streamed = (read_artifact(tmp_path / name) for name in ("opened", "streamed"))
+    assert {(t.runtime_name, t.realised, t.digest) for t in opened.tensors} == {
+        (t.runtime_name, t.realised, t.digest) for t in streamed.tensors
+    }
+    assert streamed.settings["statistics"] == opened.settings["statistics"]
+    assert _inodes(run / "weights/objects") == kept  # taken from the shelf, not learnt again
+
+
+def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path: Path) -> None:
+    model = load(tiny_folder)
+    few = {"windows": 2, "window_length": 32, "components": r"layers\.1\."}
+    table = kl.measure(model, texts["measured"], ["int4"], methods=["rtn", "gptq"], **few)
+    assert set(table.formats) == {"int4", "int4+gptq"}
+    assert model.weights.statistics is not None
+    assert table.statistics == model.weights.statistics.digest
+    plan = kl.plan(table, max_kl=10.0)
+    assert plan.statistics == table.statistics
+    with pytest.raises(KLLensError, match="has no statistics"):
+        kl.verify(load(tiny_folder), plan, table, texts["judging"], windows=2, window_length=32)
+    other = kl.calibrate(model, texts["learnt"], 4, window_length=32)
+    assert other.digest != table.statistics
+    with pytest.raises(FormatError, match="made from statistics"):
+        kl.verify(model, plan, table, texts["judging"], windows=2, window_length=32)
+    kept = kl.measure(model, texts["measured"], ["int4+gptq"], run=tmp_path / "run", **few)
+    assert kept.statistics == other.digest  # what `calibrate` gathered
