@@ -49,15 +49,15 @@ class Scale:
         return _linear_ticks(self.low, self.high)
 
 
-def linear(values: Iterable[float], *, zero: bool = False, margin: float = 0.06) -> Scale:
-    finite = [v for v in values if math.isfinite(v)] + ([0.0] if zero else [])
+def linear(values: Iterable[float], margin: float = 0.06) -> Scale:
+    finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     largest = max(abs(low), abs(high))
     if high - low <= max(1e-9 * largest, _SMALLEST):  # one value, as far as ticks can tell
         beside = 0.1 * (largest if largest > _SMALLEST else 1.0)
         low, high = low - beside, high + beside
     padding = margin * (high - low)
-    return Scale("linear", low if zero and low == 0 else low - padding, high + padding)
+    return Scale("linear", low - padding, high + padding)
 
 
 def logarithmic(values: Iterable[float], margin: float = 0.06) -> Scale:
