@@ -44,7 +44,7 @@ def commands(run: Path) -> list[list[str]]:
     return [[str(run) if word == "RUN" else word for word in verb] for verb in VERBS]
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(300, marks=pytest.mark.slow)])
 def test_changed_bytes_are_one_line_or_make_no_difference(
     made: Path, tmp_path: Path, capsys, cases: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_changed_bytes_are_one_line_or_make_no_difference(
         says_one_line(draw.choice(commands(folder)), capsys, may_succeed=True)
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(300, marks=pytest.mark.slow)])
 def test_rows_that_nobody_wrote_are_one_line_or_make_no_difference(
     made: Path, tmp_path: Path, capsys, cases: int
 ) -> None:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kl_lens.environment import set_defaults
 
@@ -41,9 +41,14 @@ VERBS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
     """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
         "language models.",
