@@ -103,12 +103,21 @@ def file_values(settings: type[Settings], file: str) -> dict[str, Any]:
     return values
 
 
+class _PlainYAML(yaml.SafeLoader):
+    """Without aliases: settings need none, and a few lines of them unfold into gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read in settings")
+        return super().compose_node(parent, index)
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _PlainYAML)
     except OSError as error:
         raise KLLensError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise KLLensError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

@@ -24,9 +24,10 @@ from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.rewrites import equal_batches
 from kl_lens.targets.session import Logits
+from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
-CACHE_FOLDER = ".compiled"
+CACHE_FOLDER = DERIVED
 # Seconds; the iGPU compiler is known to hang on Mamba-2.
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = 600.0
