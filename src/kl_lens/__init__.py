@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         measure,
         plan,
         rank,
-        refine,
         report,
         verify,
     )
@@ -42,8 +41,8 @@ else:
             "kl_lens.checkpoints": ["load"],
             "kl_lens.errors": ["KLLensError"],
             "kl_lens.pipeline": [
-                "benchmark", "calibrate", "evaluate", "export", "generate", "measure", "plan", "rank", "refine",
-                "report", "verify",
+                "benchmark", "calibrate", "evaluate", "export", "generate", "measure", "plan", "rank", "report",
+                "verify",
             ],
             "kl_lens.targets": ["open_session"],
         },
@@ -63,7 +62,6 @@ __all__ = [
     "open_session",
     "plan",
     "rank",
-    "refine",
     "report",
     "text",
     "verify",

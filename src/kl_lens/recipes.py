@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kl_lens.errors import FormatError
-from kl_lens.formats import Format, get_format
-from kl_lens.formats import resolve as resolve_format
-from kl_lens.quantizers import Quantizer, get_quantizer
+from kl_lens.formats import Format, fitting_format, get_format
+from kl_lens.quantizers import Quantizer, get_quantizer, known_quantizers
 
 NEAREST = "rtn"
 
@@ -66,13 +65,20 @@ def spelled(text: str) -> str:
     return str(Recipe.parse(text))
 
 
-def resolve(recipe: Recipe | str, shape: Sequence[int]) -> tuple[Recipe, str | None]:
+def preferred(format_name: str, methods: Sequence[str]) -> str:
+    """The spelling of a format with the first of these methods that is known and has a meaning for it."""
+    fmt = get_format(format_name)
+    fitting = (m for m in methods if m in known_quantizers() and get_quantizer(m).suits(fmt) is None)
+    return str(Recipe(fmt.name, next(fitting, NEAREST)))
+
+
+def fitting_recipe(recipe: Recipe | str, shape: Sequence[int]) -> tuple[Recipe, str | None]:
     """What a weight of this shape really gets, and why it is not what was asked for (or None).
 
     A format that stands in keeps the method where that has a meaning for it.
     """
     wanted = Recipe.parse(recipe)
-    fmt, reason = resolve_format(wanted.grid, shape)
+    fmt, reason = fitting_format(wanted.grid, shape)
     if reason is None:
         return wanted, None
     if wanted.quantizer.suits(fmt) is None:

@@ -71,8 +71,8 @@ class Measurement(Record):
         return cls(**{**data, "metrics": metrics})
 
 
-# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps,
-# a mixture that a runtime's users know, anything else.
+# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
+# (earlier versions had them), a mixture that a runtime's users know, anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
 
 
@@ -124,7 +124,13 @@ class Plan(Record):
     limits: dict[str, float] = field(default_factory=dict)  # what was asked for: bytes, kl, latency, drop
     fixed_bytes: int = 0  # what a file needs besides the weights, where the limit in bytes is the file's
     statistics: str | None = None  # digest of what learnt recipes were made from
-    refined_from: str | None = None  # the plan that measured swaps started from
+    refined_from: str | None = None  # of earlier versions: the plan that measured swaps started from
+    target: str | None = None  # whom it was made for: what it holds, how it computes, whose bytes are limited
+
+    @property
+    def file_bytes(self) -> int | None:
+        """Of the target's file, where the plan is for one; else of the weights."""
+        return None if self.bytes is None else self.bytes + self.fixed_bytes
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}

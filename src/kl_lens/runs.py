@@ -28,8 +28,9 @@ from kl_lens.subjects import checked_plan_name
 from kl_lens.units import parse_names
 from kl_lens.version import __version__
 
-# Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects.
-SCHEMA_VERSION = 2
+# Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects. 3: what was
+# measured as a target computes stands beside weights alone, under a role of its own.
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -56,6 +57,7 @@ CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
+WEIGHTS = "weights"  # what is measured where no target's activations are
 ALL_PLANS = "all"
 STATISTICS = "statistics/statistics.json"  # says what the run's statistics are of
 # What a difference in identity means to a person.
@@ -64,9 +66,13 @@ _MEANINGS = {
     "model": "the model",
     "metrics_version": "the meaning of the metrics",
     "dtype": "the compute dtype",
-    "activations": "what is measured (weights alone, or as deployed)",
     "statistics": "the set of statistics behind learnt recipes",
 }
+
+
+def role_as(role: str, target: str | None) -> str:
+    """The role of measurements with a target's activations: `calibration@gguf`. The text is that of the role alone."""
+    return role if target in (None, WEIGHTS) else f"{role}@{target}"
 
 
 class Result(NamedTuple):
@@ -283,14 +289,39 @@ class Run:
                 )
         return found
 
-    def table(self, role: str = CALIBRATION, windows: int | None = None) -> SensitivityTable:
-        """All measurements of a role together with the components they are about."""
+    def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
+        """The role to read for a target: what was measured as it computes, else weights alone; without a target the
+        weights alone, else whatever was measured first."""
+        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
+        there = [name for (name,) in rows if name.partition("@")[0] == role]
+        wanted = [role_as(role, target), role]
+        return next((name for name in wanted if name in there), there[0] if there and not target else role)
+
+    def kinds(self) -> tuple[str, ...]:
+        """What was measured on the calibration text, for people."""
+        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
+        roles = [name.partition("@")[::2] for (name,) in rows]
+        found = [target for role, target in roles if role == CALIBRATION]
+        return tuple(f"as {target} computes" if target else "weights alone" for target in found)
+
+    @property
+    def usual_target(self) -> str | None:
+        """The target as which a run that says nothing else is read; None for weights alone."""
+        return self.measured_role().partition("@")[2] or None
+
+    def table(
+        self, role: str = CALIBRATION, windows: int | None = None, target: str | None = None
+    ) -> SensitivityTable:
+        """All measurements of a role together with the components they are about; `target`: as it computes."""
         identity = self.identity
         if "components" not in identity:
             raise RunError(
                 f"{self.folder} holds no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
             )
-        measurements = [m for m in self.imported() if role == CALIBRATION] or self.measurements(role, windows)
+        imported = self.imported() if role == CALIBRATION and target is None else []
+        if "@" not in role:
+            role = self.measured_role(target, role)
+        measurements = imported or self.measurements(role, windows)
         return SensitivityTable(
             model=identity["model"],
             model_type=identity["model_type"],
@@ -428,6 +459,7 @@ def _bring_up_to_date(folder: Path, connection: sqlite3.Connection) -> None:
         with connection:
             # Otherwise `kl-lens run` would take the benchmark for done.
             connection.execute("DELETE FROM records WHERE kind = 'stage' AND name = 'benchmark'")
+            _file_by_activations(connection)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         if any(counts):
             logging.getLogger(__name__).warning(
@@ -436,6 +468,17 @@ def _bring_up_to_date(folder: Path, connection: sqlite3.Connection) -> None:
                 folder,
                 *counts,
             )
+
+
+def _file_by_activations(connection: sqlite3.Connection) -> None:
+    """A run used to have one kind of measurements, and its identity said which."""
+    row = connection.execute("SELECT value FROM identity WHERE key = 'activations'").fetchone()
+    target = WEIGHTS if row is None else json.loads(row[0])
+    if target != WEIGHTS:
+        for table in ("samples", "effort"):
+            connection.execute(f"UPDATE {table} SET role = role || ?", (f"@{target}",))
+        connection.execute("UPDATE records SET name = name || ? WHERE kind = 'noise'", (f"@{target}",))
+    connection.execute("DELETE FROM identity WHERE key = 'activations'")
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:

@@ -107,14 +107,14 @@ def is_current(run: Run, subject: Subject) -> bool:
 def current_results(run: Run, kind: str) -> list[Result]:
     """The run's results of a kind that are about what is there now, in the order in which they were stored."""
     now: dict[str, str | None] = {}
-    found = []
+    results = []
     for result in run.results(kind):
         key = result.subject.key
         if key not in now:
             now[key] = current_digest(run, result.subject)
         if now[key] == result.subject.digest:
-            found.append(result)
-    return found
+            results.append(result)
+    return results
 
 
 def current_digest(run: Run, subject: Subject) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kl_lens.errors import FormatError
-from kl_lens.formats import get_format, known_formats, register, resolve
+from kl_lens.formats import fitting_format, get_format, known_formats, register
 from kl_lens.formats.zero_points import ZeroPointFormat
 
 NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
@@ -130,8 +130,8 @@ def test_fits_gives_the_reason() -> None:
         ("iq2_xxs", 48, "fp16"),
     ],
 )
-def test_resolve(wanted: str, columns: int, given: str) -> None:
-    fmt, reason = resolve(wanted, (10, columns))
+def test_the_format_that_fits(wanted: str, columns: int, given: str) -> None:
+    fmt, reason = fitting_format(wanted, (10, columns))
     assert fmt.name == given
     if wanted == given:
         assert reason is None
@@ -143,7 +143,7 @@ def test_resolve(wanted: str, columns: int, given: str) -> None:
 
 def test_resolve_refuses_what_nothing_holds() -> None:
     with pytest.raises(FormatError, match=r"shape \(5,\) is neither"):
-        resolve("q4_k", (5,))
+        fitting_format("q4_k", (5,))
 
 
 @every_format

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.formats import Format, Quantized, get_format, resolve
+from kl_lens.formats import Format, Quantized, fitting_format, get_format
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import BORDERS
 from kl_lens.formats.zero_points import ZeroPointFormat
@@ -188,7 +188,7 @@ def test_groups_that_do_not_divide_shrink_as_in_nncf(columns: int, expected: int
     adjust = AdvancedCompressionParameters(group_size_fallback_mode=GroupSizeFallbackMode.ADJUST)
     model = compressed([w], get_format("int4-g128"), tmp_path / "m.xml", advanced_parameters=adjust)
     assert list(constants(model)["w0"].shape) == [8, columns // expected, expected]
-    assert resolve("int4-g128", w.shape)[0].group_size == expected
+    assert fitting_format("int4-g128", w.shape)[0].group_size == expected
 
 
 def test_no_divisor_means_eight_bits_as_in_nncf(tmp_path: Path) -> None:
@@ -202,6 +202,6 @@ def test_no_divisor_means_eight_bits_as_in_nncf(tmp_path: Path) -> None:
         "backup_mode": nncf.BackupMode.INT8_SYM,
     }
     found = constants(compressed([w], get_format("int4-g128"), tmp_path / "m.xml", **options))
-    fmt = resolve("int4-g128", w.shape)[0]
+    fmt = fitting_format("int4-g128", w.shape)[0]
     assert fmt == SignedScaleFormat("int8", bits=8, group_size=None, symmetric=True)
     assert found["w0"].data.tobytes() == fmt.pack(fmt.quantize(torch.from_numpy(w))).tobytes()

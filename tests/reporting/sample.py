@@ -82,7 +82,6 @@ def make_run(
                 "model": model, "source": f"/somewhere/private/{model}", "tokenizer": None, "model_type": "mamba",
                 "model_fingerprint": "f" * 16, "dtype": "float32", "head": "backbone.embeddings",
                 "embedding": "backbone.embeddings", "components": [c.to_json() for c in parts],
-                "activations": "weights",
             }
         )  # fmt: skip
         run.note_command(["/opt/venv/bin/kl-lens", "measure", model, "--run", "runs/sample"])

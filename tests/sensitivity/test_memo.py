@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kl_lens.sensitivity.engines import FastEngine
-from kl_lens.sensitivity.layout import InputMajor
+from kl_lens.sensitivity.input_major import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.perturbation import find_candidates
 from tests.families import token_ids

@@ -16,7 +16,7 @@ from kl_lens.cli.main import main
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
 from kl_lens.profiling.benchmark import profile_from
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
@@ -80,7 +80,7 @@ class ToyTarget(Target):
         return fmt.fits(shape)
 
     @property
-    def menu(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:
         return ("int4", "int8", "fp16")
 
     def unsupported(self, model_type: str) -> str | None:
@@ -92,7 +92,7 @@ class ToyTarget(Target):
         for component in model.anatomy.components:
             recipe, reason = Recipe("fp16"), None
             if component.quantizable:
-                recipe, reason = resolve(plan.assignment.get(component.name, "fp16"), component.shape)
+                recipe, reason = fitting_recipe(plan.assignment.get(component.name, "fp16"), component.shape)
                 arrays[component.weight] = model.weights.values(component.name, recipe).numpy()
             planned = plan.assignment.get(component.name, "fp16")
             data = arrays[component.weight]
@@ -110,8 +110,8 @@ class ToyTarget(Target):
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / WEIGHTS, **arrays)
         model.config.save_pretrained(folder)
-        size = (folder / WEIGHTS).stat().st_size
         files = (WEIGHTS, "config.json")
+        size = sum((folder / name).stat().st_size for name in files)
         return Artifact(
             NAME, plan.name, files, tuple(tensors), plan.bytes or size, size, model.name, model.fingerprint
         )

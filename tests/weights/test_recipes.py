@@ -7,7 +7,7 @@ import pytest
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format, known_formats
 from kl_lens.quantizers import known_quantizers
-from kl_lens.recipes import Recipe, resolve, spelled
+from kl_lens.recipes import Recipe, fitting_recipe, spelled
 
 
 @pytest.mark.parametrize("name", [n for n in known_formats() if not get_format(n).needs_importance])
@@ -45,8 +45,8 @@ def test_nonsense_is_refused_with_what_there_is(text: str, message: str) -> None
 
 
 def test_what_does_not_fit_is_resolved_as_its_format_is() -> None:
-    assert resolve("int4-g128", (8, 192)) == (
+    assert fitting_recipe("int4-g128", (8, 192)) == (
         Recipe("int4-g64"),
         "int4-g128: 192 columns do not divide into blocks of 128; stored as int4-g64",
     )
-    assert resolve("int4-g128", (8, 256)) == (Recipe("int4-g128"), None)
+    assert fitting_recipe("int4-g128", (8, 256)) == (Recipe("int4-g128"), None)

@@ -105,7 +105,7 @@ class _Gathering:
         return lambda number: ProductWatch(self._weights, here, lambda x: self._place(x, number))
 
     def _store(self, file: str, components: Sequence[Component]) -> None:
-        found: dict[str, InputStatistics] = {}
+        statistics: dict[str, InputStatistics] = {}
         notes: dict[str, str] = {}
         for component in components:
             moments = self._moments.pop(component.name)
@@ -123,14 +123,14 @@ class _Gathering:
                 columns, tokens = moments.columns, sum(moments.tokens)
                 self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
                 continue
-            found[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
+            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
             if few := [
                 str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
             ]:
                 notes[component.name] = (
                     f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the mean of all"
                 )
-        self._stored.add(file, found, notes)
+        self._stored.add(file, statistics, notes)
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
         if not bool(torch.isfinite(states).all()):

@@ -51,32 +51,31 @@ class StoredStatistics:
     @classmethod
     def open(cls, run: Path, model: LoadedModel, windows: Windows | None = None) -> StoredStatistics:
         """Those that a run holds; refused when they are of another model, or of another text than `windows`."""
-        found = cls._read(run / FOLDER)
-        if found is None:
-            raise RunError(f"{run} holds no statistics; gather them with: kl-lens calibrate")
-        found._require(identity_of(model, windows) if windows else _model_identity(model))
-        missing = [c.name for c in model.anatomy.candidates if c.name not in found._components]
+        stored = cls._of(run, identity_of(model, windows) if windows else _model_identity(model))
+        missing = [c.name for c in model.anatomy.candidates if c.name not in stored._components]
         if missing:
             raise RunError(
-                f"{found.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); run it again"
+                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); run it again"
             )
-        return found
+        return stored
 
     @classmethod
     def found(cls, run: Path) -> StoredStatistics | None:
         """Whatever a run holds, whole or begun, of whatever model."""
-        return cls._read(run / FOLDER)
+        folder = run / FOLDER
+        path = folder / _INDEX
+        if not path.is_file():
+            return None
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            return cls(folder, index["identity"], index["components"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} cannot be read: {error}; delete {folder} and gather again") from error
 
     @classmethod
     def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
         """Those that a run holds, for a model that is not opened; refused when they are of another one."""
-        found = cls.found(run)
-        if found is None:
-            raise RunError(
-                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
-            )
-        found._require({"version": VERSION, "model_fingerprint": fingerprint})
-        return found
+        return cls._of(run, {"version": VERSION, "model_fingerprint": fingerprint})
 
     def covers(self, model: LoadedModel) -> bool:
         """Whether nothing of the model is missing."""
@@ -86,12 +85,12 @@ class StoredStatistics:
     def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
         """What there is already of this model and text, to be added to."""
         identity = identity_of(model, windows)
-        found = cls._read(run / FOLDER)
-        if found is None:
+        stored = cls.found(run)
+        if stored is None:
             return cls(run / FOLDER, identity, {})
-        found._require(identity)
-        intact = {name: entry for name, entry in found._components.items() if found._is_readable(name)}
-        return cls(found.folder, identity, intact)
+        stored._require(identity)
+        intact = {name: entry for name, entry in stored._components.items() if stored._is_readable(name)}
+        return cls(stored.folder, identity, intact)
 
     @property
     def digest(self) -> str:
@@ -129,15 +128,15 @@ class StoredStatistics:
     def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
         """Writes finished components to a file of their own and then into the index."""
         tensors: dict[str, torch.Tensor] = {}
-        for name, found in moments.items():
-            packed = _packed(found.second_moments)
+        for name, statistics in moments.items():
+            packed = _packed(statistics.second_moments)
             same = (other for other, tensor in tensors.items() if torch.equal(tensor, packed))
             under = next(same, name)
             if under == name:
                 tensors[name] = packed
             self._components[name] = {
-                "file": file, "under": under, "columns": found.second_moments.shape[-1],
-                "tokens": list(found.tokens), "note": notes.get(name),
+                "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
+                "tokens": list(statistics.tokens), "note": notes.get(name),
             }  # fmt: skip
         if tensors:
             self._write(file, tensors)
@@ -150,15 +149,14 @@ class StoredStatistics:
         self._write_index()
 
     @classmethod
-    def _read(cls, folder: Path) -> StoredStatistics | None:
-        path = folder / _INDEX
-        if not path.is_file():
-            return None
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            return cls(folder, index["identity"], index["components"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} cannot be read: {error}; delete {folder} and gather again") from error
+    def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
+        stored = cls.found(run)
+        if stored is None:
+            raise RunError(
+                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
+            )
+        stored._require(identity)
+        return stored
 
     def _require(self, identity: Mapping[str, Any]) -> None:
         meanings = {

@@ -62,9 +62,9 @@ class ProductWatch(TorchFunctionMode):
         super().__init__()
         self._moments = moments
         self._place = place
-        found = sorted((weights[name].data_ptr(), name, weights[name]) for name in moments)
-        self._starts = [start for start, _, _ in found]
-        self._weights = [(name, weight) for _, name, weight in found]
+        ordered = sorted((weights[name].data_ptr(), name, weights[name]) for name in moments)
+        self._starts = [start for start, _, _ in ordered]
+        self._weights = [(name, weight) for _, name, weight in ordered]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

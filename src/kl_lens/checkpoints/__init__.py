@@ -3,7 +3,7 @@
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import BlockCalls, Chain
 from kl_lens.checkpoints.linking import States
-from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, resolve
+from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, model_folder
 
 __all__ = [
     "Anatomy",
@@ -14,5 +14,5 @@ __all__ = [
     "anatomy_of",
     "load",
     "load_tokenizer",
-    "resolve",
+    "model_folder",
 ]

@@ -65,7 +65,7 @@ class States:
         hidden = torch.cat([part.hidden for part in parts])
         trees = [pytree.tree_flatten(dict(part.carried)) for part in parts]
         structure = trees[0][1]
-        leaves = [_joined(group) for group in zip(*(found for found, _ in trees), strict=True)]
+        leaves = [_joined(group) for group in zip(*(branch for branch, _ in trees), strict=True)]
         return States(hidden, pytree.tree_unflatten(leaves, structure))
 
 

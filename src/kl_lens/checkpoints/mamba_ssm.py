@@ -136,16 +136,16 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()}
 
 
-def _check_shapes(folder: Path, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    missing = sorted(set(wanted) - set(found))
+def _check_shapes(folder: Path, wanted: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    missing = sorted(set(wanted) - set(weights))
     if missing:
         raise CheckpointError(f"{folder}: the weights lack {missing[0]}; config.json and weights do not fit")
-    extra = sorted(set(found) - set(wanted))
+    extra = sorted(set(weights) - set(wanted))
     if extra:
         raise CheckpointError(f"{folder}: the weights hold {extra[0]}, which config.json has no place for")
     for name, tensor in wanted.items():
-        if tuple(found[name].shape) != tuple(tensor.shape):
+        if tuple(weights[name].shape) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{folder}: tensor {name} has shape {tuple(found[name].shape)}, config.json asks for "
+                f"{folder}: tensor {name} has shape {tuple(weights[name].shape)}, config.json asks for "
                 f"{tuple(tensor.shape)}; weights and config.json do not belong together"
             )

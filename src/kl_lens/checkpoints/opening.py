@@ -108,10 +108,10 @@ class ModelWeights:
         return next(self._model.model.parameters()).device
 
     def weight(self, component: str) -> torch.Tensor:
-        found = self._model.anatomy.component(component)
-        if not found.quantizable:
-            raise FormatError(f"{component} is not to be quantized: {found.reason}")
-        return self._model.model.get_parameter(found.weight).detach()
+        entry = self._model.anatomy.component(component)
+        if not entry.quantizable:
+            raise FormatError(f"{component} is not to be quantized: {entry.reason}")
+        return self._model.model.get_parameter(entry.weight).detach()
 
     def state(self, component: str) -> Hashable:
         return state_of(self.weight(component))
@@ -145,7 +145,7 @@ def load(
         >>> model = load("reference:mamba")
         >>> len(model.chain), len(model.anatomy.candidates)
     """
-    folder = resolve(source, revision=revision)
+    folder = model_folder(source, revision=revision)
     config = read_config(folder)
     name = str(source) if str(source).startswith("reference:") else folder.name
     if not Path(source).is_dir() and not str(source).startswith("reference:"):
@@ -170,7 +170,7 @@ def load(
     )
 
 
-def resolve(source: str | Path, *, revision: str | None = None) -> Path:
+def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
     """The local folder that holds the model; downloads a hub id when it is not in the cache."""
     text = str(source)
     if text.startswith("reference:"):
@@ -337,12 +337,12 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise CheckpointError(
             f"no floating-point dtype is called {dtype!r}; use float32, bfloat16 or float16"
         )
-    return found
+    return named
 
 
 def _and_more(items: list[Any]) -> str:

@@ -163,7 +163,7 @@ class CheckpointTensors(_ByComponent):
         self._open = self._open_index = None
 
     def _stored(self, model_type: str) -> dict[str, _Stored]:
-        found: dict[str, _Stored] = {}
+        stored: dict[str, _Stored] = {}
         for index in range(len(self._files)):
             for name, shape in self._list(index):
                 wanted = name
@@ -171,8 +171,8 @@ class CheckpointTensors(_ByComponent):
                     wanted = pattern.sub(replacement, wanted)
                 if model_type == "nemotron_h":
                     wanted = _NEMOTRON_BACKBONE.sub("model.", wanted)
-                found[wanted] = _Stored(index, name, shape)
-        return found
+                stored[wanted] = _Stored(index, name, shape)
+        return stored
 
     def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
         handle = self._file(index)

@@ -29,7 +29,7 @@ VERBS = {
     "calibrate": "gather what a text shows of every component's inputs, for methods that learn from it",
     "measure": "quantize one component at a time and measure what the output distribution loses",
     "rank": "measure real damage on held-out text and say which metric predicts it",
-    "plan": "choose a format for every component: the paper's points, exact budgets, measured refinement",
+    "plan": "choose a format for every component: for a target, exact budgets, rivals, the paper's points",
     "export": "write a plan as OpenVINO IR or GGUF, with the very integers that were measured",
     "evaluate": "prove it: perplexity, divergence from the original and tasks, of plans and of exported files",
     "benchmark": "time exported models as they are used, and by the published protocol",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.running import UNIFORM_FP16, RunResult, RunSettings
+from kl_lens.pipeline.planning import USUAL
+from kl_lens.pipeline.running import SHORT, UNIFORM_FP16, RunResult, RunSettings
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Score, Subject
 from kl_lens.reporting.answer import speed_ratio
 from kl_lens.reporting.data import RunView, collect
@@ -20,13 +21,12 @@ from kl_lens.units import human_bytes
 def show(result: RunResult) -> None:
     with Run.open(result.folder) as run:
         view = collect(run)
-    recommended, targets = result.plans[-1], list(result.exported)
     out = console()
     out.print()
-    out.print(_table(view, result.plans, targets or ["torch"]))
-    lines = [*_remarks(view), _sentence(view, recommended, targets)]
-    if result.settings.max_drop is not None:
-        lines += _kept(view, recommended, targets, result.settings.max_drop)
+    out.print(_table(view, result.plans))
+    lines = _remarks(view)
+    for target, names in result.plans.items():
+        lines += [_sentence(view, names[-1], target), *_kept(view, names[-1], target, result.settings)]
     spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in result.stage_seconds.items() if used >= 1)
     lines.append(f"Done in {result.seconds:.0f} s ({spent}).")
     lines += [f"Failed, see above: kl-lens {command}" for command in result.failed]
@@ -39,26 +39,28 @@ def show(result: RunResult) -> None:
 
 
 def _shortened(settings: RunSettings) -> str:
+    menu = "short menus (--menu full has all formats), " if settings.menu == SHORT else ""
+    rivals = "a few rivals (--rivals all), " if settings.rivals == USUAL else ""
     return (
-        f"Short for a first look: {settings.windows} calibration windows (kl-lens measure takes 64), "
+        f"Short for a first look: {menu}{rivals}{settings.windows} calibration windows (kl-lens measure takes 64), "
         f"{settings.evaluation_windows} of {settings.window_length} tokens for evaluation (evaluate takes the whole "
         f"text in windows of 2048), {settings.held_out_windows} held-out ones (plan takes 32), {settings.repeats} "
         "rounds of timing with 32 new tokens (benchmark takes 5 with 64). The flags of kl-lens run raise them."
     )
 
 
-def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table:
+def _table(view: RunView, plans: Mapping[str, Sequence[str]]) -> Table:
     numbers = ("size", "of FP16", "token perplexity", "KL from the original", "× FP16 speed", "peak memory")
     table = new_table(f"{view.model}: plans as files", ("plan", "runtime"), numbers)
-    for target in targets:
+    for target, names in plans.items():
         base = view.subject_bytes(_subject(target, UNIFORM_FP16))
-        for name in plans:
+        for name in names:
             subject = _subject(target, name)
             size = view.subject_bytes(subject)
             profile = _profile(view, subject)
             ratio = None if profile is None else speed_ratio(profile)
             table.add_row(
-                name.removeprefix("uniform_").upper() if name.startswith("uniform_") else name,
+                _name(name, target),
                 target,
                 "" if size is None else human_bytes(size),
                 "" if not size or not base else f"{size / base:.0%}",
@@ -73,6 +75,14 @@ def _table(view: RunView, plans: Sequence[str], targets: Sequence[str]) -> Table
     return table
 
 
+def _name(plan: str, target: str) -> str:
+    """As people say it: `FP16`, `Q4_K_M`; the runtime has a column of its own."""
+    for prefix in ("uniform_", "stock."):
+        if plan.startswith(prefix):
+            return plan.removeprefix(prefix).upper()
+    return plan.replace(f"-{target}", "")
+
+
 def _remarks(view: RunView) -> list[str]:
     original = _score(view, Subject(ORIGINAL), "perplexity")
     if original is None:
@@ -84,42 +94,52 @@ def _remarks(view: RunView) -> list[str]:
     ]
 
 
-def _sentence(view: RunView, name: str, targets: Sequence[str]) -> str:
+def _sentence(view: RunView, name: str, target: str) -> str:
     plan = view.plan(name)
     assert plan is not None
-    text = f"Recommended: {_size(view, plan)}, {plan.row.shares_text}"
-    quality = _quality(view, name, targets) or _held_out(plan)
-    speed = _speed(view, name, targets)
-    return f"{text}{quality}{speed}."
+    subject = _subject(target, name)
+    size, base = view.subject_bytes(subject) or plan.bytes, view.subject_bytes(_subject(target, UNIFORM_FP16))
+    share = f", {size / base:.0%} of FP16's" if base else ""
+    quality = _quality(view, subject) or _held_out(plan)
+    contest = plan.plan.notes.get("contest")
+    beside = f" Beside the runtime's own mixtures: {contest}." if contest else ""
+    return (
+        f"Recommended for {target}: {human_bytes(size)}{share}, {plan.row.shares_text}{quality}"
+        f"{_speed(view, subject)}.{beside}"
+    )
 
 
-def _kept(view: RunView, name: str, targets: Sequence[str], max_drop: float) -> list[str]:
-    """Whether the limit that the plan was made for holds on the evaluation text."""
+def _kept(view: RunView, name: str, target: str, settings: RunSettings) -> list[str]:
+    """What was asked for, and whether it holds on the evaluation text."""
+    subject = _subject(target, name)
+    if settings.max_drop is not None:
+        original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
+        change = _value(view, subject, "perplexity", "token_perplexity_change")
+        if change is None or original is None:
+            return []
+        rise, error = change.value / original.value, change.standard_error / original.value
+        verdict = "kept" if rise <= settings.max_drop else "NOT kept"
+        return [
+            f"--max-drop {settings.max_drop:.1%} {verdict} by {subject.label} on the evaluation text: perplexity "
+            f"rises by {rise:.2%} ± {error:.2%}."
+        ]
+    if settings.max_bytes is not None or settings.budget is not None:
+        return []
+    lost = _value(view, subject, "divergence", "kl_mean")
+    found = "" if lost is None else f"; on the evaluation text it loses {_shown(lost, '.4f')}"
+    return [
+        f"It is the smallest file found that loses at most {settings.max_loss:g} nats of KL per token, about "
+        f"{settings.max_loss:.0%} of perplexity, on held-out text{found} (--max-loss, --max-drop, --budget and "
+        "--max-bytes ask for another)."
+    ]
+
+
+def _quality(view: RunView, subject: Subject) -> str:
     original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
-    lines = []
-    for target in targets:
-        change = _value(view, _subject(target, name), "perplexity", "token_perplexity_change")
-        if change is not None and original is not None:
-            rise, error = change.value / original.value, change.standard_error / original.value
-            verdict = "kept" if rise <= max_drop else "NOT kept"
-            lines.append(
-                f"--max-drop {max_drop:.1%} {verdict} by {target}/{name} on the evaluation text: perplexity "
-                f"rises by {rise:.2%} ± {error:.2%}."
-            )
-    return lines
-
-
-def _size(view: RunView, plan: PlanView) -> str:
-    return f"{human_bytes(plan.bytes)}, {plan.bytes / view.fp16_bytes:.0%} of FP16's"
-
-
-def _quality(view: RunView, name: str, targets: Sequence[str]) -> str:
-    original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
-    for target in targets:
-        found = _value(view, _subject(target, name), "perplexity", "token_perplexity")
-        if found is not None and original is not None:
-            return f"; token perplexity {found.value:.3f} in {target} against {original.value:.3f}"
-    return ""
+    found = _value(view, subject, "perplexity", "token_perplexity")
+    if found is None or original is None:
+        return ""
+    return f"; token perplexity {found.value:.3f} against {original.value:.3f}"
 
 
 def _held_out(plan: PlanView) -> str:
@@ -128,15 +148,12 @@ def _held_out(plan: PlanView) -> str:
     return f"; token perplexity {plan.perplexity.value:.3f} against {plan.original_perplexity:.3f} ({plan.measured_on})"
 
 
-def _speed(view: RunView, name: str, targets: Sequence[str]) -> str:
-    found = []
-    for target in targets:
-        profile = _profile(view, _subject(target, name))
-        ratio = None if profile is None else speed_ratio(profile)
-        if profile is not None and ratio is not None:
-            speed = profile.timings["tokens_per_second"].median
-            found.append(f"{speed:.0f} tokens/s in {target} ({ratio.median:.2f} × FP16)")
-    return "; " + ", ".join(found) if found else ""
+def _speed(view: RunView, subject: Subject) -> str:
+    profile = _profile(view, subject)
+    ratio = None if profile is None else speed_ratio(profile)
+    if profile is None or ratio is None:
+        return ""
+    return f"; {profile.timings['tokens_per_second'].median:.0f} tokens/s ({ratio.median:.2f} × FP16)"
 
 
 def _subject(target: str, plan: str) -> Subject:

@@ -73,19 +73,19 @@ def differences(
         return statistics.ratio(np.array(ours) - np.array(theirs), tokens)
 
     change = paired([s.nll for s in artifact], [s.nll for s in counterpart])
-    found = {"cross_entropy": (change, _limit(change, CROSS_ENTROPY_FLOOR, len(tokens)))}
+    changes = {"cross_entropy": (change, _limit(change, CROSS_ENTROPY_FLOOR, len(tokens)))}
     if all(score.token_kl is not None for score in (*artifact, *counterpart)):
         ours, theirs = (
             [float(s.kl().sum(dtype=float)) for s in scores] for scores in (artifact, counterpart)
         )
         change = paired(ours, theirs)
         floor = KL_FLOOR + KL_SHARE * sum(theirs) / float(tokens.sum())
-        found["kl_mean"] = (change, _limit(change, floor, len(tokens)))
-    return found
+        changes["kl_mean"] = (change, _limit(change, floor, len(tokens)))
+    return changes
 
 
-def within(found: Mapping[str, tuple[Estimate, float]]) -> bool:
-    return all(abs(change.value) <= limit for change, limit in found.values())
+def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
+    return all(abs(change.value) <= limit for change, limit in changes.values())
 
 
 def _limit(change: Estimate, floor: float, windows: int) -> float:

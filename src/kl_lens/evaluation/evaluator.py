@@ -104,13 +104,13 @@ class Evaluator:
         for judged in order:
             if isinstance(judged, JudgedArtifact) and judged.identity in windows:
                 try:
-                    found = self._agreement(judged, text, windows, subjects_of, divergence)
+                    agreement = self._agreement(judged, text, windows, subjects_of, divergence)
                 except RUNTIME_ERRORS as error:
                     outcome.failures[judged.label] = f"not compared with PyTorch: {one_line(error)}"
                     continue
-                if found is not None:
-                    outcome.agreements.append(found)
-                    self.journal.store_agreement(found, f"{text.label}|{text.digest}")
+                if agreement is not None:
+                    outcome.agreements.append(agreement)
+                    self.journal.store_agreement(agreement, f"{text.label}|{text.digest}")
         return outcome
 
     def close(self) -> None:
@@ -119,28 +119,28 @@ class Evaluator:
             self._teacher = None
 
     def _known(self, judged: Judged, text: EvaluationText, divergence: bool) -> dict[int, WindowScore]:
-        found = {}
+        scores = {}
         for index, item in enumerate(text.items):
             score = self.journal.window(judged, item, divergence=divergence)
             if score is not None:
-                found[index] = score
-        return found
+                scores[index] = score
+        return scores
 
     def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
         """The scores of all windows: those the journal has, and the others now."""
-        found = self._known(judged, text, divergence)
-        missing = [index for index in range(len(text.items)) if index not in found]
+        scores = self._known(judged, text, divergence)
+        missing = [index for index in range(len(text.items)) if index not in scores]
         if missing:
             judged.check()
             session = self._teacher_session() if judged is self.original else judged.open()
             try:
                 self.journal.store(RUNTIME, judged, "", session.description)
                 for index in missing:
-                    found[index] = self._score(judged, session, text, index, divergence)
+                    scores[index] = self._score(judged, session, text, index, divergence)
             finally:
                 if session is not self._teacher:
                     session.close()
-        return [found[index] for index in range(len(text.items))]
+        return [scores[index] for index in range(len(text.items))]
 
     def _score(
         self, judged: Judged, session: Session, text: EvaluationText, index: int, divergence: bool
@@ -214,21 +214,21 @@ class Evaluator:
             return None
         same_weights = subjects.get(counterpart.identity, counterpart.subject)
         ours, theirs = windows[judged.identity], windows[counterpart.identity]
-        found = rule.differences(ours, theirs)
+        differences = rule.differences(ours, theirs)
         verdict, decided_by = rule.AGREES, same_weights
-        if not rule.within(found):
+        if not rule.within(differences):
             verdict = rule.DISAGREES
             emulated = judged.emulated(self.model)
             if emulated is not None:
                 again = self._compared_anew(judged, emulated, same_weights, text, divergence)
-                found, decided_by = rule.differences(ours, again), emulated.subject
-                verdict = rule.AS_DEPLOYED if rule.within(found) else verdict
+                differences, decided_by = rule.differences(ours, again), emulated.subject
+                verdict = rule.AS_DEPLOYED if rule.within(differences) else verdict
             exact = None if verdict == rule.AS_DEPLOYED else judged.in_float32()
             if exact is not None:
                 again = self._compared_anew(judged, exact, same_weights, text, divergence)
-                found, decided_by = rule.differences(again, theirs), exact.subject
-                verdict = rule.IN_FLOAT32 if rule.within(found) else verdict
-        changes = {name: change for name, (change, _) in found.items()}
+                differences, decided_by = rule.differences(again, theirs), exact.subject
+                verdict = rule.IN_FLOAT32 if rule.within(differences) else verdict
+        changes = {name: change for name, (change, _) in differences.items()}
         return Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
 
     def _compared_anew(
@@ -251,5 +251,5 @@ def evaluate_text(judged: Judged, text: EvaluationText, original: LoadedModel | 
             evaluator.close()
     if outcome.failures:
         raise TargetError(f"{judged.label}: {outcome.failures[judged.label]}")
-    found = [score for score in outcome.scores if score.subject == judged.subject]
-    return replace(found[0], values={name: v for score in found for name, v in score.values.items()})
+    scores = [score for score in outcome.scores if score.subject == judged.subject]
+    return replace(scores[0], values={name: v for score in scores for name, v in score.values.items()})

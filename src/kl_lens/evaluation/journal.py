@@ -39,10 +39,10 @@ class Journal:
 
     def window(self, judged: Judged, window: TextWindow, *, divergence: bool) -> WindowScore | None:
         """A window's score, when the run holds one with all that is asked for."""
-        found = self.load(WINDOW, judged, window.key)
-        if found is None or (divergence and found["token_kl"] is None):
+        stored = self.load(WINDOW, judged, window.key)
+        if stored is None or (divergence and stored["token_kl"] is None):
             return None
-        return WindowScore.from_json(found)
+        return WindowScore.from_json(stored)
 
     def runtime(self, judged: Judged) -> dict[str, Any]:
         """What computed its pieces, whenever that was."""

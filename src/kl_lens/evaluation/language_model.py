@@ -116,21 +116,21 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         return [self._kept([list(request.args)], self._generate)[0] for request in requests]
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **_: Any) -> list[Answer]:
-        found: list[Answer] = []
+        answers: list[Answer] = []
         for first in range(0, len(requests), ANSWERS_TOGETHER):
             pairs = [[context, rest] for _, context, rest in requests[first : first + ANSWERS_TOGETHER]]
-            found += [(float(total), bool(greedy)) for total, greedy in self._kept(pairs, self._likelihood)]
-        return found
+            answers += [(float(total), bool(greedy)) for total, greedy in self._kept(pairs, self._likelihood)]
+        return answers
 
     def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
         """The answers to these requests, from where they are kept or afresh."""
         key = hashlib.blake2b(json.dumps([self.max_length, requests]).encode(), digest_size=12).hexdigest()
-        found = self._answers.load(key)
-        if found is None:
-            found = [answer(*request) for request in requests]
-            self._answers.store(key, found)
+        answers = self._answers.load(key)
+        if answers is None:
+            answers = [answer(*request) for request in requests]
+            self._answers.store(key, answers)
         self._advanced(len(requests))
-        return found
+        return answers
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> Answer:
         """ln p(continuation | context), and whether each of its tokens was the likeliest."""

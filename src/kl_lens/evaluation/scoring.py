@@ -51,13 +51,13 @@ def score_window(session: Session, window: TextWindow, teacher: Session | None =
             f"its logits have {student.shape[1]} columns, the original's {original.shape[1]}; "
             "a divergence needs the same vocabulary"
         )
-    found = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
-    kl = found[:, KL_TEACHER_STUDENT].astype(np.float32)
+    comparison = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
+    kl = comparison[:, KL_TEACHER_STUDENT].astype(np.float32)
     return WindowScore(
         window.targets,
         window.words,
         nll,
-        float(found[:, SAME_TOP].sum()),
+        float(comparison[:, SAME_TOP].sum()),
         base64.b64encode(kl.tobytes()).decode("ascii"),
     )
 

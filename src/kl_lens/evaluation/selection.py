@@ -117,13 +117,13 @@ def run_subjects(
 def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
     """The plans; one that cannot be read is a failure, and the others are there all the same."""
     components = run.table().components
-    found = {}
+    plans = {}
     for path in sorted((run.folder / "plans").glob("*.json")):
         try:
-            found[checked_plan_name(path.stem)] = planning.read_plan(path, components)
+            plans[checked_plan_name(path.stem)] = planning.read_plan(path, components)
         except KLLensError as error:
             selection.failures[f"{TORCH}/{path.stem}"] = str(error)
-    return found
+    return plans
 
 
 def _no_session(judged: JudgedArtifact) -> str | None:

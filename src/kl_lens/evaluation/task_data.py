@@ -70,12 +70,12 @@ def find_tasks(folder: Path) -> dict[str, LocalTask]:
     """The tasks whose files stand in a folder."""
     if not folder.is_dir():
         raise TextError(f"--task-data {folder}: no such folder")
-    found: dict[str, dict[str, Path]] = {}
+    splits: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         match = _FILE.fullmatch(path.name)
         if match:
-            found.setdefault(match["task"], {}).setdefault(match["split"], path)
-    return {name: LocalTask(name, files) for name, files in found.items()}
+            splits.setdefault(match["task"], {}).setdefault(match["split"], path)
+    return {name: LocalTask(name, files) for name, files in splits.items()}
 
 
 def chosen_tasks(folder: Path, names: list[str]) -> list[LocalTask]:

@@ -63,15 +63,15 @@ class TaskEvaluator:
 
             begin = time.perf_counter()
             try:
-                found = self._examples(judged, task, protocol, announce)
+                answered = self._examples(judged, task, protocol, announce)
             except RUNTIME_ERRORS as error:
                 if isinstance(judged, JudgedModel):
                     raise
                 outcome.failures[judged.label] = one_line(error)
                 continue
             if judged.subject.what == ORIGINAL:
-                original = found
-            for examples in found.values():
+                original = answered
+            for examples in answered.values():
                 score = self._score(judged, examples, original.get(examples.task), protocol)
                 score = Score(**{**vars(score), "seconds": time.perf_counter() - begin})
                 self.journal.store_score(score)

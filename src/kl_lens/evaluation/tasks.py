@@ -43,15 +43,15 @@ def task_values(examples: TaskExamples, original: TaskExamples | None = None) ->
     """
     values = {}
     for name, numbers in examples.metrics.items():
-        found = np.asarray(numbers, float)
+        per_example = np.asarray(numbers, float)
         if name == "perplexity":
-            values["last_word_perplexity"] = statistics.perplexity(-found, np.ones(len(found)))
+            values["last_word_perplexity"] = statistics.perplexity(-per_example, np.ones(len(per_example)))
             continue
-        values[name] = statistics.mean(found)
-        if original is not None and len(original.metrics.get(name, ())) == len(found):
-            pair = (np.asarray(original.metrics[name], float), found)
+        values[name] = statistics.mean(per_example)
+        if original is not None and len(original.metrics.get(name, ())) == len(per_example):
+            pair = (np.asarray(original.metrics[name], float), per_example)
             if not examples.higher_is_better.get(name, True):
-                pair = (found, pair[0])
+                pair = (per_example, pair[0])
             values[f"{name}_drop"] = statistics.paired_drop(*pair)
     return values
 
@@ -99,10 +99,10 @@ def run_task(
         for one in loaded["tasks"].values():
             _few_shot(one, few_shot)
         requests(sum(_request_count(one, limit) for one in loaded["tasks"].values()))
-        found: Any = evaluate(
+        results: Any = evaluate(
             lm=language_model, task_dict=loaded, limit=limit, log_samples=True, bootstrap_iters=0
         )
-        return [_examples(name, one, found) for name, one in loaded["tasks"].items()]
+        return [_examples(name, one, results) for name, one in loaded["tasks"].items()]
 
 
 def _load(task: LocalTask | str, scratch: Path) -> Any:
@@ -166,8 +166,8 @@ def _request_count(task: Any, limit: int | None) -> int:
     return sum(len(task.doc_to_choice(task.eval_docs[index])) for index in range(documents))
 
 
-def _examples(name: str, task: Any, found: Any) -> TaskExamples:
-    samples = found["samples"][name]
+def _examples(name: str, task: Any, results: Any) -> TaskExamples:
+    samples = results["samples"][name]
     metrics: dict[str, list[tuple[int, float]]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
@@ -177,13 +177,13 @@ def _examples(name: str, task: Any, found: Any) -> TaskExamples:
                 metrics.setdefault(label, []).append((int(sample["doc_id"]), float(value)))
     if not metrics:
         raise KLLensError(f"task {name} has no metric that is a number per example; it cannot be compared")
-    better = found.get("higher_is_better", {}).get(name, {})
+    better = results.get("higher_is_better", {}).get(name, {})
     return TaskExamples(
         task=name,
         metrics={label: tuple(value for _, value in sorted(pairs)) for label, pairs in metrics.items()},
         higher_is_better={label: bool(better.get(label.split("@")[0], True)) for label in metrics},
         chance=_chance(task, samples),
-        version=str(found.get("versions", {}).get(name, "")),
+        version=str(results.get("versions", {}).get(name, "")),
         few_shot=int(task.get_config("num_fewshot") or 0),
     )
 

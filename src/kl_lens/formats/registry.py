@@ -33,7 +33,7 @@ def get_format(name: str) -> Format:
         raise FormatError(f"unknown format {name!r}; known: {', '.join(_formats)}") from None
 
 
-def resolve(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
+def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
     """The format that a weight of this shape really gets, and why it is not the one asked for (or None)."""
     wanted = get_format(fmt) if isinstance(fmt, str) else fmt
     reason = wanted.fits(shape)

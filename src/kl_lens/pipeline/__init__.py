@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         measure,
         plan,
         rank,
-        refine,
         report,
         verify,
     )
@@ -55,7 +54,6 @@ else:
         "measure",
         "plan",
         "rank",
-        "refine",
         "report",
         "verify",
     ]
@@ -108,7 +106,6 @@ __all__ = [
     "perform",
     "plan",
     "rank",
-    "refine",
     "report",
     "verify",
 ]

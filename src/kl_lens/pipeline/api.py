@@ -13,13 +13,13 @@ from typing import Any
 from kl_lens import evaluation, planning, profiling, reporting, targets
 from kl_lens.calibration import StoredStatistics, gather
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import PlanError, TargetError
+from kl_lens.errors import TargetError
 from kl_lens.pipeline.calibrating import DEFAULT_SEED, DEFAULT_WINDOWS
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
 from kl_lens.pipeline.generating import generate as generate_text
 from kl_lens.pipeline.measuring import chosen_methods, wanted_recipes
-from kl_lens.pipeline.planning import refined, verified
+from kl_lens.pipeline.planning import verified
 from kl_lens.pipeline.ranking import rank_run
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import Recipe
@@ -85,7 +85,7 @@ def measure(
                 model.weights.learn_from(StoredStatistics.open(Path(run), model))
         choice = chosen_methods(model, candidates, methods, Events())
         sweep.measure(choice.candidates if choice else candidates, drawn)
-        return journal.table()
+        return journal.table(target=as_deployed)
 
 
 def calibrate(
@@ -178,31 +178,6 @@ def verify(
     """
     held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
     return verified(plan, table, PlanMeter(model, held_out))
-
-
-def refine(
-    model: LoadedModel,
-    plan: Plan,
-    table: SensitivityTable,
-    text: TextSource | str = "wikitext2:valid",
-    *,
-    windows: int = 32,
-    window_length: int = 512,
-    max_evaluations: int = 60,
-    name: str | None = None,
-) -> Plan:
-    """The plan improved by swaps that one half of a held-out text measured as better, and the other confirmed.
-
-    Example:
-        >>> refine(model, plan, table, windows=8, max_evaluations=4).notes["refinement"]
-    """
-    held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
-    if len(held_out) < 2:
-        raise PlanError("refining needs at least 2 windows: one half decides, the other confirms")
-    middle = (len(held_out) + 1) // 2
-    deciding, confirming = (PlanMeter(model, w) for w in (held_out.first(middle), held_out.after(middle)))
-    better = refined(plan, table, deciding, confirming, max_evaluations=max_evaluations, name=name)
-    return verified(better, table, confirming)
 
 
 def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **options: Any) -> Artifact:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel, load_tokenizer, resolve
+from kl_lens.checkpoints import LoadedModel, load_tokenizer, model_folder
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.pipeline.calibrating import LearningText, for_streaming
 from kl_lens.pipeline.events import Events
@@ -184,7 +184,7 @@ def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[
     target = get_target(settings.target)
     if target.streams:
         # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
-        model = resolve(source, revision=settings.revision)
+        model = model_folder(source, revision=settings.revision)
         plan, name = target.uniform_plan(model, fmt), source
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
@@ -238,7 +238,7 @@ def _streamed(settings: ExportSettings, source: str) -> Path:
     target = get_target(settings.target)
     if not target.streams:
         raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
-    return resolve(source, revision=settings.revision)
+    return model_folder(source, revision=settings.revision)
 
 
 def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:

@@ -26,7 +26,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -90,7 +90,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
-    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
+    as_target = settings.as_deployed is not None
+    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components, stand_ins=as_target)
     windows = bench.drawn(
         settings.text,
         model,
@@ -125,11 +126,12 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
-        _say_unfit(unfit, events)
-        measurements = run.measurements(CALIBRATION)
+        _say_unfit([] if target else unfit, events)  # a target stores FP16 there, and so do plans
+        role = role_as(CALIBRATION, target)
+        measurements = run.measurements(role)
         if choice is not None:
             say_agreement(choice, measurements, events)
-        noise = (run.load("noise", CALIBRATION) or {}).get("kl_teacher_to_student", 0.0)
+        noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")

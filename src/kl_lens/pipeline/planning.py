@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError
 from kl_lens.paper import PUBLISHED_METRIC, RANKING_METRICS, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
@@ -25,15 +27,19 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.records import Measured, Plan, SensitivityTable
+from kl_lens.recipes import Recipe
+from kl_lens.records import Component, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.units import spell_share
+from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
+from kl_lens.units import human_bytes, spell_share
 
 _paper = grouped("the paper's points")
 _quality = grouped("greedy under a quality budget")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
-_proof = grouped("verify and refine, on held-out text")
+_proof = grouped("measured on held-out text")
+ALL, USUAL = "all", "usual"  # rivals
+ROUNDS = 3  # in which a plan for a size of file is corrected
 KL = "kl_teacher_to_student"
 
 
@@ -59,9 +65,14 @@ class PlanSettings(HeldOut, Loading, OfRun):
     gamma_exhaustive: float | None = _quality(
         None, "the same, one by one, as the paper's algorithm does", metavar="G"
     )
-    max_bytes: int | None = _budget(None, "for example 90MB", kind=SIZE)
+    max_bytes: int | None = _budget(None, "for example 90MB; with --target, of its file", kind=SIZE)
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
     max_kl: float | None = _budget(None, "predicted KL per token", metavar="NATS")
+    max_loss: float | None = _budget(
+        None,
+        "for example 0.01: the smallest plan whose held-out KL from the original is no more, by measuring a few",
+        metavar="NATS",
+    )
     max_drop: float | None = _budget(
         None,
         "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
@@ -73,11 +84,22 @@ class PlanSettings(HeldOut, Loading, OfRun):
     formats: tuple[str, ...] = _budget((), "comma-separated; default: all measured ones", kind=NAMES)
     frontier: bool = _budget(False, "print the whole Pareto frontier of bytes and KL")
     verify: bool = _proof(False, "measure the plan as a whole")
-    refine: bool = _proof(False, "improve the plan by measured swaps")
-    max_evaluations: int = _proof(60, kind=COUNT)
+    rivals: str | None = _proof(
+        None,
+        "also the target's well-known mixtures, measured in the same way; one that is no larger and not measurably "
+        "worse takes the plan's place (usual: a few of them; without a word behind it: all)",
+        choices=(USUAL, ALL),
+        nargs="?",
+        bare=ALL,
+    )
     held_out: str = _proof("wikitext2:valid", metavar="TEXT")
     held_out_windows: int = _proof(32, kind=COUNT)
-    plan: str | None = option(None, "verify or refine this plan of the run", metavar="NAME")
+    target: str | None = option(
+        None,
+        "plan for this target: what it holds, measured as it computes, sizes of its files",
+        choices=TARGETS,
+    )
+    plan: str | None = option(None, "verify this plan of the run, or set it beside --rivals", metavar="NAME")
     compare: tuple[str, ...] = option((), "plans side by side", nargs="+", metavar="NAME")
     name: str | None = option(None, "name of the new plan")
     dry_run: bool = option(False, "print without writing")
@@ -109,28 +131,25 @@ class PlanResult:
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
+    if settings.rivals and settings.target is None:
+        raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
     with Run.open(settings.run_folder) as run:
-        table = run.table()
+        table = run.table(target=settings.target)
         folder = run.folder / "plans"
         if settings.compare:
             plans = [_read(folder, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
+        aim = Aim(settings, run, bench)
         if settings.frontier:
             problem = planning.build_problem(
-                table, **settings.menu(table), metric=_metric(settings, table, events)
+                table, **settings.menu(table), **aim.holding, metric=_metric(settings, table, events)
             )
             return PlanResult(table, frontier=planning.pareto_frontier(problem))
-        meters = _Meters(settings, run, bench)
-        plans = _made(settings, run, table, meters, events)
-        if settings.refine:
-            options = settings.menu(table) | {"max_evaluations": settings.max_evaluations}
-            plans = [
-                refined(each, table, *meters.halves, name=settings.name, events=events, **options)
-                for each in plans
-            ]
-        if settings.verify or settings.refine:
-            # The confirming half decides nothing, so it is the one to report from.
-            plans = [verified(each, table, meters.halves[1], events) for each in plans]
+        plans = _made(settings, run, table, aim, events)
+        if settings.rivals:
+            plans = _with_rivals(settings, table, plans, aim, events)
+        elif settings.verify:
+            plans = [verified(each, table, aim.halves[1], events) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
         run.note_command(["kl-lens", *command_of(settings)])
@@ -139,31 +158,83 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         return PlanResult(table, plans, folder)
 
 
-class _Meters:
-    """The model on held-out text, opened only when something has to be measured: one half decides, one confirms."""
+class Aim:
+    """Whom plans are for: nobody in particular, or a target with what it holds, how it computes and what it writes.
+
+    The model is opened only when something has to be measured or sized.
+    """
 
     def __init__(self, settings: PlanSettings, run: Run, bench: Workbench) -> None:
         self._settings, self._run, self._bench = settings, run, bench
+        self.target = get_target(settings.target) if settings.target else None
+
+    @property
+    def model(self) -> LoadedModel:
+        return self._bench.model_of(self._run, self._settings)
 
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
-        model = self._bench.model_of(self._run, self._settings)
-        held_out = self._bench.held_out(self._settings, self._run, model.require_tokenizer())
+        """The model on held-out text, computing as the target does: one half decides, one confirms."""
+        held_out = self._bench.held_out(self._settings, self._run, self.model.require_tokenizer())
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
-        return self._bench.meter(model, held_out.first(middle)), self._bench.meter(
-            model, held_out.after(middle)
+        kind = None if self.target is None else computed_as(self.target)
+        first, second = held_out.first(middle), held_out.after(middle)
+        return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
+
+    @property
+    def holding(self) -> dict[str, Any]:
+        """What the target allows, as an argument of planners."""
+        target = self.target
+        if target is None:
+            return {}
+
+        def allowed(component: Component, recipe: str) -> bool | str:
+            return target.holds(Recipe.parse(recipe).grid, component.shape) or True
+
+        return {"allowed": allowed}
+
+    def sized(self, plan: Plan) -> Plan:
+        """The plan as one for this target: with the size of its file."""
+        if self.target is None:
+            return plan
+        size = self.target.file_bytes(self.model, plan)
+        return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
+
+    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None) -> Plan:
+        """What `make` gives for a file's bytes besides the weights, so that the file is no larger than asked."""
+        if self.target is None or max_bytes is None:
+            return self.sized(make(0))
+        besides = self._bare_besides()
+        for _ in range(ROUNDS):
+            plan = self.sized(make(besides))
+            size = plan.file_bytes
+            assert size is not None
+            if size <= max_bytes:
+                return plan
+            besides += size - max_bytes
+        raise PlanError(
+            f"no plan was found whose {self.target.title} file takes at most {human_bytes(max_bytes)}; "
+            "raise the budget"
         )
+
+    def _bare_besides(self) -> int:
+        weights = sum(2 * c.parameters for c in self.model.anatomy.components)
+        return self.sized(Plan("fp16", {}, "fp16", bytes=weights)).fixed_bytes
+
+
+def computed_as(target: Target) -> str | None:
+    """The target, where what its kernels do to activations is known for this machine; None: weights alone."""
+    recipes = dict(zip(target.menu, target.menu, strict=True))
+    return target.name if target.models_activations(RuntimeSettings(), recipes) else None
 
 
 def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
     return planning.read_plan(planning.plan_path(folder, name), table.components)
 
 
-def _made(
-    settings: PlanSettings, run: Run, table: SensitivityTable, meters: _Meters, events: Events
-) -> list[Plan]:
+def _made(settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events) -> list[Plan]:
     if settings.plan:
         plan = _read(run.folder / "plans", settings.plan, table)
         return [planning.repredicted(plan, table) if plan.notes.get("edited") else plan]
@@ -178,28 +249,28 @@ def _made(
     for name in settings.uniform:
         made.append(planning.uniform_plan(table, name, no_head=settings.no_head))
     if settings.gamma is not None or settings.gamma_exhaustive is not None:
-        made.append(_greedy(settings, table, meters, events))
-    if settings.max_drop is not None:
-        made.append(_within_drop(settings, table, meters, events))
+        made.append(_greedy(settings, table, aim, events))
+    if settings.max_drop is not None or settings.max_loss is not None:
+        made.append(_within_loss(settings, table, aim, events))
     elif any(value is not None for value in settings.budgets.values()):
-        made.append(_within_budget(settings, run, table, events))
-    if not made:
+        made.append(_within_budget(settings, run, table, aim, events))
+    if not made and not settings.rivals:
         raise PlanError(
-            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-drop, "
-            "--max-latency or --frontier; or name a plan with --plan to --verify or --refine it"
+            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, --max-drop, "
+            "--max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
         )
     for each in made:
         for name in each.notes.get("not_in_the_lists", []):
             events.warn(f"{name} was never measured and stays FP16")
-    return made
+    return [each if each.target else aim.sized(each) for each in made]
 
 
-def _greedy(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
+def _greedy(settings: PlanSettings, table: SensitivityTable, aim: Aim, events: Events) -> Plan:
     gamma = settings.gamma or settings.gamma_exhaustive
     assert gamma is not None
     result = greedy_plan(
         table,
-        meters.halves[0].perplexity,
+        aim.halves[0].perplexity,
         gamma=gamma,
         exhaustive=settings.gamma_exhaustive is not None,
         metric=_metric(settings, table, events),
@@ -213,42 +284,134 @@ def _greedy(settings: PlanSettings, table: SensitivityTable, meters: _Meters, ev
     return result.plan
 
 
-def _within_drop(settings: PlanSettings, table: SensitivityTable, meters: _Meters, events: Events) -> Plan:
+def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, events: Events) -> Plan:
+    """The smallest plan within a measured loss: of KL, or of perplexity."""
     if any(value is not None for value in settings.budgets.values()):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings.budgets)
-        raise PlanError(f"--max-drop sets the KL limit itself; use it without {flags}")
-    assert settings.max_drop is not None
-    meter = meters.halves[0]
+        raise PlanError(
+            f"--max-loss and --max-drop set the KL limit themselves; use one of them without {flags}"
+        )
+    meter = aim.halves[0]
 
-    def perplexity(assignment: Mapping[str, str]) -> float:
-        found = meter.measure(assignment).perplexity
+    def lost_perplexity(assignment: Mapping[str, str]) -> float:
+        found = meter.measure(assignment)
         # One standard error of the change on top: a little text must not talk us into too small a plan.
-        return found.value + (found.standard_error if assignment else 0.0)
+        change = found.delta_cross_entropy
+        return change.value + change.standard_error
 
-    result = planning.plan_for_drop(
-        table, perplexity, max_drop=settings.max_drop, name=settings.name, **settings.choice
+    def lost_kl(assignment: Mapping[str, str]) -> float:
+        return meter.measure(assignment).kl.value
+
+    if settings.max_drop is not None:
+        asked, loss, allowed = spell_share(settings.max_drop), lost_perplexity, math.log1p(settings.max_drop)
+        limits = {"drop": settings.max_drop}
+    else:
+        assert settings.max_loss is not None
+        asked, loss, allowed = f"{settings.max_loss:g} nats", lost_kl, settings.max_loss
+        limits = {"loss": settings.max_loss}
+    result = planning.plan_for_loss(
+        table, loss, max_loss=allowed, name=settings.name, **settings.choice, **aim.holding
     )
     events.note(
-        f"within {spell_share(settings.max_drop)}: {result.evaluations} plans measured; perplexity with its error "
-        f"{result.perplexity:.3f}, against the original's {result.original:.3f}"
+        f"within {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
+        f"per token on {meter.text.label}"
     )
-    return result.plan
+    return replace(result.plan, limits=limits)
 
 
-def _within_budget(settings: PlanSettings, run: Run, table: SensitivityTable, events: Events) -> Plan:
+def _within_budget(
+    settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
+) -> Plan:
     timed = settings.max_latency or settings.minimise == "latency" or settings.profile
-    solution = planning.plan_for_budget(
-        table,
-        latency=_latency(settings.profile, run) if timed else None,
-        minimise=settings.minimise,
-        metric=_metric(settings, table, events),
-        name=settings.name,
-        **settings.budgets,
-        **settings.choice,
-    )
+    latency = _latency(settings.profile, run) if timed else None
+    metric = _metric(settings, table, events)
+    solutions: list[planning.BudgetSolution] = []
+
+    def make(fixed_bytes: int) -> Plan:
+        solutions.append(
+            planning.plan_for_budget(
+                table,
+                latency=latency,
+                minimise=settings.minimise,
+                metric=metric,
+                name=settings.name,
+                fixed_bytes=fixed_bytes,
+                **settings.budgets,
+                **settings.choice,
+                **aim.holding,
+            )
+        )
+        return solutions[-1].plan
+
+    plan = aim.fitted(make, settings.max_bytes)
+    solution = solutions[-1]
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
     events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
-    return solution.plan
+    return plan
+
+
+def _with_rivals(
+    settings: PlanSettings, table: SensitivityTable, plans: Sequence[Plan], aim: Aim, events: Events
+) -> list[Plan]:
+    """The plans beside the runtime's own mixtures, all measured alike; where one of those wins, it takes our place."""
+    rivals = rival_plans(aim, table, plans[-1] if plans else None, everything=settings.rivals == ALL)
+    if not plans and not settings.verify:
+        return rivals
+    meter = aim.halves[1]
+    measured = [verified(each, table, meter, events) for each in (*plans, *rivals)]
+    if not plans:
+        return measured
+    ours, others = measured[len(plans) - 1], measured[len(plans) :]
+    contest = judged(ours, others, meter)
+    sentence = contest.sentence(ours.name)
+    events.note(f"{ours.name}: {sentence}")
+    kept = [replace(ours, notes=ours.notes | {"contest": sentence})]
+    if contest.winner != ours.name:
+        winner = next(each for each in others if each.name == contest.winner)
+        made_by = f"{winner.made_by}; in the place of our own plan"
+        notes = winner.notes | {"contest": sentence, "taken_over": winner.name}
+        kept = [
+            replace(ours, name=f"{ours.name}.own"),
+            replace(winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits),
+        ]
+    return [*measured[: len(plans) - 1], *others, *kept]
+
+
+def rival_plans(aim: Aim, table: SensitivityTable, ours: Plan | None, *, everything: bool) -> list[Plan]:
+    """The target's well-known mixtures as plans: all, or the usual ones and the largest that is no larger than ours."""
+    assert aim.target is not None
+    stock = aim.target.stock_recipes(aim.model)
+    made = {
+        one.plan_name: aim.sized(
+            planning.finished_plan(table, one.plan_name, dict(one.assignment), one.origin, family="stock")
+        )
+        for one in stock
+    }
+    if everything:
+        return list(made.values())
+    usual = {one.plan_name: made[one.plan_name] for one in stock if one.usual}
+    size = ours.file_bytes if ours else None
+    # The last of equals: with an importance matrix, where there are both.
+    below = [plan for plan in reversed(made.values()) if size is not None and (plan.file_bytes or 0) <= size]
+    if below:
+        nearest = max(below, key=lambda plan: plan.file_bytes or 0)
+        usual[nearest.name] = nearest
+    return list(usual.values())
+
+
+def judged(ours: Plan, rivals: Sequence[Plan], meter: PlanMeter) -> planning.Contest:
+    """Ours against rivals on the meter's text, by the sizes of their files."""
+
+    def contender(plan: Plan) -> planning.Contender:
+        return planning.Contender(plan.name, plan.file_bytes or 0, meter.kl_by_window(plan.assignment))
+
+    def keeps(rival: planning.Contender) -> bool:
+        result = meter.measure(by_name[rival.name].assignment)
+        within = result.kl.value <= ours.limits.get("loss", math.inf)
+        return within and result.delta_cross_entropy.value <= math.log1p(ours.limits.get("drop", math.inf))
+
+    by_name = {plan.name: plan for plan in rivals}
+    return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
 
 
 def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
@@ -268,36 +431,6 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
     if settings.metric is None and why is not None:
         events.warn(why)
     return settings.metric or metric
-
-
-def refined(
-    plan: Plan,
-    table: SensitivityTable,
-    deciding: PlanMeter,
-    confirming: PlanMeter,
-    *,
-    max_evaluations: int,
-    name: str | None = None,
-    events: Events | None = None,
-    **menu: Any,
-) -> Plan:
-    """The plan improved by measured swaps, under a name of its own; `menu` as `build_problem` takes it."""
-    result = planning.refine(
-        planning.build_problem(table, fixed_bytes=plan.fixed_bytes, **menu),
-        plan.assignment,
-        deciding.kl_by_window,
-        max_bytes=plan.limits.get("bytes"),
-        max_evaluations=max_evaluations,
-        confirm=confirming.kl_by_window,
-    )
-    accepted = sum(trial.accepted for trial in result.history)
-    how = "no swap is left to try" if result.exhausted else "stopped at --max-evaluations"
-    message = f"{plan.name}: {accepted} of {len(result.history)} swaps accepted ({how}); KL "
-    message += f"{result.kl_before:.4e} → {result.kl_after:.4e}"
-    if result.reverted:
-        message += "; the confirming half did not agree, so the plan stays as it was"
-    (events or Events()).note(message)
-    return planning.refined_plan(table, plan, result, name or f"{plan.name}_refined")
 
 
 def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:

@@ -13,7 +13,7 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import SIZE, Loading, OfRun, command_of, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
-from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.runs import CALIBRATION, EVALUATION, WEIGHTS, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.ranking import Ranking
@@ -62,8 +62,8 @@ def rank_run(
     candidates = _measured(run)
     calibration = run.text_identity(CALIBRATION)
     assert calibration is not None
-    activations = run.identity.get("activations", "weights")
-    context = deployed(activations) if activations != "weights" else None
+    target = run.usual_target
+    context = deployed(target) if target else None
 
     model.weights.learnt_by(
         candidate.format for candidate in candidates
@@ -77,7 +77,7 @@ def rank_run(
                 memory_budget=memory_budget,
                 progress=progress,
                 deployed=context,
-                deployed_as=activations,
+                deployed_as=target or WEIGHTS,
             ).measure(candidates, windows, role)
 
     sweep(held_out, EVALUATION, "damage on held-out text")
@@ -93,7 +93,7 @@ def rank_run(
 
 def _measured(run: Run) -> list[Candidate]:
     components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
-    found = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(CALIBRATION)]
+    found = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(run.measured_role())]
     if not found:
         raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
     order = {name: index for index, name in enumerate(components)}

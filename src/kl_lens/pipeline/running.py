@@ -1,5 +1,8 @@
 """`run`: every stage in order, on the embedded model unless another is named.
 
+For each target: its menu is measured as it computes, the smallest file that loses no more than allowed is planned,
+exported and set beside the runtime's own mixtures.
+
 Each stage is the verb of its own name with the settings shown; each can be repeated alone, and what is done already is
 not done again. All share one workbench: the checkpoint is opened once.
 """
@@ -18,6 +21,7 @@ from kl_lens.errors import KLLensError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.evaluation.tasks import require_lm_eval
+from kl_lens.formats import get_format
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings
@@ -25,7 +29,7 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import PlanSettings
+from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings, computed_as
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
 from kl_lens.pipeline.settings import (
@@ -43,14 +47,22 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import Recipe, spelled
 from kl_lens.runs import Run
-from kl_lens.targets import describe_target, read_artifact
+from kl_lens.sensitivity.sweep import model_identity
+from kl_lens.targets import get_target, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
+PAPER_FORMATS = ("int4", "int8")
+MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
-_wanted, _proof = grouped("the recommended plan (one of them)"), grouped("proof")
+SHORT, FULL, NONE = "short", "full", "none"
+_wanted, _proof = grouped("the recommended plan of each target (one of them)"), grouped("proof")
+
+
+def recommended(target: str | None) -> str:
+    """The plan that a run recommends for a target. (No dot: `.gguf` would make a folder look like a file.)"""
+    return RECOMMENDED if target is None else f"{RECOMMENDED}-{target}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +70,30 @@ class RunSettings(HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    windows: int = calibration_text(8, "how many windows", kind=COUNT)
-    formats: tuple[str, ...] = option(("int4", "int8"), "comma-separated", kind=NAMES)
-    budget: float = _wanted(0.45, "its size, of the FP16 model's", kind=SHARE)
-    max_bytes: int | None = _wanted(None, "its size, as a number", kind=SIZE)
-    max_drop: float | None = _wanted(
-        None, "the smallest whose held-out perplexity rises by no more, e.g. 3%", kind=SHARE
+    windows: int = calibration_text(4, "how many windows", kind=COUNT)
+    formats: tuple[str, ...] | None = option(
+        None,
+        "what plans choose from, for every target that holds it (default: each target's menu)",
+        kind=NAMES,
     )
-    targets: tuple[str, ...] | None = _proof(None, "where to export to (default: to all)", kind=NAMES)
+    menu: str = option(
+        SHORT, "of a target: the formats that matter most, or all of them", choices=(SHORT, FULL)
+    )
+    paper: bool = option(
+        False, "also the paper's part: INT4 and INT8 of weights alone, metrics ranked, its points beside ours"
+    )
+    max_loss: float = _wanted(
+        MAX_LOSS, "the smallest file whose KL from the original is no more", metavar="NATS"
+    )
+    max_drop: float | None = _wanted(
+        None, "the smallest file whose held-out perplexity rises by no more, e.g. 3%", kind=SHARE
+    )
+    budget: float | None = _wanted(None, "the best file of this share of the FP16 file's bytes", kind=SHARE)
+    max_bytes: int | None = _wanted(None, "the best file of at most so many bytes", kind=SIZE)
+    targets: tuple[str, ...] | None = _proof(
+        None, "whom to plan for and export to (default: all)", kind=NAMES
+    )
+    rivals: str = _proof(USUAL, "the runtimes' own mixtures beside ours", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", metavar="TEXT")
     evaluation_windows: int = _proof(8, "windows of the evaluation text for rank and evaluate", kind=COUNT)
     held_out: str = _proof("wikitext2:valid", metavar="TEXT")
@@ -86,8 +114,10 @@ class RunSettings(HeldOut, Calibration, OfModel):
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
         chosen_targets(self.targets)
-        if self.max_drop is not None and self.max_bytes is not None:
-            raise KLLensError("--max-drop and --max-bytes: give one of them; each sets the size of the plan")
+        if sum(limit is not None for limit in (self.max_drop, self.max_bytes, self.budget)) > 1:
+            raise KLLensError(
+                "--max-drop, --budget and --max-bytes: give one of them; each sets the plan's size"
+            )
         if self.tasks is not None:
             require_lm_eval()
 
@@ -96,7 +126,7 @@ class RunSettings(HeldOut, Calibration, OfModel):
 class RunResult:
     settings: RunSettings
     folder: Path
-    plans: list[str]  # those set side by side, the recommendation last
+    plans: dict[str, list[str]]  # target (torch: none) → plans set side by side, the recommendation last
     exported: dict[str, Path]  # target → folder of the recommendation there
     stage_seconds: dict[str, float]
     failed: list[str]  # commands whose results nothing else needed
@@ -113,6 +143,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
+        journal.identify(model_identity(model))
         journal.note_command(["kl-lens", *command_of(settings)])
     stages = Stages(folder, bench, events, again=settings.again)
     with going_on(folder):
@@ -129,33 +160,63 @@ class _Course:
         self.folder = stages.folder
         # What every stage that opens the run's model is told.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
-        formats = dict.fromkeys(map(spelled, settings.formats))
-        self.formats = sorted(formats, key=lambda name: -Recipe.parse(name).grid.bits)
+        self.held_out = {name: getattr(settings, name) for name in ("held_out", "held_out_windows")}
 
-    def run(self) -> tuple[list[str], dict[str, Path]]:
+    def run(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
         settings = self.settings
         self.stages.do(InspectSettings(model=settings.model, **settings.how))
-        self._measure()
-        self._plan()
-        plans = self._compared()
+        self.stages.do(
+            PlanSettings(uniform=("fp16",), **self.of_run),
+            key="plan fp16",
+            outputs=[f"plans/{UNIFORM_FP16}.json"],
+        )
+        # The FP16 file first: whether a target takes the model at all, and the size that others are shares of.
+        usable = [t for t in chosen_targets(settings.targets) if self._export(t, [UNIFORM_FP16], "fp16")]
+        if settings.paper:
+            self._paper()
+        aims: list[str | None] = [*usable] or [None]
+        for target in aims:
+            self._measure(target)
+            self._plan(target)
+        plans = {target or TORCH: self._compared(target) for target in aims}
         exported = {
-            target: self.folder / "artifacts" / target / RECOMMENDED
-            for target in chosen_targets(settings.targets)
-            if self._export(target, plans)
+            t: self.folder / "artifacts" / t / recommended(t) for t in usable if self._export(t, plans[t][1:])
         }
+        every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
-            self._evaluate(plans, tuple(exported))
+            self._evaluate(every, tuple(exported) or (TORCH,))
             self._write_samples(exported)
         if "benchmark" not in settings.without and exported:
-            self._benchmark(plans, tuple(exported))
+            self._benchmark(every, tuple(exported))
         if "report" not in settings.without:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
 
-    def _measure(self) -> None:
-        settings = self.settings
-        shared = ("model", "formats", "text", "windows", "window_length", "seed")
-        self.stages.do(MeasureSettings(**{n: getattr(settings, n) for n in shared}, **self.of_run))
+    def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
+        """A target's menu, as it computes."""
+        shared = ("model", "text", "windows", "window_length", "seed")
+        self.stages.do(
+            MeasureSettings(
+                formats=tuple(formats or self._menu(target)),
+                as_deployed=None if target is None else computed_as(get_target(target)),
+                **{name: getattr(self.settings, name) for name in shared},
+                **self.of_run,
+            )
+        )
+
+    def _menu(self, target: str | None) -> Sequence[str]:
+        if self.settings.formats is not None:
+            return self.settings.formats
+        if target is None:
+            return PAPER_FORMATS
+        found = get_target(target)
+        menu = found.short_menu if self.settings.menu == SHORT else found.menu
+        return [recipe for recipe in menu if recipe != "fp16"]
+
+    def _paper(self) -> None:
+        """What reproduces the paper: weights alone, which metric predicts the damage, its points."""
+        self._measure(None, PAPER_FORMATS)
+        settings, inputs = self.settings, self.stages.measurements()
         if "rank" not in settings.without:
             self.stages.do(
                 RankSettings(
@@ -164,61 +225,72 @@ class _Course:
                     **self.of_run,
                 ),
                 key="rank",
-                inputs=self.stages.measurements(),
+                inputs=inputs,
             )
-
-    def _plan(self) -> None:
-        """The paper's points, and the exact plan: the recommendation."""
-        held_out: dict[str, Any] = {
-            "held_out": self.settings.held_out,
-            "held_out_windows": self.settings.held_out_windows,
-            "verify": True,
-        }
-        inputs = self.stages.measurements()
-        # The paper's points mix INT4 and INT8; with other formats there are only the uniform plans to compare with.
-        paper = {"int4", "int8"} <= set(self.formats)
-        others = [name for name in self.formats if not paper or name not in ("int4", "int8")]
         self.stages.do(
-            PlanSettings(uniform=("fp16", *others), paper=paper, **held_out, **self.of_run),
-            key="plan uniform",
+            PlanSettings(paper=True, verify=True, **self.held_out, **self.of_run),
+            key="plan paper",
             inputs=inputs,
-            outputs=["plans/uniform_*.json", "plans/*_point[0-9][0-9].json"],
-        )
-        self.stages.do(
-            PlanSettings(name=RECOMMENDED, **self._limit(), **held_out, **self.of_run),
-            key="plan exact",
-            inputs=inputs,
-            outputs=[f"plans/{RECOMMENDED}.json"],
+            outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
         )
 
-    def _limit(self) -> dict[str, Any]:
-        if self.settings.max_drop is not None:
-            return {"max_drop": self.settings.max_drop}
+    def _plan(self, target: str | None) -> None:
+        """The recommendation for a target, beside its rivals."""
+        rivals = None if target is None or self.settings.rivals == NONE else self.settings.rivals
+        name = recommended(target)
+        self.stages.do(
+            PlanSettings(
+                name=name, target=target, rivals=rivals, verify=True,
+                **self._limit(target), **self.held_out, **self.of_run,
+            ),
+            key=f"plan {name}",
+            inputs=self.stages.measurements(target),
+            outputs=[f"plans/{name}.json"],
+        )  # fmt: skip
+
+    def _limit(self, target: str | None) -> dict[str, Any]:
+        settings = self.settings
+        if settings.max_drop is not None:
+            return {"max_drop": settings.max_drop}
+        if settings.max_bytes is not None:
+            return {"max_bytes": settings.max_bytes}
+        if settings.budget is None:
+            return {"max_loss": settings.max_loss}
         whole = sum(2 * c.parameters for c in self.model.anatomy.components)
-        return {"max_bytes": self.settings.max_bytes or int(self.settings.budget * whole)}
+        if target is not None:
+            whole = read_artifact(self.folder / "artifacts" / target / UNIFORM_FP16).realised_bytes
+        return {"max_bytes": int(settings.budget * whole)}
 
-    def _compared(self) -> list[str]:
-        """The plans that are exported and set side by side, the recommendation last."""
+    def _compared(self, target: str | None) -> list[str]:
+        """The plans that are exported for a target and set side by side, the recommendation last."""
         with Run.open(self.folder) as journal:
             components = journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
         found = {path.stem: planning.read_plan(path, components) for path in paths}
-        best = best_paper_point(list(found.values()), found[RECOMMENDED])
-        uniform = [f"uniform_{name.replace('+', '.')}" for name in self.formats]
-        names = [UNIFORM_FP16, *uniform, best.name if best else "", RECOMMENDED]
-        return [name for name in names if name in found]
+        name = recommended(target)
+        own = sorted((p for p in found.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
+        names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
+        if self.settings.paper and self._holds_paper(target):
+            best = best_paper_point(list(found.values()), found[name])
+            names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
+        return [*(n for n in dict.fromkeys(names) if n in found and n != name), name]
 
-    def _export(self, target: str, plans: Sequence[str]) -> bool:
+    def _holds_paper(self, target: str | None) -> bool:
+        """Whether the paper's formats are the target's own, so that its points are rivals there."""
+        square = (256, 256)
+        grids = [get_format(name) for name in PAPER_FORMATS]
+        return target is None or not any(get_target(target).holds(grid, square) for grid in grids)
+
+    def _export(self, target: str, plans: Sequence[str], key: str = "") -> bool:
         """Whether the plans are there as files. An architecture that a runtime does not have is no failure."""
-        # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
-        extra: dict[str, Any] = {"options": {"fallback": True}}
-        if describe_target(target).translations:
-            extra |= {"map": True, "held_out": self.settings.held_out, "held_out_windows": 2}
         folder = self.folder / "artifacts" / target
         try:
             self.stages.do(
-                ExportSettings(target=target, plan=",".join(plans), **extra, **self.of_run),
-                key=f"export {target}",
+                # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
+                ExportSettings(
+                    target=target, plan=",".join(plans), options={"fallback": True}, **self.of_run
+                ),
+                key=f"export {target} {key}".strip(),
                 inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
                 lost=not all(_is_whole(folder / name) for name in plans),
                 outputs=[f"artifacts/{target}/{name}/artifact.json" for name in plans],
@@ -239,7 +311,7 @@ class _Course:
         self.stages.do(
             EvaluateSettings(
                 plan=",".join(plans),
-                targets=(TORCH, *targets),
+                targets=targets,
                 perplexity=settings.evaluation_text,
                 divergence="",
                 window=settings.window_length,
@@ -257,7 +329,7 @@ class _Course:
         begin = time.perf_counter()
         try:
             with Run.open(self.folder) as journal:
-                files = [JudgedArtifact(place, plan=RECOMMENDED) for place in exported.values()]
+                files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
                 store_continuations(journal, self.model, files, prompts)
         except (KLLensError, RuntimeError, OSError) as error:
             self.events.warn(f"no samples of text: {error}")

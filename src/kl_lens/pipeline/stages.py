@@ -15,7 +15,7 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 from kl_lens.pipeline.verbs import perform
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import Run
 
 
 class Stages:
@@ -87,12 +87,12 @@ class Stages:
 
     # -- what stages depend on -------------------------------------------------------------------------
 
-    def measurements(self) -> str:
-        """A digest of all that was measured on the calibration text."""
+    def measurements(self, target: str | None = None) -> str:
+        """A digest of all that was measured on the calibration text, as a target computes."""
         with Run.open(self.folder) as run:
             rows = [
                 (m.component, m.format, m.windows, m.metrics["kl_teacher_to_student"].value)
-                for m in run.measurements(CALIBRATION)
+                for m in run.measurements(run.measured_role(target))
             ]
         return _digest(json.dumps(sorted(rows)).encode())
 

@@ -7,19 +7,12 @@ from kl_lens.planning.budget import (
     plan_for_budget,
 )
 from kl_lens.planning.cost import Cost, FormatShare, cost_of
-from kl_lens.planning.drop import DropResult, plan_for_drop
+from kl_lens.planning.drop import LossResult, plan_for_loss
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric, repredicted, uniform_plan
 from kl_lens.planning.problem import Allowed, LatencyTable, Problem, build_problem
-from kl_lens.planning.refine import (
-    PairedDifference,
-    Refinement,
-    Trial,
-    paired_difference,
-    refine,
-    refined_plan,
-)
+from kl_lens.planning.rivals import Contender, Contest, PairedDifference, contest, paired_difference
 from kl_lens.planning.table import Comparison, Difference, PlanRow, compare, plan_row
 from kl_lens.planning.verify import Verification, verify
 
@@ -28,35 +21,34 @@ __all__ = [
     "Allowed",
     "BudgetSolution",
     "Comparison",
+    "Contender",
+    "Contest",
     "Cost",
     "Difference",
-    "DropResult",
     "FormatShare",
     "Frontier",
     "FrontierPoint",
     "LatencyTable",
+    "LossResult",
     "PairedDifference",
     "PlanRow",
     "Predictor",
     "Problem",
-    "Refinement",
-    "Trial",
     "Verification",
     "achievable_range",
     "build_problem",
     "compare",
+    "contest",
     "cost_of",
     "finished_plan",
     "paired_difference",
     "pareto_frontier",
     "plan_for_budget",
-    "plan_for_drop",
+    "plan_for_loss",
     "plan_path",
     "plan_row",
     "prediction_metric",
     "read_plan",
-    "refine",
-    "refined_plan",
     "repredicted",
     "uniform_plan",
     "verify",

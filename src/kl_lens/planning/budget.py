@@ -111,7 +111,7 @@ def plan_for_budget(
         family="exact",
     )
     plan = replace(plan, limits=limits, fixed_bytes=fixed_bytes)
-    assert plan.bytes == totals.bytes - fixed_bytes, "the plan's bytes must be those that the solver added up"
+    assert plan.file_bytes == totals.bytes, "the plan's bytes must be those that the solver added up"
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Component
 
 FP16 = "fp16"
@@ -53,7 +53,7 @@ def recipe_of(spelling: str) -> Recipe:
 
 @lru_cache(maxsize=65536)
 def _stored(spelling: str, shape: tuple[int, ...]) -> tuple[str, str | None]:
-    recipe, reason = resolve(recipe_of(spelling), shape)
+    recipe, reason = fitting_recipe(recipe_of(spelling), shape)
     return str(recipe), reason
 
 

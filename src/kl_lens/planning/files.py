@@ -28,6 +28,7 @@ _FIELDS = {
     "family",
     "made_by",
     "refined_from",
+    "target",
     "predicted_kl",
     "bytes",
     "bits_per_weight",
@@ -62,6 +63,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "family": plan.family,
         "made_by": plan.made_by,
         "refined_from": plan.refined_from,
+        "target": plan.target,
         "predicted_kl": plan.predicted_kl,
         "bytes": cost.bytes,
         "bits_per_weight": round(cost.bits_per_weight, 6),
@@ -69,7 +71,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "limits": plan.limits,
         "measured": plan.measured.to_json() if plan.measured else None,
         "statistics": plan.statistics,
-        "fingerprint": _fingerprint(cost.stored, plan.statistics),
+        "fingerprint": _fingerprint(cost.stored, plan.statistics, plan.target),
         "notes": notes,
         "assignment": cost.stored,
     }
@@ -92,9 +94,12 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     full = {c.name: assignment.get(c.name, FP16) for c in components if c.quantizable}
     size = cost_of(components, full).bytes
     made_by, statistics = content.get("made_by") or "hand", content.get("statistics")
-    if content.get("fingerprint") != _fingerprint(full, statistics) or content.get("bytes") != size:
+    target = content.get("target")
+    if content.get("fingerprint") != _fingerprint(full, statistics, target) or content.get("bytes") != size:
         made_by = made_by if made_by == "hand" else f"{made_by}, edited by hand"
-        plan = Plan(path.stem, full, made_by, None, size, {"edited": True}, statistics=statistics)
+        plan = Plan(
+            path.stem, full, made_by, None, size, {"edited": True}, statistics=statistics, target=target
+        )
     else:
         plan = Plan(
             path.stem,
@@ -109,6 +114,7 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
             content.get("fixed_bytes") or 0,
             statistics,
             content.get("refined_from"),
+            target,
         )
     if missing:
         plan.notes["not_named"] = missing
@@ -186,7 +192,7 @@ def _require_types(path: Path, content: Mapping[str, Any]) -> None:
         checked_plan_name(path.stem)
     except PlanError as error:
         raise PlanError(f"{path}: {error}; rename the file and the name inside") from None
-    for field in ("made_by", "statistics", "refined_from", "fingerprint"):
+    for field in ("made_by", "statistics", "refined_from", "target", "fingerprint"):
         require(field, lambda v: isinstance(v, str), "a string", content.get(field))
     family = content.get("family")
     require("family", lambda v: v in PLAN_FAMILIES, f"one of {', '.join(PLAN_FAMILIES)}", family)
@@ -263,10 +269,11 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "; `kl-lens inspect` lists what there is"
 
 
-def _fingerprint(assignment: Mapping[str, str], statistics: str | None) -> str:
-    """Of all that makes the weights: recipes, and what they learnt from."""
+def _fingerprint(assignment: Mapping[str, str], statistics: str | None, target: str | None) -> str:
+    """Of all that makes the numbers: recipes, what they learnt from, and whose kernels compute with them."""
     facts: list[Any] = sorted(assignment.items())
-    text = json.dumps(facts if statistics is None else [*facts, statistics])
+    facts += [fact for fact in (statistics, target) if fact is not None]
+    text = json.dumps(facts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -154,15 +154,15 @@ class Benchmark:
             same = profile.protocol == in_use.PROTOCOL and profile.device == self.settings.device
             if same and self.settings.threads in (None, profile.threads):
                 known.setdefault(profile.subject.key, profile)
-        found: dict[str, list[TimedArtifact]] = {s.target.name: [] for s in subjects}
+        timed: dict[str, list[TimedArtifact]] = {s.target.name: [] for s in subjects}
         for s in subjects:
             if s.artifact is not None and s.subject.key in known:
                 profile = known[s.subject.key]
                 seconds = profile.timings["seconds_per_token"].median
-                found[s.target.name].append(
+                timed[s.target.name].append(
                     TimedArtifact(s.name, s.path, s.artifact, seconds, profile.threads)
                 )
-        return found
+        return timed
 
     def _table(self) -> SensitivityTable:
         if self.run is None:

@@ -33,7 +33,7 @@ def processors() -> int:
 
 def last_level_cache(root: Path = _CACHES) -> int | None:
     """Bytes of the largest caches, all of them together; None where the system does not say."""
-    level, found = 0, dict[str, int]()
+    level, sizes = 0, dict[str, int]()
     for index in sorted(root.glob("cpu[0-9]*/cache/index*")):
         try:
             this = int((index / "level").read_text())
@@ -43,10 +43,10 @@ def last_level_cache(root: Path = _CACHES) -> int | None:
             continue
         size = int(text[:-1]) * _UNITS[text[-1]] if text[-1:] in _UNITS else int(text)
         if this > level:
-            level, found = this, {}
+            level, sizes = this, {}
         if this == level:
-            found[shared] = size
-    return sum(found.values()) or None
+            sizes[shared] = size
+    return sum(sizes.values()) or None
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ class Levels:
 
     def places(self, codes: torch.Tensor) -> torch.Tensor:
         """What the scales are multiplied with, (rows, columns)."""
-        found = self._looked_up(codes)
+        looked_up = self._looked_up(codes)
         if self.zero_points is None:
-            return found
-        return (found.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)).flatten(-2)
+            return looked_up
+        return (looked_up.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)).flatten(-2)
 
     def nearest(self, values: torch.Tensor, column: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes of the levels next to these values, (rows,), in one column, and what those levels are."""

@@ -119,9 +119,9 @@ def _try(
         level = plain.with_scales(plain.scales * factor, zero[:, None] if plain.lowest == 0 else None)
         places = level.places(level.rounded(groups))
         product, square = (rows * groups * places).sum(-1), (rows * places.square()).sum(-1)
-        found = torch.where(square > 0, product.square() / square, 0)
-        better = found > gain
-        gain = torch.where(better, found, gain)
+        reached = torch.where(square > 0, product.square() / square, 0)
+        better = reached > gain
+        gain = torch.where(better, reached, gain)
         scales = torch.where(better, product / square, scales)
         points = torch.where(better, zero, points)
     return scales, points

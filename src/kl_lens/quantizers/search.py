@@ -38,8 +38,8 @@ class ScaleSearch(LearningQuantizer):
 
         def rounding(weight: torch.Tensor) -> Quantized:
             levels = searched_levels(weight, fmt, importance)
-            found = stored(fmt, levels, levels.rounded(weight))
-            return best_rows(weight, fmt, moments, [fmt.quantize(weight), found])
+            searched = stored(fmt, levels, levels.rounded(weight))
+            return best_rows(weight, fmt, moments, [fmt.quantize(weight), searched])
 
         return rounding
 

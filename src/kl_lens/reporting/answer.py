@@ -21,12 +21,37 @@ class Answer:
     rule: str  # why this one, in words
 
 
+def recommendations(view: RunView) -> list[Answer]:
+    """One for each target that the run has one for; else the one for the run as a whole, if any."""
+    named = [plan for plan in view.plans if plan.target and plan.name == f"{RECOMMENDED}-{plan.target}"]
+    if named:
+        return [Answer(plan, _why(plan)) for plan in sorted(named, key=lambda plan: plan.target or "")]
+    found = recommend(view)
+    return [] if found is None else [found]
+
+
+def recommended_names(view: RunView) -> frozenset[str]:
+    return frozenset(each.plan.name for each in recommendations(view))
+
+
+def _why(plan: PlanView) -> str:
+    contest = plan.plan.notes.get("contest")
+    beside = f" Beside the runtime's own mixtures: {contest}." if contest else ""
+    limits = plan.plan.limits
+    if "loss" in limits:
+        why = f"Asked for: the smallest file that loses at most {limits['loss']:g} nats of KL per token."
+    elif "drop" in limits:
+        why = f"Asked for: the smallest file whose perplexity rises by at most {limits['drop']:.1%}."
+    else:
+        why = f'It is the run\'s plan "{plan.name}" (made by: {plan.plan.made_by}).'
+    return why + beside
+
+
 def recommend(view: RunView) -> Answer | None:
-    """The plan called "recommended"; else the smallest verified one that keeps perplexity within TOLERATED."""
-    named = view.plan(RECOMMENDED)
+    """The run's recommended plan, its first target's; else the smallest verified one that keeps perplexity."""
+    named = next((p for p in view.plans if p.name in (RECOMMENDED, f"{RECOMMENDED}-{p.target}")), None)
     if named is not None:
-        how = "refined by measured swaps" if named.family == "refined" else f"made by: {named.plan.made_by}"
-        return Answer(named, f'It is the run\'s plan "{RECOMMENDED}" ({how}).')
+        return Answer(named, _why(named))
     verified = [p for p in view.plans if p.kl is not None and p.bytes < view.fp16_bytes]
     if not verified:
         return None
@@ -98,7 +123,7 @@ def same_protocol(one: Score, other: Score) -> bool:
 def commands_for(view: RunView, plan: PlanView) -> list[str]:
     """What to type to get this plan again, in order, each line once."""
     whole = [c for c in view.commands if c.verb == "run"]
-    if whole and plan.name == RECOMMENDED:
+    if whole and plan.name in (RECOMMENDED, f"{RECOMMENDED}-{plan.target}"):
         return [whole[-1].line]
     lines: dict[str, None] = {}
     for command in [*_last(view.commands, ("measure", "import-legacy")), *_planning(view, plan)]:
@@ -114,8 +139,7 @@ def _last(commands: Sequence[Command], verbs: Sequence[str]) -> list[Command]:
 
 def _planning(view: RunView, plan: PlanView) -> list[Command]:
     planned = [c for c in view.commands if c.verb == "plan"]
-    wanted = [plan.name, plan.plan.refined_from or plan.name]
-    named = [c for c in planned if any(name in c.words for name in wanted)]
+    named = [c for c in planned if plan.name in c.words]
     if not named and plan.family in ("paper", "uniform"):
         named = [c for c in planned if "--paper" in c.words]
     return named or [c for c in planned if not {"--paper", "--frontier"} & set(c.words)]

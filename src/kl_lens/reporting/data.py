@@ -34,7 +34,7 @@ from kl_lens.records import (
     Subject,
 )
 from kl_lens.reporting.plans import PlanView, read_plans
-from kl_lens.runs import CALIBRATION, Result, Run
+from kl_lens.runs import Result, Run
 from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
 from kl_lens.subjects import current_results
 
@@ -74,13 +74,14 @@ class RunView:
     noise: float | None  # KL of the original against itself
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
-    frontier: tuple[tuple[int, float], ...]  # bytes, predicted KL
+    frontiers: dict[str | None, tuple[tuple[int, float], ...]]  # target → bytes of its file, predicted KL
     artifacts: dict[str, Artifact]
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
     generations: tuple[Generation, ...]
     verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
+    measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
 
     @property
@@ -94,6 +95,16 @@ class RunView:
     @property
     def fp16_bytes(self) -> int:
         return sum(2 * c.parameters for c in self.components)
+
+    @property
+    def frontier(self) -> tuple[tuple[int, float], ...]:
+        """Of weights, whoever stores them."""
+        return self.frontiers[None]
+
+    def fp16_of(self, target: str | None) -> int:
+        """Bytes of FP16: of the target's file where there is one, else of the weights."""
+        artifact = self.artifacts.get(f"{target}/uniform_fp16")
+        return self.fp16_bytes if artifact is None else artifact.realised_bytes
 
     def plan(self, name: str) -> PlanView | None:
         return next((p for p in self.plans if p.name == name), None)
@@ -130,7 +141,7 @@ def collect(run: Run) -> RunView:
     table = run.table() if "components" in identity else None
     if table is not None and not table.measurements:
         table = None
-    noise = run.load("noise", CALIBRATION) or {}
+    noise = run.load("noise", run.measured_role()) or {}
     plans = read_plans(
         run.folder / "plans", tuple(Component.from_json(c) for c in identity.get("components", []))
     )
@@ -141,7 +152,7 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        frontier=_frontier(table),
+        frontiers={None: _frontier(table)} | _target_frontiers(run, plans),
         artifacts={
             name: _record(run, "artifact", name, value, Artifact)
             for name, value in run.load_all("artifact").items()
@@ -150,6 +161,7 @@ def collect(run: Run) -> RunView:
         profiles=_profiles(run),
         generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
         verdicts=_verdicts(run),
+        measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
     )
@@ -231,11 +243,19 @@ def _point(value: Mapping[str, Any]) -> Point:
     )
 
 
-def _frontier(table: SensitivityTable | None) -> tuple[tuple[int, float], ...]:
-    if table is None:
+def _target_frontiers(
+    run: Run, plans: tuple[PlanView, ...]
+) -> dict[str | None, tuple[tuple[int, float], ...]]:
+    """As each target computes, in bytes of its file as our own plan has them."""
+    besides = {p.target: p.plan.fixed_bytes for p in plans if p.target and p.family != "stock"}
+    return {target: _frontier(run.table(target=target), extra) for target, extra in besides.items()}
+
+
+def _frontier(table: SensitivityTable | None, fixed_bytes: int = 0) -> tuple[tuple[int, float], ...]:
+    if table is None or not table.measurements:
         return ()
     try:
-        problem = planning.build_problem(table)
+        problem = planning.build_problem(table, fixed_bytes=fixed_bytes)
     except PlanError:  # too little was measured to plan with
         return ()
     frontier = planning.pareto_frontier(problem, _FRONTIER_STATES)

@@ -56,8 +56,14 @@ class PlanView:
         return self.plan.measured.place if self.plan.measured else None
 
     @property
+    def target(self) -> str | None:
+        """Whom it was made for."""
+        return self.plan.target
+
+    @property
     def bytes(self) -> int:
-        return self.row.bytes
+        """Of the target's file, where it was made for one; else of the weights."""
+        return self.row.bytes + self.plan.fixed_bytes
 
 
 def read_plans(folder: Path, components: tuple[Component, ...]) -> tuple[PlanView, ...]:
@@ -80,6 +86,8 @@ def _plan_view(plan: Plan, components: tuple[Component, ...]) -> PlanView:
 def _label(plan: Plan) -> str:
     if plan.family == "uniform":
         return plan.name.replace("uniform_", "").upper()
+    if plan.family == "stock":
+        return plan.name.removeprefix("stock.").upper()
     if plan.family == "paper" and (digits := re.search(r"(\d+)$", plan.name)):
         return f"p{digits[1]}"
     return plan.name

@@ -19,7 +19,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.layout import InputMajor, gains_by_layout
+from kl_lens.sensitivity.input_major import InputMajor, gains_by_input_major
 from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
 from kl_lens.sensitivity.perturbation import (
     Kernels,
@@ -85,11 +85,11 @@ class Engine(ABC):
 
     def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
         """The windows of each perturbation."""
-        found: dict[int, list[WindowMetrics]] = {}
+        measured: dict[int, list[WindowMetrics]] = {}
         for group in self.groups(perturbations):
             results = self.measure_group([perturbations[index] for index in group])
-            found.update(zip(group, results, strict=True))
-        return [found[index] for index in range(len(perturbations))]
+            measured.update(zip(group, results, strict=True))
+        return [measured[index] for index in range(len(perturbations))]
 
     @abstractmethod
     def teacher_cross_entropy(self) -> Floats:
@@ -139,7 +139,7 @@ class PlainEngine(Engine):
 
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
         time = self.ids.shape[1]
-        found: list[WindowMetrics] = []
+        metrics: list[WindowMetrics] = []
         weights = replacements(self.model, perturbation, self.deployed)
         for windows in self._batches():
             teacher = self._teacher(windows)
@@ -148,8 +148,10 @@ class PlainEngine(Engine):
             rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
             for offset, (values, power) in enumerate(zip(rows, signal, strict=True)):
-                found.append(window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary))
-        return found
+                metrics.append(
+                    window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary)
+                )
+        return metrics
 
 
 class _Student:
@@ -173,7 +175,7 @@ class FastEngine(Engine):
     def _layout(self) -> InputMajor:
         """Copies of weights for faster products. They depend on model and budget only, never on the windows: a resumed
         sweep must repeat the same arithmetic."""
-        useful = self.deployed is None and gains_by_layout(self.chain.device)
+        useful = self.deployed is None and gains_by_input_major(self.chain.device)
         return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
 
     @property
@@ -204,11 +206,11 @@ class FastEngine(Engine):
 
     def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
         students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
-        found: list[list[WindowMetrics]] = [[] for _ in students]
+        metrics: list[list[WindowMetrics]] = [[] for _ in students]
         for batch, signal in zip(self.teacher.batches, self._signal, strict=True):
             for member, rows in enumerate(self._measure_batch(batch, students)):
-                found[member] += self._windows(batch, rows, signal)
-        return found
+                metrics[member] += self._windows(batch, rows, signal)
+        return metrics
 
     def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""

@@ -76,16 +76,16 @@ class PlanMeter:
         return self._known[key]
 
     def _windows(self, perturbation: Perturbation) -> list[WindowMetrics]:
-        found: list[WindowMetrics] = []
+        metrics: list[WindowMetrics] = []
         for slab in self._slabs:
             if self._prepared != slab:
                 self._engine.prepare(self.text.ids[slab.start : slab.stop])
                 self._prepared = slab
                 entropies = self._engine.teacher_cross_entropy()
                 self._entropy.update(zip(slab, entropies.tolist(), strict=True))
-            found += self._engine.measure([perturbation])[0]
-        check_finite("this plan", [(k, w.kl_teacher_to_student) for k, w in enumerate(found)])
-        return found
+            metrics += self._engine.measure([perturbation])[0]
+        check_finite("this plan", [(k, w.kl_teacher_to_student) for k, w in enumerate(metrics)])
+        return metrics
 
     def _result(self, windows: list[WindowMetrics]) -> JointResult:
         summary = summarise(windows)

@@ -62,15 +62,15 @@ class Choice:
 
     def agreement(self, measurements: Iterable[Measurement]) -> tuple[int, int]:
         """On how many of the verified (component, format) the choice also had the least KL, and of how many."""
-        found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+        rivals_of: dict[tuple[str, str], list[tuple[float, bool]]] = {}
         offered = {(c.component.name, c.format) for c in self.candidates}
         for m in measurements:
             if m.component in self.verified and (m.component, m.format) in offered:
                 key = m.component, Recipe.parse(m.format).format
-                found.setdefault(key, []).append(
+                rivals_of.setdefault(key, []).append(
                     (m.metrics[_KL].value, (m.component, m.format) in self.chosen)
                 )
-        rivals = [values for values in found.values() if len(values) > 1]
+        rivals = [values for values in rivals_of.values() if len(values) > 1]
         return sum(any(won for value, won in v if value == min(v)[0]) for v in rivals), len(rivals)
 
 

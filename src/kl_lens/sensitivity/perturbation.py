@@ -14,7 +14,7 @@ import torch
 from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.formats import Format, Quantized
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Component
 
 
@@ -55,11 +55,12 @@ class Candidate:
 
 
 def find_candidates(
-    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None
+    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None, *, stand_ins: bool = False
 ) -> tuple[list[Candidate], list[tuple[Component, str, str]]]:
     """Every quantizable component × recipe, in the order of the network, and what does not fit, with the reason.
 
-    A pattern that matches nothing, or an unknown recipe, is an error.
+    A pattern that matches nothing, or an unknown recipe, is an error. With `stand_ins`, what does not fit is
+    measured as what a runtime stores in its place.
     """
     try:
         expression = re.compile(pattern or "")
@@ -71,19 +72,21 @@ def find_candidates(
             f"--components {pattern!r} matches none of the {len(anatomy.candidates)} quantizable components; "
             "`kl-lens inspect --components` lists their names"
         )
-    fitting: list[Candidate] = []
+    fitting: dict[Candidate, None] = {}
     unfit: list[tuple[Component, str, str]] = []
     for component in matching:
         for recipe in (Recipe.parse(text) for text in recipes):
-            reason = recipe.grid.fits(component.shape)
-            if reason is None:
-                fitting.append(Candidate(component, str(recipe)))
+            stored, reason = recipe, recipe.grid.fits(component.shape)
+            if reason and stand_ins:
+                stored = fitting_recipe(recipe, component.shape)[0]
+            if reason is None or stored.format not in (recipe.format, "fp16"):
+                fitting[Candidate(component, str(stored))] = None
             else:
                 unfit.append((component, str(recipe), reason))
     if not fitting:
         component, _, reason = unfit[0]
         raise FormatError(f"no component can be held in {', '.join(recipes)}: {component.name}: {reason}")
-    return fitting, unfit
+    return list(fitting), unfit
 
 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]

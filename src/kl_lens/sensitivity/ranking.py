@@ -20,7 +20,7 @@ from scipy.stats import kendalltau
 
 from kl_lens.errors import RunError
 from kl_lens.records import Estimate
-from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.runs import CALIBRATION, EVALUATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 
 # Metric → +1 if larger means more damage, -1 if less.
@@ -139,6 +139,8 @@ Samples = Mapping[tuple[str, str], list[WindowMetrics]]
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
+    """Of the kind of measurements that the run is usually read for: weights alone, or as a target computes."""
+    role = role_as(role, run.usual_target)
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 
@@ -205,12 +207,12 @@ def _correlate(
         "divergence": np.array([_divergence(damage[k]) for k in keys]),
     }
     summaries = [summarise(samples[k][: max(1, round(share * len(samples[k])))]) for k in keys]
-    found = []
+    correlations = []
     for kind, metric in itertools.product(targets, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
         result = kendalltau(values, targets[kind])
         low, high = _interval(values, targets[kind], seed)
-        found.append(
+        correlations.append(
             Correlation(
                 kind,
                 metric,
@@ -224,7 +226,7 @@ def _correlate(
                 float(result.pvalue),
             )
         )
-    return found
+    return correlations
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
@@ -56,7 +56,9 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = "weights"  # its name in the run's identity
+    deployed_as: str = (
+        WEIGHTS  # the target whose activations these are: part of the role they are filed under
+    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -65,6 +67,7 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
+        text, role = role, role_as(role, self.deployed_as)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
         )
@@ -79,7 +82,9 @@ class Sweep:
         for slab in engine.slabs(windows.ids):
             missing = [w for w in slab if any(w not in done.get(_key(c), ()) for c in candidates)]
             if missing:
-                measured += self._measure_slab(engine, candidates, windows.ids, missing, done, role, work)
+                measured += self._measure_slab(
+                    engine, candidates, windows.ids, missing, done, (text, role), work
+                )
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),
@@ -121,16 +126,16 @@ class Sweep:
 
     def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
         """Per format, each candidate's KL window by window."""
-        found: dict[str, list[list[float]]] = {}
+        values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role, *_key(candidate), windows=count)
+            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
-            found.setdefault(candidate.format, []).append(row)
-        return found
+            values.setdefault(candidate.format, []).append(row)
+        return values
 
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
-        self.run.identify({**model_identity(self.model), "activations": self.deployed_as})
+        self.run.identify(model_identity(self.model))
         identity = {
             "source": windows.source,
             "split": windows.split,
@@ -155,15 +160,16 @@ class Sweep:
         ids: torch.Tensor,
         missing: Sequence[int],
         done: dict[tuple[str, str], set[int]],
-        role: str,
+        roles: tuple[str, str],  # of the text, and of what is measured on it
         work: dict[str, float],
     ) -> int:
+        text, role = roles
         self.progress.message(f"original model on {len(missing)} windows")
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
         check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
         tokens = ids.shape[1] - 1
-        self.run.store_teacher(role, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        self.run.store_teacher(text, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
         if self.run.load("noise", role) is None:
             self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
@@ -176,10 +182,10 @@ class Sweep:
             begin = time.perf_counter()
             results = engine.measure_group([c.perturbation for c in members])
             seconds = (time.perf_counter() - begin) / len(members)
-            for candidate, found in zip(members, results, strict=True):
+            for candidate, metrics in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
-                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in found])
-                fresh = [_renumbered(w, missing[w.window]) for w in found if missing[w.window] not in known]
+                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])
+                fresh = [_renumbered(w, missing[w.window]) for w in metrics if missing[w.window] not in known]
                 if fresh:
                     self.run.store_samples(role, *_key(candidate), fresh, seconds, dtype)
                     measured += len(fresh)
@@ -219,14 +225,14 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str
     """The teacher against itself in another batch position: what the measuring alone makes of no difference."""
     ids = ids[:windows].to(engine.chain.device)
     together = engine.chain.full_logits(ids)
-    found: list[WindowMetrics] = []
+    metrics: list[WindowMetrics] = []
     for index in range(len(ids)):
         targets = torch.full((ids.shape[1],), -1, device=ids.device)
         alone = engine.chain.full_logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
-        found.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
-    summary = summarise(found)
+        metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
+    summary = summarise(metrics)
     return {
         "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
         "kl_student_to_teacher": summary["kl_student_to_teacher"].value,

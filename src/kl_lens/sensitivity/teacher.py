@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import BlockCalls, Chain, States
-from kl_lens.sensitivity.layout import InputMajor
+from kl_lens.sensitivity.input_major import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 

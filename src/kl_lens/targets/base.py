@@ -6,6 +6,7 @@ A new target is one class in one folder and one line in `registry.py`. Nothing o
 from __future__ import annotations
 
 import importlib
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,9 +43,9 @@ class RuntimeSettings:
     @property
     def unusual(self) -> dict[str, Any]:
         """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
-        found: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
-        found |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
-        return found | ({"exact": True} if self.exact else {})
+        settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
+        settings |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
+        return settings | ({"exact": True} if self.exact else {})
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class StockRecipe:
     name: str
     assignment: Mapping[str, str]
     origin: str  # whose rule it is
+    usual: bool = False  # one of the few that everybody takes first
+
+    @property
+    def plan_name(self) -> str:
+        return f"stock.{self.name.lower()}"
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Target(ABC):
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
     published: PublishedProgram | None = None  # the benchmark that publications quote
+    methods: ClassVar[tuple[str, ...]] = ()  # how its menu's values are put on their grids, best first
 
     def require(self) -> None:
         """Raises UnsupportedError that says what to install."""
@@ -104,8 +111,23 @@ class Target(ABC):
 
     @property
     @abstractmethod
+    def formats(self) -> tuple[str, ...]:
+        """Formats that its kernels run well, small ones first."""
+
+    @property
     def menu(self) -> tuple[str, ...]:
-        """Recipes that its kernels run well: what a plan for this target chooses from by default."""
+        """What a plan for this target chooses from by default: its formats, each by the best method there is."""
+        return self.recipes(self.formats)
+
+    @property
+    def short_menu(self) -> tuple[str, ...]:
+        """The same for a first look: fewer of them."""
+        return self.menu
+
+    def recipes(self, formats: Sequence[str]) -> tuple[str, ...]:
+        from kl_lens.recipes import preferred
+
+        return tuple(preferred(name, self.methods) for name in formats)
 
     @property
     def translations(self) -> Mapping[str, str]:
@@ -131,6 +153,11 @@ class Target(ABC):
     @abstractmethod
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files alone; an older record of the folder must not outlive the files it is about."""
+
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.export(model, plan, Path(folder)).realised_bytes
 
     def uniform_plan(self, folder: Path, format_name: str) -> Plan:
         """One format for everything in a checkpoint that is not opened; only where the target streams."""

@@ -138,8 +138,8 @@ def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
         if isinstance(token, dict):  # written out, with how it is found in a text
             token = token.get("content")
         if token is not None:
-            found = tokenizer.token_to_id(token)
-            return frozenset() if found is None else frozenset([int(found)])
+            end = tokenizer.token_to_id(token)
+            return frozenset([] if end is None else [int(end)])
     ids = _read(folder / "generation_config.json").get("eos_token_id")
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 

@@ -33,13 +33,13 @@ def read_path(path: Path) -> Iterator[Document]:
         raise TextError(f"{path}: not a text file that can be read: use {supported_suffixes()}")
     try:
         empty = path.stat().st_size == 0
-        found = False
+        any_text = False
         for document in () if empty else reader(path):
-            found = True
+            any_text = True
             yield document
     except OSError as error:
         raise TextError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if not found:
+    if not any_text:
         raise TextError(f"{path}: {'empty' if empty else 'holds only blank text'}: expected some text")
 
 
@@ -94,8 +94,8 @@ def _rows_of_json_lines(path: Path, lines: Iterator[bytes]) -> Iterator[Document
                 f'{where}: not valid JSON ({error}): expected one object per line, {{"{TEXT_FIELD}": …}}'
             ) from None
         if not isinstance(row, dict) or not isinstance(row.get(TEXT_FIELD), str):
-            found = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
-            raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {found})")
+            fields = f"fields {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
+            raise TextError(f"{where}: no field `{TEXT_FIELD}` with a string in it (found: {fields})")
         document = checked_document(where, row[TEXT_FIELD])
         if document:
             yield document

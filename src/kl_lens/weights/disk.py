@@ -36,14 +36,14 @@ class Shelf:
                 known = file.metadata() or {}
                 parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
             shape = tuple(int(size) for size in known["shape"].split(","))
-            found = Quantized(known["format"], shape, **parts)
+            quantized = Quantized(known["format"], shape, **parts)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None
-        if found.digest != digest:  # damaged: made again, and put in its place
+        if quantized.digest != digest:  # damaged: made again, and put in its place
             path.unlink(missing_ok=True)
             return None
         os.utime(path)
-        return found
+        return quantized
 
     def put(self, name: str, quantized: Quantized) -> None:
         path = self._object(quantized.digest)

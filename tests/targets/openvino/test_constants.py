@@ -125,13 +125,12 @@ def test_bytes_on_disk_are_the_plans(tmp_path) -> None:
         for c in model.anatomy.components
     )
     artifact = export(model, Plan("int8", assignment, made_by="test", bytes=planned), tmp_path)
-    assert artifact.realised_bytes == (tmp_path / "openvino_model.bin").stat().st_size
+    assert artifact.realised_bytes == sum((tmp_path / name).stat().st_size for name in artifact.files)
+    binary = (tmp_path / "openvino_model.bin").stat().st_size
     once = artifact.settings["bytes_stored_once"]  # A_log of the four layers is the same in a fresh model
     assert once == 3 * 2 * 128 * 8
-    assert abs((artifact.realised_bytes + once) / planned - 1) < 0.01
-    assert artifact.settings["bytes_over_plan"] == pytest.approx(
-        (artifact.realised_bytes + once) / planned - 1
-    )
+    assert abs((binary + once) / planned - 1) < 0.01
+    assert artifact.settings["bytes_over_plan"] == pytest.approx((binary + once) / planned - 1)
 
 
 def test_fp16_is_rounded_to_nearest(exported: Callable) -> None:

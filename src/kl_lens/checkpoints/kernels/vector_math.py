@@ -110,9 +110,9 @@ def largest(values, lanes):  # type: ignore[no-untyped-def]
         part = values[LANES * j : LANES * (j + 1)]
         for k in range(LANES):
             lanes[k] = lanes[k] if lanes[k] > part[k] else part[k]
-    found = lanes[0]
+    most = lanes[0]
     for k in range(LANES):
-        found = max(found, lanes[k])
+        most = max(most, lanes[k])
     for i in range(rounds * LANES, values.shape[0]):
-        found = max(found, values[i])
-    return found
+        most = max(most, values[i])
+    return most

@@ -110,7 +110,7 @@ def _legend(points: Sequence[SizePoint], frontier: bool) -> Html:
     return legend(entries)
 
 
-def predicted_plot(plans: Sequence[PlanView], recommended: str | None) -> Html | None:
+def predicted_plot(plans: Sequence[PlanView], recommended: frozenset[str]) -> Html | None:
     """Is the sum of single damages the damage of the whole plan?"""
     shown = [
         (p, p.row.predicted_kl, p.kl)
@@ -130,7 +130,7 @@ def predicted_plot(plans: Sequence[PlanView], recommended: str | None) -> Html |
     plot.curve([(both.low, both.low), (both.high, both.high)], "quiet dashed")
     for plan, predicted, kl in shown:
         colour, shape = _STYLES[plan.family]
-        star = plan.name == recommended
+        star = plan.name in recommended
         plot.marks.append(
             Mark(
                 predicted,
@@ -149,5 +149,5 @@ def predicted_plot(plans: Sequence[PlanView], recommended: str | None) -> Html |
         "On the dashed line, the whole plan does exactly the damage of its parts added up. Measured over predicted: "
         f"{off[0]:.2f} to {off[-1]:.2f}, median {off[len(off) // 2]:.2f}."
     )
-    points = [SizePoint(p.name, p.label, p.family, p.bytes, kl, p.name == recommended) for p, _, kl in shown]
+    points = [SizePoint(p.name, p.label, p.family, p.bytes, kl, p.name in recommended) for p, _, kl in shown]
     return figure("Predicted against measured", plot.render(), caption, _legend(points, False))

@@ -15,7 +15,7 @@ from kl_lens.reporting.svg import legend
 _CODES = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def strips(plans: Sequence[PlanView], components: Sequence[Component], recommended: str | None) -> Html:
+def strips(plans: Sequence[PlanView], components: Sequence[Component], recommended: frozenset[str]) -> Html:
     """Strips under one ruler of block numbers. The script reads which component lies under the pointer."""
     shown = [c for c in components if c.quantizable]
     formats = sorted(
@@ -25,7 +25,7 @@ def strips(plans: Sequence[PlanView], components: Sequence[Component], recommend
     names = [c.name if c.block is None else f"{c.name} (block {c.block})" for c in shown]
     rows = [_ruler(shown)]
     for plan in plans:
-        rows.append(_strip(plan, shown, formats, plan.name == recommended))
+        rows.append(_strip(plan, shown, formats, plan.name in recommended))
     return join(
         [
             legend([(name, "square", format_class(name)) for name in formats]),

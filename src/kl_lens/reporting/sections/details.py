@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kl_lens.records import ORIGINAL, Score, Subject
-from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.answer import recommend, recommended_names
 from kl_lens.reporting.data import Generation, RunView
 from kl_lens.reporting.figures.strips import strips
 from kl_lens.reporting.markup import Html, join, tag
@@ -28,13 +28,13 @@ def section(view: RunView) -> Section:
     parts.append(heading("Every plan over the network"))
     if view.plans:
         words = "One stripe for each component that can be quantized, in the model's order, all equally wide."
-        parts += [paragraph(words), strips(view.plans, view.components, plan.name if plan else None)]
+        parts += [paragraph(words), strips(view.plans, view.components, recommended_names(view))]
     else:
         parts.append(fills("Plans", on_run(view, "plan", "--paper")))
     parts += [
         _tasks(view),
         heading("Samples of text"),
-        _samples(view, plan.name if plan else None),
+        _samples(view),
     ]
     return Section("details", TITLE, join(parts))
 
@@ -64,14 +64,14 @@ def _latest(scores: list[Score], subject: Subject, what: str) -> Score | None:
     return next((s for s in reversed(scores) if (s.subject, s.what) == (subject, what)), None)
 
 
-def _samples(view: RunView, recommended: str | None) -> Html:
+def _samples(view: RunView) -> Html:
     if not view.generations:
         return fills("Samples of the original and the recommended model", f"kl-lens run --run {view.folder}")
     prompts = list(dict.fromkeys(g.prompt for g in view.generations))
     blocks = []
     for prompt in prompts:
         found = [g for g in view.generations if g.prompt == prompt]
-        found.sort(key=lambda g: (g.subject.what != ORIGINAL, g.subject.own_plan != recommended))
+        found.sort(key=lambda g: g.subject.what != ORIGINAL)
         blocks.append(tag("div", *(_sample(g) for g in found), class_="samples"))
     words = "The prompt in bold, then what the model wrote. Two models may part at one close call and both write well."
     return join([paragraph(words), *blocks])

@@ -46,7 +46,6 @@ def _model(view: RunView) -> dict[str, object]:
     weights = f"{sum(c.parameters for c in view.components):,} in {blocks} blocks; "
     weights += f"{len(candidates)} components can be quantized"
     noise = None if view.noise is None else f"{view.noise:.3g} nats per token (the original against itself)"
-    activations = identity.get("activations")
     return {
         "model": view.model,
         "architecture": identity.get("model_type"),
@@ -54,7 +53,7 @@ def _model(view: RunView) -> dict[str, object]:
         "fingerprint of the weights": identity.get("model_fingerprint"),
         "weights": weights if view.components else None,
         "measured in": identity.get("dtype"),
-        "what is quantized": "weights alone" if activations == "weights" else activations,
+        "what is quantized": ", ".join(view.measured),
         "version of the metrics": identity.get("metrics_version"),
         "noise floor": noise,
     }

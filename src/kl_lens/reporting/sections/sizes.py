@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from kl_lens.records import ORIGINAL, Estimate, Score, Subject
-from kl_lens.reporting.answer import recommend
+from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
 from kl_lens.reporting.figures.sizes import SizePoint, predicted_plot, size_plot
 from kl_lens.reporting.markup import Html, join
@@ -26,9 +27,8 @@ def section(view: RunView) -> Section:
     if not view.plans:
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("sizes", TITLE, None, line, "no plan has been made")
-    chosen = recommend(view)
-    recommended = chosen.plan.name if chosen else None
-    figures = [*_verified(view, recommended), *_scored(view, recommended)]
+    recommended = recommended_names(view)
+    figures = [*_verified(view, recommended), *scored(view, recommended)]
     parts: list[Html | None] = [
         paragraph(
             "Every plan of the run: how many bytes it takes, and what it costs in quality. Lower and further left is "
@@ -46,29 +46,40 @@ def section(view: RunView) -> Section:
     return Section("sizes", TITLE, join(parts))
 
 
-def _verified(view: RunView, recommended: str | None) -> list[Html]:
+def _verified(view: RunView, recommended: frozenset[str]) -> list[Html]:
     """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one pair per text."""
     figures = []
-    texts = list(dict.fromkeys(p.measured_on for p in view.plans if p.kl is not None))
-    for text in texts:
-        plans = [p for p in view.plans if p.measured_on == text]
+    texts = list(dict.fromkeys((p.measured_on, p.target) for p in view.plans if p.kl is not None))
+    for text, target in texts:
+        plans = [p for p in view.plans if p.measured_on == text and p.target == target]
+        whose = f", computing as {target} does" if target else ""
         original = next((p.original_perplexity for p in plans if p.original_perplexity), None)
         points = [_point(p, p.perplexity, recommended) for p in plans if p.perplexity]
         where = text or "held-out text"
         if points and original:
-            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_bytes, Estimate(original)))
+            points.append(
+                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(target), Estimate(original))
+            )
             figures.append(
                 size_plot(
-                    "Size against perplexity", points, _NAMES["perplexity"], f"In PyTorch, {where}. {_PAIRED}"
+                    "Size against perplexity",
+                    points,
+                    _NAMES["perplexity"],
+                    f"In PyTorch{whose}, {where}. {_PAIRED}",
                 )
             )
         points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value >= _NOTHING]
         if points:
-            caption = (
-                f"In PyTorch, {where}. The frontier is what the best plan of each size is predicted to do."
-            )
+            caption = f"In PyTorch{whose}, {where}. The frontier is what the best plan of each size is predicted to do."
             figures.append(
-                size_plot("Size against KL", points, _NAMES["divergence"], caption, view.frontier, True)
+                size_plot(
+                    "Size against KL",
+                    points,
+                    _NAMES["divergence"],
+                    caption,
+                    view.frontiers.get(target, ()),
+                    True,
+                )
             )
     if not figures and view.frontier:
         points = [
@@ -88,16 +99,20 @@ def _verified(view: RunView, recommended: str | None) -> list[Html]:
     return figures
 
 
-def _point(plan: PlanView, quality: Estimate, recommended: str | None) -> SizePoint:
-    return SizePoint(plan.name, plan.label, plan.family, plan.bytes, quality, plan.name == recommended)
+def _point(plan: PlanView, quality: Estimate, recommended: frozenset[str]) -> SizePoint:
+    return SizePoint(plan.name, plan.label, plan.family, plan.bytes, quality, plan.name in recommended)
 
 
-def _scored(view: RunView, recommended: str | None) -> list[Html]:
+def scored(
+    view: RunView, recommended: frozenset[str], kinds: Sequence[str] = tuple(_VALUES), only: str | None = None
+) -> list[Html]:
     """From `evaluate`: one figure for each text, protocol and runtime that judged at least two plans."""
     groups: dict[tuple[str, str, str, str], list[Score]] = {}
     originals: dict[tuple[str, str, str], Score] = {}
     for score in view.scores:
-        if score.kind not in _VALUES or _VALUES[score.kind] not in score.values:
+        if score.kind not in kinds or _VALUES[score.kind] not in score.values:
+            continue
+        if only is not None and runtime_of(score.subject) != only and score.subject.what != ORIGINAL:
             continue
         protocol = json.dumps(score.protocol, sort_keys=True)
         if score.subject.what == ORIGINAL:
@@ -113,7 +128,9 @@ def _scored(view: RunView, recommended: str | None) -> list[Html]:
         original = originals.get((kind, what, protocol))
         if original is not None and kind == "perplexity":
             value = original.values[_VALUES[kind]]
-            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_bytes, Estimate(value.value)))
+            points.append(
+                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), Estimate(value.value))
+            )
         title = "Size against perplexity" if kind == "perplexity" else "Size against KL"
         figures.append(
             size_plot(
@@ -121,7 +138,9 @@ def _scored(view: RunView, recommended: str | None) -> list[Html]:
                 points,
                 _NAMES[kind],
                 f"{what}: {_protocol(scores[0])}" + (f" {_PAIRED}" if kind == "perplexity" else ""),
-                view.frontier if kind == "divergence" else (),
+                view.frontiers.get(runtime if runtime in view.frontiers else None, ())
+                if kind == "divergence"
+                else (),
                 kind == "divergence",
             )
         )
@@ -133,7 +152,7 @@ def _order(item: tuple[tuple[str, str, str, str], list[Score]]) -> tuple[str, st
     return what, protocol, runtime, kind != "perplexity"
 
 
-def _scored_point(view: RunView, score: Score, recommended: str | None) -> SizePoint | None:
+def _scored_point(view: RunView, score: Score, recommended: frozenset[str]) -> SizePoint | None:
     count = view.subject_bytes(score.subject)
     value = score.values[_VALUES[score.kind]]
     if count is None or (score.kind == "divergence" and value.value < _NOTHING):
@@ -144,7 +163,7 @@ def _scored_point(view: RunView, score: Score, recommended: str | None) -> SizeP
     name = plan_or_file(score.subject)
     plan = view.plan(name)
     family, label = (plan.family, plan.label) if plan else ("other", name)
-    return SizePoint(score.subject.label, label, family, count, value, name == recommended)
+    return SizePoint(score.subject.label, label, family, count, value, name in recommended)
 
 
 def _protocol(score: Score) -> str:
@@ -156,7 +175,7 @@ def _protocol(score: Score) -> str:
     return ", ".join(words) + "."
 
 
-def _table(view: RunView, recommended: str | None) -> Html:
+def _table(view: RunView, recommended: frozenset[str]) -> Html:
     columns = [
         text_column("plan"), text_column("kind"), Column("size"), Column("of FP16"),
         Column("bits per weight"), Column("predicted KL"), Column("measured KL"), Column("perplexity"),
@@ -169,7 +188,7 @@ def _table(view: RunView, recommended: str | None) -> Html:
                 plan.name,
                 FAMILIES[plan.family],
                 Cell(size(plan.bytes), plan.bytes),
-                Cell(percent(plan.bytes / view.fp16_bytes, 1), plan.bytes),
+                Cell(percent(plan.bytes / view.fp16_of(plan.target), 1), plan.bytes),
                 f"{plan.row.bits_per_weight:.2f}",
                 number(plan.row.predicted_kl),
                 with_error(plan.kl),
@@ -177,11 +196,11 @@ def _table(view: RunView, recommended: str | None) -> Html:
                 plan.row.shares_text.replace(" %", "\u00a0%"),
             ]
         )
-    highlight = [i for i, p in enumerate(view.plans) if p.name == recommended]
+    highlight = [i for i, p in enumerate(view.plans) if p.name in recommended]
     return table(columns, rows, highlight=highlight, caption="All plans of the run", identifier="plans")
 
 
-def _scores(view: RunView, recommended: str | None) -> list[Html]:
+def _scores(view: RunView, recommended: frozenset[str]) -> list[Html]:
     """Every perplexity and divergence that `evaluate` found, one table for each text and protocol."""
     texts: dict[str, dict[Subject, dict[str, Score]]] = {}
     for score in view.scores:
@@ -201,7 +220,7 @@ def _scores(view: RunView, recommended: str | None) -> list[Html]:
             what = next(iter(subjects[subject].values())).what
             values = {k: v for score in subjects[subject].values() for k, v in score.values.items()}
             rows.append(_score_row(view, subject, what, values))
-        highlight = [i for i, subject in enumerate(order) if recommended and subject.own_plan == recommended]
+        highlight = [i for i, subject in enumerate(order) if subject.own_plan in recommended]
         tables.append(table(columns, rows, highlight=highlight, caption=caption))
     return tables
 

@@ -22,8 +22,7 @@ _PROTOCOLS = {
 def section(view: RunView) -> Section:
     if not view.profiles:
         return Section("speed", TITLE, None, on_run(view, "benchmark"), "no exported file has been timed")
-    chosen = answer.recommend(view)
-    star = chosen.plan.name if chosen else None
+    stars = answer.recommended_names(view)
     groups: dict[tuple[str, str], list[Profile]] = {}
     for profile in view.profiles:
         groups.setdefault((profile.device, profile.protocol), []).append(profile)
@@ -44,7 +43,7 @@ def section(view: RunView) -> Section:
                     profiles,
                     lambda p: _label(view, p),
                     lambda p: runtime_of(p.subject),
-                    recommended=lambda p: plan_or_file(p.subject) == star,
+                    recommended=lambda p: plan_or_file(p.subject) in stars,
                 )
                 for timing in timing_names(profiles)
             ),

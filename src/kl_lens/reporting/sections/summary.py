@@ -5,45 +5,51 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kl_lens.records import Profile
+from kl_lens.records import ARTIFACT, Profile, Subject
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import count, fixed_with_error, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
+from kl_lens.reporting.sections.sizes import scored
+from kl_lens.reporting.sections.words import fills, grid, heading, note, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "The answer"
 
 
 def section(view: RunView) -> Section:
-    found = answer.recommend(view)
-    if found is None:
+    found = answer.recommendations(view)
+    if not found:
         reason = "no plan has been verified on held-out text"
         if not view.plans:
             reason = "no plan has been made"
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("answer", TITLE, None, line, reason)
-    plan = found.plan
-    parts = [
-        tag("p", *_sentence(view, plan), class_="lead"),
-        tag("div", *_tiles(view, plan), class_="tiles"),
-        note(found.rule),
-        _missing(view, plan),
-        _commands(view, plan),
-        _comparison(view, plan),
-    ]
-    return Section("answer", TITLE, join(parts))
+    parts: list[Html | None] = []
+    for each in found:
+        plan = each.plan
+        parts += [
+            heading(f"For {plan.target}") if len(found) > 1 else None,
+            tag("p", *_sentence(view, plan), class_="lead"),
+            tag("div", *_tiles(view, plan), class_="tiles"),
+            note(each.rule),
+            _missing(view, plan),
+            grid(scored(view, answer.recommended_names(view), ("divergence",), plan.target))
+            if plan.target
+            else None,
+            _comparison(view, plan),
+        ]
+    return Section("answer", TITLE, join([*parts, _commands(view, found[0].plan)]))
 
 
 def _sentence(view: RunView, plan: PlanView) -> list[object]:
     """What a colleague would say."""
+    base = view.fp16_of(plan.target)
     parts: list[object] = [
         "Store ", tag("b", view.model), " as plan ", tag("b", plan.name), f": {size(plan.bytes)} instead of ",
-        f"{size(view.fp16_bytes)} ({percent(plan.bytes / view.fp16_bytes)} of FP16, ",
-        f"{plan.row.bits_per_weight:.2f} bits per weight).",
+        f"{size(base)} ({percent(plan.bytes / base)} of FP16, {plan.row.bits_per_weight:.2f} bits per weight).",
     ]  # fmt: skip
     quality = _quality(view, plan)
     if quality is not None:
@@ -98,11 +104,12 @@ def _perplexity_words(quality: _Quality) -> str:
 
 
 def _tiles(view: RunView, plan: PlanView) -> list[Html]:
+    base = view.fp16_of(plan.target)
     tiles = [
         _tile(
             "Size",
             size(plan.bytes),
-            f"{percent(plan.bytes / view.fp16_bytes)} of FP16 ({size(view.fp16_bytes)})",
+            f"{percent(plan.bytes / base)} of FP16 ({size(base)})",
         )
     ]
     quality = _quality(view, plan)
@@ -152,7 +159,7 @@ def _commands(view: RunView, plan: PlanView) -> Html | None:
 
 
 def _comparison(view: RunView, plan: PlanView) -> Html:
-    """FP16, the uniform plans, the paper's nearest points, refined plans, and the answer."""
+    """FP16, what stands beside the answer, and the answer."""
     shown = _beside(view, plan)
     timed = [profile.subject for p in shown for profile in answer.best_profiles(view, p)]
     targets = list(dict.fromkeys(runtime_of(subject) for subject in timed))
@@ -160,10 +167,14 @@ def _comparison(view: RunView, plan: PlanView) -> Html:
     columns = [
         text_column("plan"), Column("size"), Column("of FP16"), Column("predicted KL"),
         Column("measured KL"), Column("token perplexity"),
+        *([Column("the file's KL on test text")] if plan.target else []),
         *(Column(f"{target}: × FP16 speed") for target in ratios),
         *(Column(f"{target}: peak memory") for target in targets),
     ]  # fmt: skip
-    rows = [_original_row(view, plan, ratios, targets), *(_row(view, p, ratios, targets) for p in shown)]
+    rows = [
+        _original_row(view, plan, ratios, targets),
+        *(_row(view, p, ratios, targets, plan) for p in shown),
+    ]
     title = "The recommended plan beside the others"
     return join(
         [table(columns, rows, highlight=[1 + shown.index(plan)], caption=title), note(_protocol(shown))]
@@ -174,24 +185,44 @@ def _protocol(plans: list[PlanView]) -> str:
     texts = list(dict.fromkeys(p.measured_on for p in plans if p.measured_on))
     if not texts:
         return "Predicted KL is the sum of what each component does alone."
+    whose = ", computing as the runtime does" if any(p.target for p in plans) else ""
     return (
-        f"Measured KL and perplexity of whole plans in PyTorch, on {'; '.join(texts)} that decided nothing; ± is one "
-        "standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of what each "
+        f"Measured KL and perplexity of whole plans in PyTorch{whose}, on {'; '.join(texts)} that decided nothing; ± is "
+        "one standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of what each "
         "component does alone."
     )
 
 
 def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
-    # FP16 has its own row.
-    uniform = [p for p in view.plans if p.family == "uniform" and set(p.stored.values()) - {"fp16"}]
-    points = sorted((p for p in view.plans if p.family == "paper"), key=lambda p: p.bytes)
-    smaller, larger = (
-        [p for p in points if p.bytes <= plan.bytes],
-        [p for p in points if p.bytes > plan.bytes],
+    """Of a target's plan, the others for that target; of another, the uniform plans and the paper's nearest points."""
+    if plan.target:
+        others = [p for p in view.plans if p.target == plan.target]
+        judged = {s.subject.plan for s in view.scores if s.subject.target == plan.target}
+        others += [p for p in view.plans if p.family in ("uniform", "paper") and p.name in judged]
+    else:
+        others = [p for p in view.plans if p.family == "uniform"]
+        points = sorted((p for p in view.plans if p.family == "paper"), key=lambda p: p.bytes)
+        others += [p for p in points if p.bytes <= plan.bytes][-1:] + [
+            p for p in points if p.bytes > plan.bytes
+        ][:1]
+        others += [p for p in view.plans if p.family == "refined"][:2]
+    unique = {p.name: p for p in [*others, plan] if set(p.stored.values()) - {"fp16"}}  # FP16 has its own row
+    return sorted(unique.values(), key=lambda p: -_bytes(view, p, plan))
+
+
+def _bytes(view: RunView, plan: PlanView, beside: PlanView) -> int:
+    """Of the file where the table is about files."""
+    return (
+        view.subject_bytes(Subject(ARTIFACT, plan.name, beside.target)) or plan.bytes
+        if beside.target
+        else plan.bytes
     )
-    refined = [p for p in view.plans if p.family == "refined"][:2]
-    unique = {p.name: p for p in [*uniform, *smaller[-1:], *larger[:1], *refined, plan]}
-    return sorted(unique.values(), key=lambda p: -p.bytes)
+
+
+def _on_test(view: RunView, plan: PlanView, target: str | None) -> str:
+    wanted = Subject(ARTIFACT, plan.name, target).key
+    scores = [s for s in view.scores if s.kind == "divergence" and s.subject.key == wanted]
+    return with_error(scores[-1].values.get("kl_mean")) if scores else "–"
 
 
 def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
@@ -202,8 +233,9 @@ def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
 def _original_row(view: RunView, plan: PlanView, ratios: list[str], targets: list[str]) -> list[object]:
     original = next((p.original_perplexity for p in [plan, *view.plans] if p.original_perplexity), None)
     perplexity = "–" if original is None else f"{original:.2f}"
-    return ["FP16, the original", Cell(size(view.fp16_bytes), view.fp16_bytes), Cell("100 %", view.fp16_bytes),
-            "0", "0", perplexity, *("1" for _ in ratios), *(_fp16_memory(view, t) for t in targets)]  # fmt: skip
+    base, on_test = view.fp16_of(plan.target), ["0"] if plan.target else []
+    return ["FP16, the original", Cell(size(base), base), Cell("100 %", base), "0", "0", perplexity,
+            *on_test, *("1" for _ in ratios), *(_fp16_memory(view, t) for t in targets)]  # fmt: skip
 
 
 def _fp16_memory(view: RunView, target: str) -> object:
@@ -224,15 +256,19 @@ def _speed(profile: Profile | None) -> str:
     return f"{ratio.median:.2f}" if ratio else "–"
 
 
-def _row(view: RunView, plan: PlanView, ratios: list[str], targets: list[str]) -> list[object]:
+def _row(
+    view: RunView, plan: PlanView, ratios: list[str], targets: list[str], beside: PlanView
+) -> list[object]:
+    count, base = _bytes(view, plan, beside), view.fp16_of(beside.target)
     profiles = {target: _profile(view, plan, target) for target in targets}
     return [
         plan.name,
-        Cell(size(plan.bytes), plan.bytes),
-        Cell(percent(plan.bytes / view.fp16_bytes, 1), plan.bytes),
+        Cell(size(count), count),
+        Cell(percent(count / base, 1), count),
         number(plan.row.predicted_kl),
         with_error(plan.kl),
         fixed_with_error(plan.perplexity),
+        *([_on_test(view, plan, beside.target)] if beside.target else []),
         *(_speed(profiles[target]) for target in ratios),
         *(_memory(profiles[target]) for target in targets),
     ]

@@ -10,7 +10,7 @@ import torch
 from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.streaming import TensorSource
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
 from kl_lens.targets.gguf.export import ALIASES, DEFAULT_MAP, FORMATS, STAND_INS
@@ -67,7 +67,7 @@ def decide(
     elif planned == FLOAT32:
         refused = False
     else:
-        recipe, reason = resolve(planned, shape)
+        recipe, reason = fitting_recipe(planned, shape)
         refused = reason is not None
     if refused and not fallback:
         raise FormatError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
-from kl_lens.targets.gguf.writer import FLOAT32, write_file
+from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
 from kl_lens.version import __version__
 
 # The package gives `export` and so loads this file, also where it only runs a file: torch and transformers come in
@@ -19,6 +19,8 @@ from kl_lens.version import __version__
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.checkpoints.streaming import TensorSource
+    from kl_lens.records import ExportedTensor
+    from kl_lens.targets.gguf.writer import TensorJob
     from kl_lens.weights import Statistics, WeightStore
 
 FORMATS = (  # what a plan for this target may ask for
@@ -140,30 +142,15 @@ def export_weights(
     progress: Callable[[int, int], None] | None = None,
 ) -> Artifact:
     """`export` for weights from anywhere; `config` is a transformers configuration."""
-    from kl_lens.targets.gguf.architectures import check_complete, get_architecture
-    from kl_lens.targets.gguf.choices import choose_recipes, decide, planned_bytes
+    from kl_lens.targets.gguf.architectures import get_architecture
+    from kl_lens.targets.gguf.choices import planned_bytes
 
     architecture = get_architecture(config.model_type)
-    architecture.require(config)
-    rules = architecture.tensors(config, tensors.shapes)
-    check_complete(rules, tensors.shapes)
-    assignment = choose_recipes(plan, tensors, format_map or {})
-    decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
-    decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
-    jobs = [job for job, _ in decided]
+    header, decided = _prepared(tensors, config, plan, name, fallback, format_map, tokenizer, fingerprint)
+    text = header.tokenizer
+    jobs = header.jobs
     learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
-
-    vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
-    text = tokenizer_data(tokenizer, vocabulary) if tokenizer is not None else None
-    metadata = {
-        "general.name": name,
-        "kl_lens.version": __version__,
-        "kl_lens.plan": plan.name,
-        "kl_lens.model_fingerprint": fingerprint,
-        **{f".{key}": value for key, value in architecture.metadata(config).items()},
-        ".vocab_size": vocabulary,
-    }
-    digests = write_file(path, architecture.name(config), metadata, text, jobs, tensors, store, progress)
+    digests = write_file(path, header, tensors, store, progress)
     records = tuple(
         replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
         for _, record in decided
@@ -187,6 +174,55 @@ def export_weights(
             **({"statistics": learnt} if learnt else {}),
         },
     )
+
+
+def _prepared(
+    tensors: TensorSource,
+    config: Any,
+    plan: Plan,
+    name: str,
+    fallback: bool,
+    format_map: Mapping[str, str] | None,
+    tokenizer: Any | None,
+    fingerprint: str,
+) -> tuple[Header, list[tuple[TensorJob, ExportedTensor]]]:
+    """All that is known of a file before a weight is read."""
+    from kl_lens.targets.gguf.architectures import check_complete, get_architecture
+    from kl_lens.targets.gguf.choices import choose_recipes, decide
+
+    architecture = get_architecture(config.model_type)
+    architecture.require(config)
+    rules = architecture.tensors(config, tensors.shapes)
+    check_complete(rules, tensors.shapes)
+    assignment = choose_recipes(plan, tensors, format_map or {})
+    decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
+    decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
+    jobs = [job for job, _ in decided]
+    vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
+    metadata = {
+        "general.name": name,
+        "kl_lens.version": __version__,
+        "kl_lens.plan": plan.name,
+        "kl_lens.model_fingerprint": fingerprint,
+        **{f".{key}": value for key, value in architecture.metadata(config).items()},
+        ".vocab_size": vocabulary,
+    }
+    text = tokenizer_data(tokenizer, vocabulary) if tokenizer is not None else None
+    return Header(architecture.name(config), metadata, text, jobs), decided
+
+
+def file_bytes(model: LoadedModel, plan: Plan) -> int:
+    """The size of the file that `export` would write for an opened model, to the byte, without quantizing anything."""
+    from kl_lens.checkpoints.streaming import ModelTensors
+
+    tensors = ModelTensors(model.model)
+    try:
+        header, _ = _prepared(
+            tensors, model.config, plan, model.name, True, None, model.tokenizer, model.fingerprint
+        )
+        return size_on_disk(header)
+    finally:
+        tensors.close()
 
 
 def _safe(name: str) -> str:

@@ -149,10 +149,10 @@ class LlamaLibrary:
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
     def _require(self, parameters: Parameters, name: str, offset: int, defaults: tuple[int, ...]) -> None:
-        found = parameters.integer(offset)
-        if found not in defaults:
+        value = parameters.integer(offset)
+        if value not in defaults:
             raise TargetError(
-                f"{self.path}: {name} is not where KL Lens knows it (found {found}); this llama.cpp has another "
+                f"{self.path}: {name} is not where KL Lens knows it (found {value}); this llama.cpp has another "
                 f"layout, set {ENVIRONMENT_VARIABLE} to another libllama"
             )
 
@@ -164,8 +164,8 @@ def _candidates() -> Iterator[tuple[str, Path]]:
         return  # what the user names is used or refused, never replaced
     if folder := _package_folder("llama_cpp"):
         yield from (("llama-cpp-python", folder / "lib" / name) for name in _NAMES)
-    if found := ctypes.util.find_library("llama"):
-        yield "system", Path(found)
+    if installed := ctypes.util.find_library("llama"):
+        yield "system", Path(installed)
     for tool in ("llama-cli", "llama-server", "llama-bench"):
         if executable := shutil.which(tool):
             beside = Path(executable).resolve().parent

@@ -129,12 +129,12 @@ class GGUFSession:
         data = text.encode()
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()
-        found = self._library.functions.llama_tokenize(
+        count = self._library.functions.llama_tokenize(
             self._vocab, data, len(data), tokens, room, False, special
         )
-        if found < 0:
+        if count < 0:
             raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
-        return list(tokens[:found])
+        return list(tokens[:count])
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD."""
@@ -143,12 +143,12 @@ class GGUFSession:
         room = 16 * len(tokens) + 64
         for _ in range(2):
             text = ctypes.create_string_buffer(room)
-            found = self._library.functions.llama_detokenize(
+            length = self._library.functions.llama_detokenize(
                 self._vocab, array, len(tokens), text, room, False, False
             )
-            if found >= 0:
-                return text.raw[:found].decode("utf-8", errors="replace")
-            room = -found  # llama.cpp says how much it needs
+            if length >= 0:
+                return text.raw[:length].decode("utf-8", errors="replace")
+            room = -length  # llama.cpp says how much it needs
         raise TargetError(f"{self.path}: llama.cpp could not spell {len(tokens)} tokens")
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""llama.cpp's own mixtures, as `llama-quantize` would make them for a model.
+"""llama.cpp's own mixtures, as `llama-quantize` would make them for a model, without and with an importance matrix.
 
 They were found for transformers: state-space matrices all get the type that the mixture is named after. What a shape
-cannot hold gets the same stand-in as in llama.cpp. Its exceptions for models with exactly eight experts are left out.
+cannot hold gets the same stand-in as in llama.cpp. Its exceptions for models with exactly eight experts are left out,
+and as `llama-imatrix` does by default, the head has no importance matrix.
 """
 
 from __future__ import annotations
@@ -9,48 +10,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kl_lens.checkpoints import Anatomy
-from kl_lens.formats import resolve
+from kl_lens.recipes import fitting_recipe, preferred
 from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
 
 # Mixture → the type of most weights.
-_BASES = {"Q4_0": "q4_0", "Q4_K_M": "q4_k", "Q5_K_M": "q5_k", "Q6_K": "q6_k", "Q8_0": "q8_0"}
+_BASES = {
+    "Q3_K_M": "q3_k",
+    "Q4_0": "q4_0",
+    "IQ4_XS": "iq4_xs",
+    "Q4_K_M": "q4_k",
+    "Q5_K_M": "q5_k",
+    "Q6_K": "q6_k",
+    "Q8_0": "q8_0",
+}
+_USUAL = ("Q4_K_M", "Q5_K_M", "Q8_0")
 _OUTPUT = "q6_k"
-_FUSED_ATTENTION = {"Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}
+_FUSED_ATTENTION = {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}
+_MANY = 4  # queries for each key: then values are few, and worth more
 
 
 def stock_recipes(anatomy: Anatomy) -> tuple[StockRecipe, ...]:
-    origin = "llama.cpp's llama-quantize {}, without an importance matrix"
-    return tuple(StockRecipe(name, _mixture(name, anatomy), origin.format(name)) for name in _BASES)
+    found = []
+    for name, base in _BASES.items():
+        origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
+        plain = _mixture(name, anatomy, ())
+        found.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
+        if preferred(base, ("imatrix",)) != base:
+            weighed = _mixture(name, anatomy, ("imatrix",))
+            found.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
+    return tuple(found)
 
 
-def _mixture(name: str, anatomy: Anatomy) -> dict[str, str]:
-    candidates = anatomy.candidates
-    more = _more_bits(candidates, anatomy.blocks) if name.endswith("_M") else set()
+def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, str]:
+    raised = _raised(name, anatomy, with_importance=bool(methods))
     chosen = {}
-    for component in candidates:
-        wanted = _BASES[name]
+    for component in anatomy.candidates:
+        wanted = raised.get(component.name, _BASES[name])
         if component.name == anatomy.head:  # a tied embedding is the head
             wanted = wanted if wanted == "q8_0" else _OUTPUT
-        elif component.name in more:
-            wanted = _OUTPUT
-        elif component.kind == "qkv_proj":
-            wanted = _FUSED_ATTENTION.get(name, wanted)
-        chosen[component.name] = resolve(wanted, component.shape)[0].name
+        else:
+            wanted = preferred(wanted, methods)
+        chosen[component.name] = str(fitting_recipe(wanted, component.shape)[0])
     return chosen
 
 
-def _more_bits(candidates: Sequence[Component], blocks: int) -> set[str]:
-    """The values of attention and the last matrices of feed-forwards that the mixtures called M raise."""
+def _raised(name: str, anatomy: Anatomy, with_importance: bool) -> dict[str, str]:
+    """What the mixture gives more bits than its name says: values and outputs of attention, ends of feed-forwards."""
+    candidates, blocks = anatomy.candidates, anatomy.blocks
     values = [c for c in candidates if c.kind in ("v_proj", "qkv_proj")]
     downs = [c for c in candidates if c.kind == "down_proj"]
     experts = any(len(c.shape) == 3 for c in candidates)
-    raised = {c.name for i, c in enumerate(values) if c.kind == "v_proj" and _is_raised(i, len(values))}
-    for index, component in enumerate(downs):
-        layer = component.block if experts and component.block is not None else index
-        if _is_raised(layer, blocks):
-            raised.add(component.name)
+    raised = {
+        c.name: _FUSED_ATTENTION[name] for c in values if c.kind == "qkv_proj" and name in _FUSED_ATTENTION
+    }
+
+    def layer(index: int, component: Component) -> int:
+        return component.block if experts and component.block is not None else index
+
+    if name == "Q3_K_M":
+        raised |= {c.name: "q4_k" for c in candidates if c.kind == "o_proj"}
+        raised |= {c.name: "q5_k" if i < 2 else "q4_k" for i, c in enumerate(values) if c.kind == "v_proj"}
+        raised |= {c.name: "q5_k" if layer(i, c) < blocks // 16 else "q4_k" for i, c in enumerate(downs)}
+    elif name in ("Q4_K_M", "Q5_K_M"):
+        raised |= {
+            c.name: _OUTPUT for i, c in enumerate(values) if c.kind == "v_proj" and _is_raised(i, len(values))
+        }
+        raised |= {c.name: _OUTPUT for i, c in enumerate(downs) if _is_raised(layer(i, c), blocks)}
+    elif name == "IQ4_XS":
+        if _queries_per_key(candidates) >= _MANY:
+            raised |= {c.name: "q5_k" for c in values if c.kind == "v_proj"}
+        if not with_importance:
+            raised |= {c.name: "q5_k" for i, c in enumerate(downs) if layer(i, c) < blocks // 8}
     return raised
+
+
+def _queries_per_key(candidates: Sequence[Component]) -> int:
+    rows = {
+        kind: next((c.shape[-2] for c in candidates if c.kind == kind), 0) for kind in ("q_proj", "k_proj")
+    }
+    return rows["q_proj"] // rows["k_proj"] if rows["k_proj"] else 0
 
 
 def _is_raised(layer: int, layers: int) -> bool:

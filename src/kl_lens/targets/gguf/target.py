@@ -26,6 +26,7 @@ SUFFIX = ".gguf"
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     streams = holds_vocabulary = True
+    methods = ("gptq", "imatrix")
 
     def prepare(self) -> None:
         from kl_lens.targets.gguf.library import find_library
@@ -43,8 +44,12 @@ class GGUFTarget(Target):
         return fmt.fits(shape)
 
     @property
-    def menu(self) -> tuple[str, ...]:
-        return ("q4_k", "q5_k", "q6_k", "q8_0", "fp16")
+    def formats(self) -> tuple[str, ...]:
+        return ("q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0", "fp16")
+
+    @property
+    def short_menu(self) -> tuple[str, ...]:
+        return self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0"))
 
     @property
     def translations(self) -> Mapping[str, str]:
@@ -73,6 +78,12 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.export import export
 
         return export(model, plan, folder, **options)
+
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """To the byte, from the header alone."""
+        from kl_lens.targets.gguf.export import file_bytes
+
+        return file_bytes(model, plan)
 
     def uniform_plan(self, folder: Path, format_name: str) -> Plan:
         from kl_lens.targets.gguf.export import uniform_plan
@@ -161,9 +172,9 @@ class GGUFTarget(Target):
         return not settings.gpu_layers
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
-        from kl_lens.recipes import resolve
+        from kl_lens.recipes import fitting_recipe
         from kl_lens.targets.gguf.activations import as_deployed
 
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: str(resolve(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
+        realised = {name: str(fitting_recipe(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
         return as_deployed(model.model, realised)

@@ -135,13 +135,13 @@ def _unknown(reason: str) -> TargetError:
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
-    found = {
+    special = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
         "padding": tokenizer.pad_token_id,
         "unknown": tokenizer.unk_token_id,
     }
-    return {name: int(index) for name, index in found.items() if index is not None}
+    return {name: int(index) for name, index in special.items() if index is not None}
 
 
 def _adds_bos(tokenizer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,12 +60,47 @@ class Stored:
     weights: str = ""  # digest of the weight store's quantized weight, where that is what was stored
 
 
+@dataclass(frozen=True)
+class Header:
+    """Everything in a file but the tensors' bytes."""
+
+    architecture: str
+    metadata: dict[
+        str, Any
+    ]  # keys that begin with a dot belong to the architecture and get its name in front
+    tokenizer: TokenizerData | None
+    jobs: Sequence[TensorJob]
+
+    def begin(self, path: Path) -> Any:
+        """A writer whose header is in the file, ready for the tensors."""
+        gguf = gguf_module()
+        writer = gguf.GGUFWriter(path, self.architecture)
+        _add_metadata(writer, self.architecture, self.metadata)
+        _add_tokenizer(writer, self.tokenizer)
+        writer.add_file_type(_file_type(self.jobs))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for job in self.jobs:
+            _announce(writer, job)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        return writer
+
+
+def size_on_disk(header: Header) -> int:
+    """Of the whole file: the header and every tensor, each filled up to the alignment."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header.gguf"
+        writer = header.begin(path)
+        writer.close()
+        parts = [path.stat().st_size, *(job.bytes for job in header.jobs)]
+    unit = gguf_module().GGUF_DEFAULT_ALIGNMENT
+    return sum(-(-part // unit) * unit for part in parts)
+
+
 def write_file(
     path: Path,
-    architecture: str,
-    metadata: dict[str, Any],
-    tokenizer: TokenizerData | None,
-    jobs: Sequence[TensorJob],
+    header: Header,
     tensors: TensorSource,
     store: WeightStore,
     progress: Callable[[int, int], None] | None = None,
@@ -73,26 +109,16 @@ def write_file(
     of its bytes, and of the weight store's quantized weight.
 
     Args:
-        metadata: keys that begin with a dot belong to the architecture and get its name in front.
         progress: called with (bytes written, bytes in all) after each tensor.
     """
     from kl_lens.weights import bytes_digest
 
-    gguf = gguf_module()
+    jobs = header.jobs
     total, done = sum(job.bytes for job in jobs), 0
     digests: dict[str, tuple[str, str]] = {}
     with _renamed_when_complete(path) as partial:
-        writer = gguf.GGUFWriter(partial, architecture)
+        writer = header.begin(partial)
         try:
-            _add_metadata(writer, architecture, metadata)
-            _add_tokenizer(writer, tokenizer)
-            writer.add_file_type(_file_type(jobs))
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            for job in jobs:
-                _announce(writer, job)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
             for job in jobs:
                 stored = stored_tensor(job, tensors, store)
                 writer.write_tensor_data(stored.data)

@@ -64,22 +64,24 @@ def map_weights(
     buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
 
     weights = {c.name: c.weight for c in anatomy.components}
-    found: dict[str, list[Any]] = defaultdict(list)
+    constants: dict[str, list[Any]] = defaultdict(list)
     strangers, other = [], []
     for node in operations(graph, "Constant"):
         if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
             continue
         names = by_digest.get(_digest(node.data), []) or _decay_names(node.data, decays)
         if names:
-            found[_nearest(node, names, weights)].append(node)
+            constants[_nearest(node, names, weights)].append(node)
         elif _digest(node.data) in buffers:
             other.append(node)
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
-    _spread(found, by_digest)
+    _spread(constants, by_digest)
     absent = {anatomy.head} if without_head and anatomy.head != anatomy.embedding else set()
     missing = [
-        c.name for c in anatomy.components if c.quantizable and not found.get(c.name) and c.name not in absent
+        c.name
+        for c in anatomy.components
+        if c.quantizable and not constants.get(c.name) and c.name not in absent
     ]
     if missing or strangers:
         raise TargetError(
@@ -87,8 +89,8 @@ def map_weights(
             f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
             f"{', '.join(strangers) or 'none'}"
         )
-    folded = [c.name for c in anatomy.components if not found.get(c.name)]
-    return WeightMap(dict(found), folded, other)
+    folded = [c.name for c in anatomy.components if not constants.get(c.name)]
+    return WeightMap(dict(constants), folded, other)
 
 
 def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
@@ -99,16 +101,16 @@ def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
     return names[0]
 
 
-def _spread(found: dict[str, list[Any]], by_digest: dict[bytes, list[str]]) -> None:
+def _spread(constants: dict[str, list[Any]], by_digest: dict[bytes, list[str]]) -> None:
     """Weights with equal numbers whose constants went to one of them: the others get the same constants.
 
     They stay what they are only while all of them get the same format; `place_weights` checks that.
     """
     for names in by_digest.values():
-        owners = [name for name in names if found.get(name)]
+        owners = [name for name in names if constants.get(name)]
         for name in names:
-            if owners and not found.get(name):
-                found[name] = list(found[owners[0]])
+            if owners and not constants.get(name):
+                constants[name] = list(constants[owners[0]])
 
 
 def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) -> list[str]:

@@ -52,7 +52,7 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
 def _users(node: Any) -> set[tuple[str, str]]:
     """(type, name) of the operations that a constant ends up in."""
-    found = set()
+    users = set()
     scaled = f"{node.get_friendly_name()}/scaled"
     waiting = [node]
     while waiting:
@@ -61,5 +61,5 @@ def _users(node: Any) -> set[tuple[str, str]]:
             if user.get_type_name() in _PASSING or user.get_friendly_name() == scaled:
                 waiting.append(user)
             else:
-                found.add((user.get_type_name(), user.get_friendly_name()))
-    return found
+                users.add((user.get_type_name(), user.get_friendly_name()))
+    return users

@@ -117,9 +117,7 @@ def export(
         files = tuple(sorted(path.name for path in place.iterdir()))
         settings["export_seconds"] = round(time.perf_counter() - started, 2)
         settings["export_peak_bytes"] = _peak_memory()
-        artifact = _artifact(
-            model, plan, realised, placed, files, (place / IR_FILE).with_suffix(".bin"), settings
-        )
+        artifact = _artifact(model, plan, realised, placed, files, place, settings)
         shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
         (folder / RECORD_FILE).unlink(missing_ok=True)  # the new one comes behind the files
         for name in files:
@@ -181,7 +179,7 @@ def _artifact(
     realised: dict[str, Realised],
     placed: dict[str, constants.Placed],
     files: tuple[str, ...],
-    binary: Path,
+    place: Path,
     settings: dict[str, Any],
 ) -> Artifact:
     tensors = []
@@ -206,7 +204,7 @@ def _artifact(
                 item.weights,
             )
         )
-    size = binary.stat().st_size
+    size = (place / IR_FILE).with_suffix(".bin").stat().st_size
     planned = plan.bytes if plan.bytes is not None else expected
     shared = expected - sum(sizes.values())
     settings["bytes_stored_once"] = shared
@@ -217,7 +215,7 @@ def _artifact(
         files=files,
         tensors=tuple(tensors),
         planned_bytes=planned,
-        realised_bytes=size,
+        realised_bytes=sum((place / name).stat().st_size for name in files),
         model=model.name,
         model_fingerprint=model.fingerprint,
         settings=settings,

@@ -66,7 +66,7 @@ def time_products(
     products = list(dict.fromkeys(products))
     quantized = {p.format for p in products if p.format != "fp16"}
     overhead = _Timer(_empty_graph(), 1, device, threads, set())
-    found: dict[Product, list[float]] = {}
+    seconds: dict[Product, list[float]] = {}
     shapes = dict.fromkeys((p.rows, p.columns) for p in products)
     for shape in shapes:
         timers = {}
@@ -81,10 +81,10 @@ def time_products(
             call = overhead.seconds()
             for product, timer in timers.items():
                 rounds[product].append(max(timer.seconds() - call, 1e-9) / timer.copies)
-        for product, values in rounds.items():
-            found[product] = values
+        seconds |= rounds
+        for product in rounds:
             advanced(f"{product.rows} × {product.columns} in {product.format}")
-    return found
+    return seconds
 
 
 def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> ov.Model:
@@ -148,10 +148,9 @@ class _Timer:
 
 def products_of(components: Sequence[Component], formats: Sequence[str]) -> dict[tuple[str, str], Product]:
     """(component, format) → the product that stands for it; experts by one of their matrices."""
-    found = {}
-    for component in components:
-        shape = component.shape[-2:]
-        for name in formats:
-            if get_format(name).fits(shape) is None:
-                found[component.name, name] = Product(shape[0], shape[1], name)
-    return found
+    return {
+        (c.name, name): Product(c.shape[-2], c.shape[-1], name)
+        for c in components
+        for name in formats
+        if get_format(name).fits(c.shape[-2:]) is None
+    }

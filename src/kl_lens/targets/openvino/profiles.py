@@ -11,7 +11,7 @@ from kl_lens.formats import Format
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import Recipe, resolve
+from kl_lens.recipes import Recipe, fitting_recipe
 
 BASELINE = "fp16"
 
@@ -143,7 +143,7 @@ def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> t
     if len(shape) not in (2, 3):
         return Recipe(BASELINE), f"{wanted}: no matrix; stored as {BASELINE}"
     try:
-        chosen, reason = resolve(wanted, shape)
+        chosen, reason = fitting_recipe(wanted, shape)
     except FormatError:
         return Recipe(BASELINE), f"{wanted}: {fmt.fits(shape)}; stored as {BASELINE}"
     if profile.holds(chosen.grid) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,16 +27,15 @@ if TYPE_CHECKING:
     from kl_lens.formats import Quantized
 
 _ARM = ("aarch64", "arm64")
-_BACKUP = "int8"
-_NNCF = (
-    "NNCF's compress_weights with ratio 1.0: embedding and head in 8 bits (symmetric ones, where its own backup has "
-    "zero points), the rest in {}; where columns do not divide, the groups of its mode ADJUST"
-)
+# What a quantized matrix adds to the graph's file beyond an FP16 one: nodes that turn integers into numbers. By whether
+# it is symmetric and whether in groups; a little more than was seen (1.1, 1.8 and 2.7 kB), so that no file is larger.
+_GRAPH_BYTES = {(True, False): 1300, (True, True): 2000, (False, False): 2600, (False, True): 3000}
 
 
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
     published = BenchmarkApp()
+    methods = ("gptq", "search")
     options = (
         ExportOption(
             "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
@@ -53,6 +53,9 @@ class OpenVINOTarget(Target):
         ExportOption("fallback", "--fallback", "lower what a profile cannot hold, visibly"),
     )
 
+    def __init__(self) -> None:
+        self._bare: dict[str, int] = {}  # model → bytes of its FP16 artifact, from which others' sizes follow
+
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
@@ -62,8 +65,14 @@ class OpenVINOTarget(Target):
         return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
 
     @property
-    def menu(self) -> tuple[str, ...]:
-        return ("int4-g32", "int4-g64", "int4-g128", "int8", "fp16")
+    def formats(self) -> tuple[str, ...]:
+        # The integer kernels of ARM processors are for symmetric weights alone.
+        asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
+        return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", "fp16")
+
+    @property
+    def short_menu(self) -> tuple[str, ...]:
+        return self.recipes(("int4-g128", "int4-g32", "int8"))
 
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.openvino.capture import FAMILIES
@@ -72,21 +81,9 @@ class OpenVINOTarget(Target):
         return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        from kl_lens.recipes import resolve
+        from kl_lens.targets.openvino.stock import stock_recipes
 
-        anatomy = model.anatomy
-        outer = {anatomy.embedding, anatomy.head}
-        every = {c.name: _BACKUP for c in anatomy.candidates}
-        found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM")]
-        for size in (128, 64):
-            inner = {
-                c.name: str(resolve(f"int4-g{size}", c.shape)[0])
-                for c in anatomy.candidates
-                if c.name not in outer
-            }
-            origin = _NNCF.format(f"INT4_SYM with groups of {size}")
-            found.append(StockRecipe(f"INT4_SYM-g{size}", every | inner, origin))
-        return tuple(found)
+        return stock_recipes(model)
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -95,7 +92,25 @@ class OpenVINOTarget(Target):
 
         if isinstance(model, Path):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
-        return export(model, plan, folder, **options)
+        artifact = export(model, plan, folder, **options)
+        if set(options) <= {"fallback"} and set(plan.assignment.values()) <= {FP16}:
+            self._bare[model.fingerprint] = artifact.realised_bytes
+        return artifact
+
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
+        from kl_lens.recipes import Recipe, fitting_recipe
+
+        if model.fingerprint not in self._bare:
+            with tempfile.TemporaryDirectory() as folder:
+                self.export(model, Plan("fp16", {}, "fp16"), Path(folder))
+        size = self._bare[model.fingerprint]
+        for component in model.anatomy.candidates:
+            recipe = fitting_recipe(plan.assignment.get(component.name, FP16), component.shape)[0]
+            size += recipe.grid.bytes(component.shape) - 2 * component.parameters
+            if recipe != Recipe(FP16):
+                size += _GRAPH_BYTES[recipe.grid.symmetric, recipe.grid.group_size is not None]
+        return size
 
     def weight_file(self, place: Path) -> Path:
         return place / next(name for name in read_artifact(place).files if name.endswith(".bin"))

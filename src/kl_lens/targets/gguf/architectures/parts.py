@@ -164,8 +164,10 @@ def refuse_bias(config: Any, *names: str) -> str | None:
 def refuse_activation(
     config: Any, allowed: Sequence[str] = ("silu", "swish"), name: str = "hidden_act"
 ) -> str | None:
-    found = getattr(config, name, allowed[0])
-    return None if found in allowed else f"its activation {found!r} is not llama.cpp's {allowed[0]!r}"
+    activation = getattr(config, name, allowed[0])
+    return (
+        None if activation in allowed else f"its activation {activation!r} is not llama.cpp's {allowed[0]!r}"
+    )
 
 
 def refuse_expansion(width: int, inner: int) -> str | None:

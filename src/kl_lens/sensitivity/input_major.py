@@ -18,7 +18,7 @@ from torch.nn import functional
 from kl_lens.checkpoints.patching import has_own_forward, patched
 
 
-def gains_by_layout(device: torch.device) -> bool:
+def gains_by_input_major(device: torch.device) -> bool:
     """Measured with torch's OpenBLAS on ARM; other libraries pack their operands otherwise."""
     return device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
 

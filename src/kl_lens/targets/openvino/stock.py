@@ -1,0 +1,65 @@
+"""NNCF's own weight compression, as `compress_weights` would make it for a model, without data.
+
+Embedding and head have 8 bits, the rest 4; where columns do not divide, the groups of its mode ADJUST. Its backup has
+zero points and ours is symmetric: at 8 bits that is no difference worth a format. With a ratio, so
+many of the weights have 4 bits, chosen by NNCF's data-free criterion.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.formats.integer import NNCF_SMALLEST_SCALE
+from kl_lens.recipes import fitting_recipe
+from kl_lens.targets.base import StockRecipe
+
+BACKUP = "int8"
+_GRIDS = {"INT4_SYM": "int4", "INT4_ASYM": "uint4"}
+_RATIO = 0.8
+
+
+def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
+    every = {c.name: BACKUP for c in model.anatomy.candidates}
+    found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
+    order = _by_sensitivity(model)
+    for mode, grid in _GRIDS.items():
+        for size in (128, 64):
+            for ratio in (1.0, _RATIO):
+                name = f"{mode}-g{size}" + ("" if ratio == 1 else f"-{ratio:.0%}".replace("%", ""))
+                origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
+                small = {
+                    c: str(fitting_recipe(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
+                    for c in _least_sensitive(model, order, ratio)
+                }
+                found.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
+    return tuple(found)
+
+
+def _inner(model: LoadedModel) -> list[str]:
+    outer = {model.anatomy.embedding, model.anatomy.head}
+    return [c.name for c in model.anatomy.candidates if c.name not in outer]
+
+
+def _by_sensitivity(model: LoadedModel) -> list[str]:
+    """From least to most sensitive by NNCF's WEIGHT_QUANTIZATION_ERROR, one over the largest mean squared error of any
+    row at its asymmetric 8 bits. What 8 bits round worst gets 4 first, whatever that does to the model."""
+
+    def error(name: str) -> float:
+        weight = model.parameters_of(model.anatomy.component(name))[0].detach().float()
+        low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=NNCF_SMALLEST_SCALE)
+        zero = (-(low / scale).round()).clamp(0, 255)
+        stored = ((weight / scale + zero).round().clamp(0, 255) - zero) * scale
+        return float((stored - weight).square().mean(-1).max())
+
+    return sorted(_inner(model), key=error, reverse=True)
+
+
+def _least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[str]:
+    """The first in order, as long as they are less than `ratio` of all weights."""
+    if ratio == 1:
+        return order
+    sizes = [model.anatomy.component(name).parameters for name in order]
+    together = itertools.accumulate(sizes)
+    return [name for name, total in zip(order, together, strict=True) if total < ratio * sum(sizes)]
