@@ -81,7 +81,9 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     assert "bert" in (describe_target(target).unsupported("bert") or "")
 
 
-@pytest.mark.parametrize(("target", "recipe"), [("openvino", "int4-g32"), ("gguf", "q8_0")])
+@pytest.mark.parametrize(
+    ("target", "recipe"), [("openvino", "int4-g32"), ("openvino", "uint4-g64"), ("gguf", "q8_0")]
+)
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path
 ) -> None:

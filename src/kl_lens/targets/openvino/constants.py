@@ -275,19 +275,26 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(node.data).reshape(-1).view(np.uint8)
 
 
+def stored_digests(graph: ov.Model) -> dict[str, str]:
+    """Constant → digest of its stored bytes, with scales and zero points where it has them."""
+    stored = read_back(graph)
+    digests = {}
+    for name, (_, data, scales) in stored.items():
+        parts = [data] if scales is None else [data, scales]
+        if (zero_points := stored.get(f"{name}/zero_point")) is not None:
+            parts.append(zero_points[1])
+        digests[name] = bytes_digest(*parts)
+    return digests
+
+
 def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:
     """Compares a saved and re-read graph with what was to be stored, byte for byte."""
-    stored = read_back(graph)
+    stored = stored_digests(graph)
     wrong = []
     for item in placed.values():
         if item.runtime_name not in stored:
             wrong.append(f"{item.runtime_name} is missing")
-            continue
-        _, data, scales = stored[item.runtime_name]
-        parts = [data] if scales is None else [data, scales]
-        if (zero_points := stored.get(f"{item.runtime_name}/zero_point")) is not None:
-            parts.append(zero_points[1])
-        if bytes_digest(*parts) != item.digest:
+        elif stored[item.runtime_name] != item.digest:
             wrong.append(f"{item.runtime_name} holds other numbers than planned")
     if wrong:
         raise TargetError(f"the saved IR is not what was planned: {'; '.join(wrong)}")

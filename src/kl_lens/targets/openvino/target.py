@@ -121,13 +121,12 @@ class OpenVINOTarget(Target):
         return graph_contents(place, read_artifact(place))
 
     def shipped_digests(self, place: Path) -> dict[str, str]:
-        from kl_lens.targets.openvino.constants import read_back
+        from kl_lens.targets.openvino.constants import stored_digests
         from kl_lens.targets.openvino.session import graph_file, read_graph
-        from kl_lens.weights.store import bytes_digest
 
-        held = read_back(read_graph(graph_file(place)))
-        names = {tensor.runtime_name for tensor in read_artifact(place).tensors} & set(held)
-        return {name: bytes_digest(*(part for part in held[name][1:] if part is not None)) for name in names}
+        stored = stored_digests(read_graph(graph_file(place)))
+        names = [tensor.runtime_name for tensor in read_artifact(place).tensors]
+        return {name: stored[name] for name in names if name in stored}
 
     # -- running -------------------------------------------------------------------------------------------
 
