@@ -133,7 +133,7 @@ def test_a_plan_of_another_runtime_needs_a_map(planned: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("target", ["gguf", "openvino"])
-def test_as_deployed_measures_more_damage_and_is_a_run_of_its_own(
+def test_as_deployed_measures_more_damage_and_stands_beside_weights_alone(
     target: str, tmp_path: Path, capsys
 ) -> None:
     fmt = "q8_0" if target == "gguf" else "int8"
@@ -144,12 +144,15 @@ def test_as_deployed_measures_more_damage_and_is_a_run_of_its_own(
     found = {}
     for name, extra in (("weights", []), ("deployed", ["--as-deployed", target])):
         capsys.readouterr()
-        assert main([*arguments, "--run", str(tmp_path / name), *extra]) == 0
+        assert main([*arguments, "--run", str(tmp_path), *extra]) == 0
         (measurement,) = json.loads(capsys.readouterr().out)["measurements"]
         found[name] = measurement["metrics"]["kl_teacher_to_student"]["value"]
     assert found["deployed"] > 1.2 * found["weights"]
-    assert main([*arguments, "--run", str(tmp_path / "weights"), "--as-deployed", target]) == 1
-    assert "as deployed" in capsys.readouterr().err
+    with Run.open(tmp_path) as run:
+        for name, whose in (("weights", None), ("deployed", target)):
+            (kept,) = run.table(target=whose).measurements
+            assert kept.metrics["kl_teacher_to_student"].value == found[name]
+        assert run.kinds() == ("weights alone", f"as {target} computes")
 
 
 @pytest.mark.parametrize(

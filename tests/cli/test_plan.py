@@ -68,35 +68,24 @@ def test_dry_run_writes_nothing(measured: Path) -> None:
     assert not (measured / "plans" / "ghost.json").exists()
 
 
-def test_verify_and_refine_measure_on_held_out_text(measured: Path, held_out: list[str], capsys) -> None:
+def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], capsys) -> None:
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "six", *held_out]
     assert main([*arguments, "--verify"]) == 0
     verified = _plan(measured, "six")
     assert verified["measured"]["kl"]["value"] > 0
     assert "held-out.txt" in verified["measured"]["text"]
     assert verified["measured"]["windows"] == 4
-    assert (
-        main(
-            ["plan", "--run", str(measured), "--plan", "six", "--refine", "--max-evaluations", "6", *held_out]
-        )
-        == 0
-    )
-    refined = _plan(measured, "six_refined")
-    assert refined["bytes"] <= 6 * sum(_parameters(measured)) / 8
-    assert refined["notes"]["refinement"]["kl_after"] <= refined["notes"]["refinement"]["kl_before"]
+    assert verified["bytes"] <= 6 * sum(_parameters(measured)) / 8
     capsys.readouterr()
-    assert main(["plan", "--run", str(measured), "--compare", "six", "six_refined"]) == 0
-    assert "six_refined" in capsys.readouterr().out
+    assert main(["plan", "--run", str(measured), "--compare", "six", "six"]) == 0
+    assert "They are the same" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("windows", ["2", "3"])
-@pytest.mark.parametrize("verb", ["--verify", "--refine"])
-def test_an_error_over_one_window_is_null(
-    measured: Path, held_out: list[str], windows: str, verb: str, capsys
-) -> None:
+def test_an_error_over_one_window_is_null(measured: Path, held_out: list[str], windows: str, capsys) -> None:
     """Half of two or three windows is one, over which no standard error is defined."""
-    words = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "few", "--max-evaluations", "3"]
-    assert main([*words, verb, *held_out[:2], "--held-out-windows", windows, "--json"]) == 0
+    words = ["plan", "--run", str(measured), "--max-bpw", "6", "--name", "few", "--verify"]
+    assert main([*words, *held_out[:2], "--held-out-windows", windows, "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     stored = _plan(measured, "few")
     assert stored["measured"] == shown["measured"]

@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kl_lens import planning
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.pipeline import command_of
+from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
+from kl_lens.targets import read_artifact
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
+BEST = "recommended-openvino"
 SMALL = [
     "--windows", "3", "--window-length", "32", "--evaluation-windows", "3", "--held-out-windows", "4",
-    "--repeats", "1", "--threads", "1",
+    "--repeats", "1", "--threads", "1", "--max-loss", "0.05",
 ]  # fmt: skip
 
 
@@ -31,27 +35,32 @@ def words(folder: Path, tiny: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(words(folder, tiny_folder)) == 0
+    assert main(words(folder, tiny_folder, "--paper")) == 0
     return folder
 
 
 def test_every_stage_leaves_its_records(finished: Path) -> None:
     plans = {path.stem for path in (finished / "plans").glob("*.json")}
-    assert {"uniform_fp16", "uniform_int8", "uniform_int4", "recommended"} <= plans
+    rivals = {"stock.int8_sym", "stock.int4_sym-g128"}
+    assert {"uniform_fp16", "uniform_int8", "uniform_int4", BEST, *rivals} <= plans
     with Run.open(finished) as run:
         assert run.load("ranking", "latest")
+        assert run.kinds()[0] == "weights alone"
         artifacts = run.load_all("artifact")
-        assert {"openvino/uniform_fp16", "openvino/recommended"} <= set(artifacts)
+        files = {f"openvino/{name}" for name in ("uniform_fp16", BEST, *rivals)}
+        assert files <= set(artifacts)
         scored = {result.subject.label for result in current_results(run, "score")}
-        assert {"original", "torch/recommended", "openvino/recommended"} <= scored
+        assert {"original", f"torch/{BEST}", *files} <= scored
         timed = {result.subject.label for result in current_results(run, "profile")}
-        assert "openvino/recommended" in timed
+        assert files <= timed
         samples = {result.subject.label for result in current_results(run, "generation")}
-        assert samples == {"original", "openvino/recommended"}
+        assert samples == {"original", f"openvino/{BEST}"}
         verbs = [entry["command"][1] for entry in run.commands()]
-    order = ["run", "measure", "rank", "plan", "export", "evaluate", "benchmark"]
+    order = ["run", "plan", "export", "measure", "rank", "evaluate", "benchmark"]
     assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
-    assert "recommended" in (finished / "report.html").read_text()
+    report = (finished / "report.html").read_text()
+    assert BEST in report
+    assert "INT4_SYM-G128" in report  # a rival, on the chart
 
 
 def test_the_checkpoint_is_opened_once(
@@ -81,30 +90,61 @@ def test_every_stage_is_shown_as_a_command_that_does_the_same(
     assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark,report")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== kl-lens ")]
     commands = [shlex.split(line)[2:] for line in lines]
-    assert [command[0] for command in commands] == [
+    verbs = [command[0] for command in commands]
+    assert verbs == [
         "inspect",
+        "plan",
+        "export",
+        "export",
         "measure",
-        "rank",
-        "plan",
         "plan",
         "export",
-        "export",
-    ]
+    ]  # FP16 to both targets
     for command in commands:
         assert command_of(settings_from(parse(command))) == command
     with Run.open(folder) as run:
         noted = [entry["command"][1:] for entry in run.commands()]
-    assert commands[1] in noted
+    assert commands[4] in noted
 
 
-def test_the_recommendation_keeps_the_budget(finished: Path) -> None:
-    from kl_lens import planning
+def read(folder: Path, name: str) -> Plan:
+    with Run.open(folder) as run:
+        return planning.read_plan(planning.plan_path(folder / "plans", name), run.table().components)
 
-    with Run.open(finished) as run:
-        components = run.table().components
-    plan = planning.read_plan(planning.plan_path(finished / "plans", "recommended"), components)
-    assert plan.bytes is not None
-    assert plan.bytes <= 0.45 * sum(2 * c.parameters for c in components)
+
+def on_disk(folder: Path, name: str) -> int:
+    return read_artifact(folder / "artifacts/openvino" / name).realised_bytes
+
+
+def test_the_recommendation_is_for_its_target_and_loses_no_more_than_allowed(finished: Path) -> None:
+    plan = read(finished, BEST)
+    assert plan.target == "openvino"
+    assert plan.limits == {"loss": 0.05}
+    assert plan.measured is not None
+    assert plan.measured.kl.value < 0.1
+    # What was foretold of the file is never less than it is.
+    assert on_disk(finished, BEST) <= (plan.file_bytes or 0) < 1.05 * on_disk(finished, BEST)
+
+
+def test_no_rival_of_no_more_bytes_is_as_good(finished: Path) -> None:
+    best, sentence = read(finished, BEST), read(finished, BEST).notes["contest"]
+    assert best.measured is not None
+    for path in (finished / "plans").glob("stock.*.json"):
+        rival = read(finished, path.stem)
+        assert rival.measured is not None
+        if (rival.file_bytes or 0) <= (best.file_bytes or 0) and rival.assignment != best.assignment:
+            assert best.measured.kl.value < rival.measured.kl.value
+            assert rival.name in sentence
+
+
+@pytest.mark.parametrize("budget", ["85%", "95%"])
+def test_a_budget_is_the_files(finished: Path, tiny_folder: Path, tmp_path: Path, budget: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    quick = ["--without", "evaluate,benchmark,report", "--targets", "openvino", "--rivals", "none"]
+    assert main(words(folder, tiny_folder, "--budget", budget, *quick)) == 0
+    whole, share = on_disk(folder, "uniform_fp16"), int(budget[:-1]) / 100
+    assert on_disk(folder, BEST) <= share * whole
 
 
 def test_what_is_done_is_not_done_again(
@@ -112,15 +152,15 @@ def test_what_is_done_is_not_done_again(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    shutil.rmtree(folder / "artifacts/openvino/recommended")
-    before = (folder / "plans/recommended.json").read_bytes()
+    shutil.rmtree(folder / "artifacts/openvino/recommended-openvino")
+    before = (folder / "plans/recommended-openvino.json").read_bytes()
     assert main(words(folder, tiny_folder)) == 0
     out = capsys.readouterr().out
-    # rank and two plans are remembered; what was deleted is exported anew, and timed again only if it changed.
+    # The plans are remembered; what was deleted is exported anew, and timed again only if it changed.
     assert out.count("done already") >= 3
-    assert (folder / "plans/recommended.json").read_bytes() == before
-    assert (folder / "artifacts/openvino/recommended/openvino_model.bin").is_file()
-    assert "Recommended:" in out
+    assert (folder / "plans/recommended-openvino.json").read_bytes() == before
+    assert (folder / "artifacts/openvino/recommended-openvino/openvino_model.bin").is_file()
+    assert "Recommended for openvino:" in out
     assert "Next: kl-lens generate" in out
 
 
@@ -146,7 +186,7 @@ def test_a_stage_that_others_do_not_need_may_fail(
     captured = capsys.readouterr()
     assert "nowhere" in captured.err
     assert "Failed, see above: kl-lens evaluate" in captured.out
-    assert "Recommended:" in captured.out
+    assert "Recommended for openvino:" in captured.out
     assert (folder / "report.html").is_file()
 
 
@@ -155,8 +195,8 @@ def test_a_plan_that_another_stage_overwrote_is_made_again(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    quick = ["--without", "rank,evaluate,benchmark,report", "--targets", ""]
-    plan = folder / "plans/recommended.json"
+    quick = ["--without", "rank,evaluate,benchmark,report", "--targets", "openvino"]
+    plan = folder / "plans/recommended-openvino.json"
     made = plan.read_text()
     plan.unlink()
     assert main(words(folder, tiny_folder, *quick)) == 0
@@ -170,7 +210,7 @@ def test_the_closing_table_and_sentence(
     shutil.copytree(finished, folder)
     assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
     out = capsys.readouterr().out
-    for row in ("FP16", "INT8", "INT4", "recommended"):
+    for row in ("FP16", "INT8_SYM", "INT4_SYM-G128", "recommended"):
         assert f"│ {row}" in out
     for column in ("size", "token perplexity", "KL from the original", "× FP16 speed", "peak memory"):
         assert column in out
@@ -184,6 +224,7 @@ def test_a_runtime_that_cannot_hold_the_model_is_no_failure(
     code = main(words(folder, tiny_folder, "--targets", "gguf", "--without", "evaluate,benchmark,report"))
     assert code == 0
     assert "kl-lens run: not exported to gguf" in capsys.readouterr().err
+    assert read(folder, "recommended").target is None  # without a target, weights are planned
 
 
 def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +243,7 @@ def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("windows: 5\nformats: [int8, int4]\n")
-    for number in (9, 8):  # 8 is the flag's own default, and typed all the same
+    for number in (9, 4):  # 4 is the flag's own default, and typed all the same
         for flags in (
             ["--windows", f"{number}", "--config", str(file)],
             ["--config", str(file), "--windows", f"{number}"],

@@ -1,4 +1,4 @@
-"""The smallest plan within a measured rise of perplexity, against a world whose answer is known."""
+"""The smallest plan within a measured loss, against a world whose answer is known."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from kl_lens.errors import BudgetError
-from kl_lens.planning import plan_for_budget, plan_for_drop
+from kl_lens.planning import plan_for_budget, plan_for_loss
 from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
-
-ORIGINAL = 20.0
 
 
 def world() -> SensitivityTable:
@@ -25,7 +23,7 @@ def world() -> SensitivityTable:
 
 
 class Truth:
-    """Perplexity that rises `exaggeration` times as much as KL predicts."""
+    """A loss `exaggeration` times as large as KL predicts."""
 
     def __init__(self, table: SensitivityTable, exaggeration: float) -> None:
         self.kl = {
@@ -37,17 +35,17 @@ class Truth:
     def __call__(self, assignment: Mapping[str, str]) -> float:
         self.asked += 1
         total = sum(self.kl.get(item, 0.0) for item in assignment.items())
-        return ORIGINAL * math.exp(self.exaggeration * total)
+        return self.exaggeration * total
 
 
 @pytest.mark.parametrize("exaggeration", [0.5, 1.0, 1.3, 3.0])
 def test_the_plan_fits_and_is_nearly_the_smallest(exaggeration: float) -> None:
     table = world()
     truth = Truth(table, exaggeration)
-    result = plan_for_drop(table, truth, max_drop=0.05, evaluations=8)
-    assert result.perplexity <= 1.05 * ORIGINAL
-    assert truth(result.plan.assignment) == result.perplexity
-    best = plan_for_budget(table, max_kl=math.log(1.05) / exaggeration).plan
+    result = plan_for_loss(table, truth, max_loss=0.05, evaluations=8)
+    assert result.loss <= 0.05
+    assert truth(result.plan.assignment) == result.loss
+    best = plan_for_budget(table, max_kl=0.05 / exaggeration).plan
     assert best.bytes is not None
     assert result.plan.bytes is not None
     assert best.bytes <= result.plan.bytes <= 1.1 * best.bytes
@@ -56,28 +54,23 @@ def test_the_plan_fits_and_is_nearly_the_smallest(exaggeration: float) -> None:
 
 def test_the_plan_says_how_it_was_found() -> None:
     table = world()
-    plan = plan_for_drop(table, Truth(table, 1.0), max_drop=0.03, name="mine").plan
+    plan = plan_for_loss(table, Truth(table, 1.0), max_loss=0.03, name="mine").plan
     assert plan.name == "mine"
-    assert plan.limits["drop"] == 0.03
+    assert plan.limits == {"loss": 0.03}
     assert plan.family == "exact"
-    assert "measured perplexity" in plan.made_by
+    assert "measuring whole plans" in plan.made_by
 
 
-def test_a_drop_that_nothing_meets_is_said() -> None:
-    table = world()
-
-    def hopeless(assignment: Mapping[str, str]) -> float:
-        return ORIGINAL * (2.0 if assignment else 1.0)
-
-    with pytest.raises(BudgetError, match="closest rose by 100"):
-        plan_for_drop(table, hopeless, max_drop=0.01)
+def test_a_loss_that_nothing_meets_is_said() -> None:
+    with pytest.raises(BudgetError, match=r"the closest lost 0\.7"):
+        plan_for_loss(world(), lambda assignment: 0.7, max_loss=0.01)
 
 
 def test_nothing_may_be_lost_means_fp16() -> None:
     with pytest.raises(BudgetError, match="FP16"):
-        plan_for_drop(world(), lambda assignment: ORIGINAL, max_drop=0.0)
+        plan_for_loss(world(), lambda assignment: 0.0, max_loss=0.0)
 
 
-def test_a_perplexity_that_is_no_number_is_said() -> None:
+def test_a_loss_that_is_no_number_is_said() -> None:
     with pytest.raises(BudgetError, match="came out as nan; measure on more held-out text"):
-        plan_for_drop(world(), lambda assignment: math.nan if assignment else ORIGINAL, max_drop=0.01)
+        plan_for_loss(world(), lambda assignment: math.nan, max_loss=0.01)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.formats import get_format
-from kl_lens.recipes import Recipe
+from kl_lens.quantizers import known_quantizers
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, target_of
+from kl_lens.targets.openvino import stock
 from tests.families import tiny_model
 
 
@@ -45,10 +47,13 @@ def test_every_recipe_is_one_that_the_target_holds(
 
 def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None:
     found = recipes("gguf", mamba)
-    assert list(found) == ["Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+    plain = [name for name in found if not name.endswith(".imatrix")]
+    assert plain == ["Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     # 64 and 128 columns hold no K-quant: what llama.cpp puts there instead. 5 columns of dt_proj hold no block.
     assert Counter(found["Q4_K_M"].values()) == {"q5_0": 12, "q8_0": 1, "fp16": 4}
     assert Counter(found["Q4_0"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
+    assert Counter(found["IQ4_XS"].values()) == {"iq4_nl": 12, "q8_0": 1, "fp16": 4}
+    assert Counter(found["Q3_K_M"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
     assert found["Q4_K_M"][mamba.anatomy.head] == "q8_0"  # in place of q6_k
 
 
@@ -58,6 +63,62 @@ def test_llama_cpp_raises_some_values_and_feed_forwards(jamba: LoadedModel) -> N
     kinds = {name.rpartition(".")[2] for name in raised - {jamba.anatomy.head}}
     assert kinds <= {"v_proj", "down_proj"}
     assert "down_proj" in kinds
+
+
+def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> None:
+    found = recipes("gguf", mamba)
+    weighed = [name for name in found if name.endswith(".imatrix")]
+    assert weighed == ([f"{n}.imatrix" for n in ("Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")]
+                       if "imatrix" in known_quantizers() else [])  # fmt: skip
+    for name in weighed:
+        plain = found[name.removesuffix(".imatrix")]
+        for component, recipe in found[name].items():
+            assert Recipe.parse(recipe).format == Recipe.parse(plain[component]).format
+            weighs = component != mamba.anatomy.head and Recipe.parse(recipe).format not in ("fp16", "q8_0")
+            assert Recipe.parse(recipe).method == ("imatrix" if weighs else "rtn")
+
+
+def test_three_bits_are_raised_where_llama_cpp_raises_them(jamba: LoadedModel) -> None:
+    """64 columns hold no K-quant, so the stand-ins tell: q4_0 for Q3_K, q5_0 for Q4_K, q5_1 for Q5_K."""
+    found = recipes("gguf", jamba)["Q3_K_M"]
+    kinds: dict[str, set[str]] = {}
+    for component in jamba.anatomy.candidates:
+        if component.name != jamba.anatomy.head:
+            kinds.setdefault(component.kind, set()).add(found[component.name])
+    assert kinds["o_proj"] == {"q5_0"}
+    assert kinds["v_proj"] <= {"q5_0", "q5_1"}
+    assert kinds["down_proj"] <= {"q5_0", "q5_1"}
+    assert kinds["in_proj"] == {"q4_0"}
+
+
+@pytest.mark.parametrize("mode", ["INT4_SYM", "INT4_ASYM"])
+def test_a_ratio_leaves_at_8_bits_what_nncf_leaves_there(mode: str, mamba: LoadedModel) -> None:
+    """Against NNCF itself, on a graph with one product for each matrix."""
+    nncf = pytest.importorskip("nncf", reason="needs nncf")
+    ov = pytest.importorskip("openvino", reason="needs the extra openvino")
+    from openvino import opset13 as ops
+
+    outer = {mamba.anatomy.embedding, mamba.anatomy.head}
+    names = [c.name for c in mamba.anatomy.candidates if c.name not in outer and c.shape[-1] % 64 == 0]
+    inputs, outputs = [], []
+    for name in names:
+        weight = mamba.parameters_of(mamba.anatomy.component(name))[0].detach().numpy()
+        inputs.append(ops.parameter([-1, weight.shape[1]], np.float32, name=name))
+        outputs.append(ops.matmul(inputs[-1], ops.constant(weight), False, True))
+    graph = nncf.compress_weights(
+        ov.Model(outputs, inputs), mode=nncf.CompressWeightsMode[mode], ratio=0.8, group_size=64, all_layers=True,
+        sensitivity_metric=nncf.SensitivityMetric.WEIGHT_QUANTIZATION_ERROR,
+    )  # fmt: skip
+    theirs = set()
+    for parameter, name in zip(graph.get_parameters(), names, strict=True):
+        (product,) = [each.get_node() for each in parameter.output(0).get_target_inputs()]
+        node = product.input_value(1).get_node()
+        while node.get_type_name() != "Constant":
+            node = node.input_value(0).get_node()
+        if node.get_element_type().get_type_name() in ("i4", "u4"):
+            theirs.add(name)
+    order = stock.by_sensitivity(mamba, names)
+    assert set(stock.least_sensitive(mamba, order, 0.8)) == theirs
 
 
 def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
@@ -75,14 +136,39 @@ def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_menus_are_formats_that_the_target_holds(target: str) -> None:
-    for name in describe_target(target).menu:
-        assert describe_target(target).holds(get_format(name), (256, 256)) is None
+    found = describe_target(target)
+    assert set(found.short_menu) < set(found.menu)
+    for name in found.menu:
+        assert found.holds(Recipe.parse(name).grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None
     assert "bert" in (describe_target(target).unsupported("bert") or "")
 
 
 @pytest.mark.parametrize(
-    ("target", "recipe"), [("openvino", "int4-g32"), ("openvino", "uint4-g64"), ("gguf", "q8_0")]
+    ("target", "recipes"),
+    [("openvino", ("int8", "int4-g32", "uint4-g64")), ("gguf", ("q8_0", "q4_k", "iq4_xs"))],
+)
+def test_sizes_are_known_before_a_file_is_written(
+    target: str, recipes: tuple[str, ...], mamba: LoadedModel, tmp_path: Path
+) -> None:
+    pytest.importorskip(target, reason=f"needs the extra {target}")
+    for recipe in ("fp16", *recipes):
+        chosen = {c.name: str(fitting_recipe(recipe, c.shape)[0]) for c in mamba.anatomy.candidates}
+        plan = Plan(f"all-{recipe}", chosen, "test")
+        foretold = describe_target(target).file_bytes(mamba, plan)
+        artifact = export(mamba, plan, target, tmp_path / recipe)
+        assert artifact.realised_bytes == sum(
+            (tmp_path / recipe / name).stat().st_size for name in artifact.files
+        )
+        if target == "gguf" or recipe == "fp16":
+            assert foretold == artifact.realised_bytes
+        else:  # the graph's file is estimated, and never too small
+            matrices = len(mamba.anatomy.candidates)
+            assert 0 <= foretold - artifact.realised_bytes < 1000 * matrices
+
+
+@pytest.mark.parametrize(
+    ("target", "recipe"), [("openvino", "int4-g32"), ("openvino", "uint4-g32"), ("gguf", "q8_0")]
 )
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path

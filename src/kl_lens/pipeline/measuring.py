@@ -90,8 +90,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
-    as_target = settings.as_deployed is not None
-    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components, stand_ins=as_target)
+    candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
         model,
@@ -126,7 +125,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
-        _say_unfit([] if target else unfit, events)  # a target stores FP16 there, and so do plans
+        _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
         measurements = run.measurements(role)
         if choice is not None:

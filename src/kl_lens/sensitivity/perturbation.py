@@ -55,12 +55,12 @@ class Candidate:
 
 
 def find_candidates(
-    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None, *, stand_ins: bool = False
+    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None
 ) -> tuple[list[Candidate], list[tuple[Component, str, str]]]:
     """Every quantizable component × recipe, in the order of the network, and what does not fit, with the reason.
 
-    A pattern that matches nothing, or an unknown recipe, is an error. With `stand_ins`, what does not fit is
-    measured as what a runtime stores in its place.
+    What does not fit is measured as what runtimes store in its place, where that is not FP16. A pattern that matches
+    nothing, or an unknown recipe, is an error.
     """
     try:
         expression = re.compile(pattern or "")
@@ -76,17 +76,27 @@ def find_candidates(
     unfit: list[tuple[Component, str, str]] = []
     for component in matching:
         for recipe in (Recipe.parse(text) for text in recipes):
-            stored, reason = recipe, recipe.grid.fits(component.shape)
-            if reason and stand_ins:
-                stored = fitting_recipe(recipe, component.shape)[0]
-            if reason is None or stored.format not in (recipe.format, "fp16"):
+            stored, reason = _stored(recipe, component)
+            if stored is not None:
                 fitting[Candidate(component, str(stored))] = None
-            else:
+            if reason is not None:
                 unfit.append((component, str(recipe), reason))
     if not fitting:
         component, _, reason = unfit[0]
         raise FormatError(f"no component can be held in {', '.join(recipes)}: {component.name}: {reason}")
     return list(fitting), unfit
+
+
+def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | None]:
+    """What to measure of a component, None for nothing, and why that is not the recipe itself (or None)."""
+    reason = recipe.grid.fits(component.shape)
+    if reason is None:
+        return recipe, None
+    try:
+        stored = fitting_recipe(recipe, component.shape)[0]
+    except FormatError:
+        return None, reason
+    return (None, reason) if stored.format == "fp16" else (stored, f"{reason}; measured as {stored}")
 
 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]

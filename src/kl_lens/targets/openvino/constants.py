@@ -276,15 +276,14 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
 
 
 def stored_digests(graph: ov.Model) -> dict[str, str]:
-    """Constant → digest of its stored bytes, with scales and zero points where it has them."""
+    """The named weights of a saved graph: name → digest of their bytes, scales and zero points included."""
     stored = read_back(graph)
-    digests = {}
+    found = {}
     for name, (_, data, scales) in stored.items():
-        parts = [data] if scales is None else [data, scales]
-        if (zero_points := stored.get(f"{name}/zero_point")) is not None:
-            parts.append(zero_points[1])
-        digests[name] = bytes_digest(*parts)
-    return digests
+        zero_points = stored.get(f"{name}/zero_point")
+        parts = [data, scales, None if zero_points is None else zero_points[1]]
+        found[name] = bytes_digest(*(part for part in parts if part is not None))
+    return found
 
 
 def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:

@@ -66,7 +66,6 @@ def open_session(
     device: str = "CPU",
     exact: bool = False,
     threads: int | None = None,
-    compile_timeout: float | None = None,
     cache: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> OpenVINOSession:
@@ -77,7 +76,6 @@ def open_session(
         device: CPU, GPU, NPU, …; a device that is not there is answered with the list of those that are.
         exact: compute in float32 (for checks), instead of the fastest settings that a deployment uses.
         threads: CPU threads; None leaves the choice to OpenVINO.
-        compile_timeout: seconds to wait for the compiler; from KL_LENS_COMPILE_TIMEOUT when not given, else 600.
         cache: keep the compiled graph beside the IR and use it next time.
         settings: plugin settings on top of the others, for experiments.
     """
@@ -102,7 +100,7 @@ def open_session(
         device,
         exact=exact,
         threads=threads,
-        timeout=_time_limit() if compile_timeout is None else compile_timeout,
+        timeout=_time_limit(),
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )

@@ -21,8 +21,8 @@ _RATIO = 0.8
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
     every = {c.name: BACKUP for c in model.anatomy.candidates}
-    found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
-    order = _by_sensitivity(model)
+    recipes = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
+    order = by_sensitivity(model, _inner(model))
     for mode, grid in _GRIDS.items():
         for size in (128, 64):
             for ratio in (1.0, _RATIO):
@@ -30,10 +30,10 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
                 origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
                 small = {
                     c: str(fitting_recipe(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
-                    for c in _least_sensitive(model, order, ratio)
+                    for c in least_sensitive(model, order, ratio)
                 }
-                found.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
-    return tuple(found)
+                recipes.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
+    return tuple(recipes)
 
 
 def _inner(model: LoadedModel) -> list[str]:
@@ -41,7 +41,7 @@ def _inner(model: LoadedModel) -> list[str]:
     return [c.name for c in model.anatomy.candidates if c.name not in outer]
 
 
-def _by_sensitivity(model: LoadedModel) -> list[str]:
+def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
     """From least to most sensitive by NNCF's WEIGHT_QUANTIZATION_ERROR, one over the largest mean squared error of any
     row at its asymmetric 8 bits. What 8 bits round worst gets 4 first, whatever that does to the model."""
 
@@ -53,10 +53,10 @@ def _by_sensitivity(model: LoadedModel) -> list[str]:
         stored = ((weight / scale + zero).round().clamp(0, 255) - zero) * scale
         return float((stored - weight).square().mean(-1).max())
 
-    return sorted(_inner(model), key=error, reverse=True)
+    return sorted(names, key=error, reverse=True)
 
 
-def _least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[str]:
+def least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[str]:
     """The first in order, as long as they are less than `ratio` of all weights."""
     if ratio == 1:
         return order

@@ -1,0 +1,205 @@
+"""Ours against every mixture that everybody knows, file against file.
+
+    python benchmarks/rivals.py [--models reference:mamba,…|FOLDER] [--targets gguf,openvino] [--windows 8]
+
+For each model and target: the target's menu is measured as it computes on WikiText-2 train; for every stock recipe of
+the runtime (llama.cpp's mixtures, NNCF's modes) our exact plan of no more bytes *on disk* is made; both are written by
+the same exporter and judged by the runtime on the same WikiText-2 test windows: KL from the original and token
+perplexity, and the difference of the two KLs paired by window. A folder of models stands for all models in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import machine
+from kl_lens import planning
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.evaluation import prepare_text
+from kl_lens.evaluation.scoring import WindowScore, score_text
+from kl_lens.evaluation.texts import EvaluationText
+from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.pipeline import MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
+from kl_lens.records import Plan
+from kl_lens.runs import Run
+from kl_lens.targets import RuntimeSettings, Target, get_target
+
+REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
+
+
+class Remembered:
+    """The original, asked about the same windows again and again."""
+
+    def __init__(self, session: TorchSession) -> None:
+        self._session, self._known = session, {}
+
+    def logits(self, ids: Any) -> Any:
+        key = tuple(ids)
+        if key not in self._known:
+            self._known[key] = self._session.logits(ids)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One file."""
+
+    bytes: int
+    kl: np.ndarray  # of each window
+    perplexity: float
+
+    @property
+    def mean(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def error(self) -> float:
+        return float(self.kl.std(ddof=1) / len(self.kl) ** 0.5)
+
+
+def judge(
+    model: LoadedModel, target: Target, plan: Plan, text: EvaluationText, teacher: Remembered
+) -> Judged:
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = target.export(model, plan, Path(folder))
+        session = target.open(Path(folder), RuntimeSettings())
+        try:
+            scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
+        finally:
+            session.close()
+    kl = np.array([score.kl().sum(dtype=np.float64) / score.targets for score in scores])
+    entropy = sum(score.nll for score in scores) / sum(score.targets for score in scores)
+    return Judged(artifact.realised_bytes, kl, float(np.exp(entropy)))
+
+
+def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    bench = Workbench()
+    menu = tuple(r for r in (target.short_menu if arguments.short else target.menu) if r != "fp16")
+    measured = MeasureSettings(
+        model=name, run=str(folder), formats=menu, windows=arguments.windows, as_deployed=computed_as(target)
+    )
+    model = bench.model(measured)
+    if reason := target.unsupported(model.anatomy.model_type):
+        print(f"{name}, {target.name}: {reason}", flush=True)
+        return []
+    perform(measured, bench)
+    tokenizer = model.require_tokenizer()
+    text = prepare_text("wikitext2:test", tokenizer, window=512, limit=arguments.test_windows)
+    teacher = Remembered(TorchSession(model))
+    rows = []
+    with Run.open(folder) as run:
+        table = run.table(target=target.name)
+        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=name), run, bench)
+        known: dict[str, Judged] = {}
+
+        def judged(plan: Plan) -> Judged:
+            key = json.dumps(sorted(plan.assignment.items()))
+            if key not in known:
+                known[key] = judge(model, target, plan, text, teacher)
+            return known[key]
+
+        for rival in rival_plans(aim, table, None, everything=True):
+            theirs = judged(rival)
+
+            def make(fixed_bytes: int, limit: int = theirs.bytes) -> Plan:
+                return planning.plan_for_budget(
+                    table, max_bytes=limit, name="ours", fixed_bytes=fixed_bytes, **aim.holding
+                ).plan
+
+            try:
+                ours = judged(aim.fitted(make, theirs.bytes))
+            except planning.BudgetError as error:
+                print(
+                    f"{name}, {target.name}, {rival.name}: no plan of ours is as small: {error}", flush=True
+                )
+                continue
+            difference = planning.paired_difference(ours.kl, theirs.kl)
+            row = {
+                "model": name,
+                "target": target.name,
+                "rival": rival.name.removeprefix("stock."),
+                "rival_bytes": theirs.bytes,
+                "our_bytes": ours.bytes,
+                "rival_kl": theirs.mean,
+                "rival_kl_se": theirs.error,
+                "our_kl": ours.mean,
+                "our_kl_se": ours.error,
+                "difference": difference.mean,
+                "difference_se": difference.standard_error,
+                "rival_perplexity": theirs.perplexity,
+                "our_perplexity": ours.perplexity,
+                "ratio": ours.mean / theirs.mean,
+            }
+            rows.append(row)
+            print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    verdict = "lower" if row["difference"] < -2 * row["difference_se"] else (
+        "HIGHER" if row["difference"] > 2 * row["difference_se"] else "level"
+    )  # fmt: skip
+    return (
+        f"| {row['model']} | {row['target']} | {row['rival']} | {row['rival_bytes'] / 1e6:.3f} | "
+        f"{row['rival_kl']:.5f} ± {row['rival_kl_se']:.0e} | {row['rival_perplexity']:.3f} | "
+        f"{row['our_bytes'] / 1e6:.3f} | {row['our_kl']:.5f} ± {row['our_kl_se']:.0e} | {row['our_perplexity']:.3f} | "
+        f"{row['ratio']:.2f} | {verdict} |"
+    )
+
+
+HEADER = (
+    "| model | target | rival | MB | KL | perplexity | our MB | our KL | our perplexity | ratio of KL | ours is |\n"
+    + "|---" * 11
+    + "|"
+)
+
+
+def models(names: str) -> list[str]:
+    found: list[str] = []
+    for name in names.split(","):
+        place = Path(name)
+        inside = sorted(str(p.parent) for p in place.glob("*/config.json")) if place.is_dir() else []
+        found += inside or [name]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser.add_argument("--targets", default="gguf,openvino")
+    parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
+    parser.add_argument("--test-windows", type=int, default=8)
+    parser.add_argument("--short", action="store_true", help="the menus of a first look")
+    parser.add_argument("--out", type=Path, help="the numbers as JSON")
+    arguments = parser.parse_args()
+    print(machine())
+    print(HEADER)
+    rows = []
+    for name in models(arguments.models):
+        for target in arguments.targets.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                rows += compare(name, get_target(target), arguments, Path(folder) / "run")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(rows, indent=1))
+    ratios = [row["ratio"] for row in rows]
+    if ratios:
+        worse = sum(row["difference"] > 0 for row in rows)
+        print(
+            f"\n{len(rows)} rows; ratio of KL: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to "
+            f"{max(ratios):.2f}; ours is higher in {worse}."
+        )
+
+
+if __name__ == "__main__":
+    main()
