@@ -286,12 +286,12 @@ class Run:
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order in which they were first measured."""
-        found = []
+        measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
         for component, format_name, seconds, dtype in self._db.execute(query, (role,)).fetchall():
             samples = self.samples(role, component, format_name, windows)
             if samples:
-                found.append(
+                measurements.append(
                     Measurement(
                         component=component,
                         format=format_name,
@@ -302,7 +302,7 @@ class Run:
                         seconds=seconds,
                     )
                 )
-        return found
+        return measurements
 
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
         """The role to read for a target: what was measured as it computes, else weights alone; without a target the
@@ -316,8 +316,8 @@ class Run:
         """What was measured on the calibration text, for people."""
         rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
         roles = [name.partition("@")[::2] for (name,) in rows]
-        found = [target for role, target in roles if role == CALIBRATION]
-        return tuple(f"as {target} computes" if target else "weights alone" for target in found)
+        computed_as = [target for role, target in roles if role == CALIBRATION]
+        return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
 
     @property
     def usual_target(self) -> str | None:

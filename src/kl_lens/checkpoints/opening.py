@@ -358,13 +358,13 @@ def _reasonable(tokenizer: Any, place: Path) -> Any:
 def _device(device: str | torch.device) -> torch.device:
     """A device of torch that is there."""
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(
             f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
         ) from error
-    return found
+    return chosen
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

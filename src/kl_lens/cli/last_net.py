@@ -33,13 +33,13 @@ def unexpected(error: BaseException, words: Sequence[str]) -> str:
 
 def _folders(words: Sequence[str]) -> list[Path]:
     """The log of the run that the command names, if it names one; then where anybody may write."""
-    found = []
+    folders = []
     for word in words:
         with suppress(OSError, ValueError):
             folder = Path(word.partition("=")[2] if word.startswith("--run=") else word)
             if (folder / "run.sqlite").is_file():
-                found.append(folder / "log")
-    return [*found, Path(tempfile.gettempdir())]
+                folders.append(folder / "log")
+    return [*folders, Path(tempfile.gettempdir())]
 
 
 def _report(error: BaseException, words: Sequence[str]) -> str:
