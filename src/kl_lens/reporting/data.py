@@ -152,7 +152,7 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        frontiers={None: _frontier(table)} | _target_frontiers(run, plans),
+        frontiers=_target_frontiers(run, plans) | {None: _frontier(table)},
         artifacts={
             name: _record(run, "artifact", name, value, Artifact)
             for name, value in run.load_all("artifact").items()
