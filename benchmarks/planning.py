@@ -1,15 +1,14 @@
-"""At the byte sizes of the paper's ten points: the paper's plan, our exact plan, our refined plan, and other orders.
+"""At the byte sizes of the paper's ten points: the paper's plan, our exact plan, and other orders.
 
     python benchmarks/planning.py [--models reference:mamba,…] [--stressed] [--out FILE.json]
 
 Every plan at a size takes no more bytes than the paper's point there. Plans are made from one sweep on WikiText-2
-train, refined and confirmed on WikiText-2 validation, and judged on WikiText-2 test: KL from the original, perplexity.
+train and judged on WikiText-2 test: KL from the original, perplexity.
 
-(a) the paper's point; (b) exact: least predicted KL within those bytes; (c) refined: (b) after measured swaps;
-(d) plans of that size by going down lists sorted by SQNR, by MSE, and at random; (e) NNCF's own choice,
-`compress_weights` with `ratio` by its data-free criterion (weight quantization error) and by an activation-based one
-(mean activation variance), at the least INT4 ratio within the bytes; NNCF mixes INT4 and INT8 only, so it has no plan
-above uniform INT8.
+(a) the paper's point; (b) exact: least predicted KL within those bytes; (c) plans of that size by going down lists
+sorted by SQNR, by MSE, and at random; (d) NNCF's own choice, `compress_weights` with `ratio` by its data-free criterion
+(weight quantization error) and by an activation-based one (mean activation variance), at the least INT4 ratio within
+the bytes; NNCF mixes INT4 and INT8 only, so it has no plan above uniform INT8.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ STRESSED = {
 METHODS = (
     "paper",
     "exact",
-    "refined",
     "sqnr order",
     "mse order",
     "random order",
@@ -89,14 +87,10 @@ def random_entries(table: SensitivityTable, seed: int) -> list[tuple[str, str]]:
 def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> dict[str, object]:
     table = measure(model, windows=arguments.windows)
     tokenizer = model.require_tokenizer()
-    valid = evaluation_windows("wikitext2:valid", tokenizer, length=512, limit=2 * arguments.refine_windows)
-    deciding = PlanMeter(model, valid.first(arguments.refine_windows))
-    confirming = PlanMeter(model, valid.after(arguments.refine_windows))
     judge = PlanMeter(
         model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)
     )
     # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
-    problem = planning.build_problem(table, keep_fused=False)
     points = [p for p in paper.paper_points(table) if "point" in p.name]
     sizes = [int(p.bytes or 0) for p in points]
     nncf = {"data-free": {}, "activations": {}} if arguments.without_nncf else nncf_plans(model, table, sizes)
@@ -104,14 +98,9 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> di
     for point in points:
         limit = int(point.bytes or 0)
         exact = planning.plan_for_budget(table, max_bytes=limit, keep_fused=False).plan
-        refined = planning.refine(
-            problem, exact.assignment, deciding.kl_by_window, max_bytes=limit,
-            max_evaluations=arguments.evaluations, confirm=confirming.kl_by_window,
-        )  # fmt: skip
         plans = {
             "paper": dict(point.assignment),
             "exact": dict(exact.assignment),
-            "refined": refined.assignment,
             "sqnr order": by_order(table, entries_by(table, "sqnr_db", True), limit),
             "mse order": by_order(table, entries_by(table, "mse", False), limit),
             "random order": by_order(table, random_entries(table, 0), limit),
@@ -155,11 +144,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(STRESSED))
     parser.add_argument("--stressed", action="store_true", help="also the stressed variants")
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
-    parser.add_argument(
-        "--refine-windows", type=int, default=8, help="for deciding, and as many for confirming"
-    )
     parser.add_argument("--test-windows", type=int, default=16)
-    parser.add_argument("--evaluations", type=int, default=12, help="per refinement")
     parser.add_argument("--only-stressed", action="store_true", help="the stressed variants alone")
     parser.add_argument("--without-nncf", action="store_true")
     parser.add_argument("--out", type=Path, help="the numbers as JSON")

@@ -104,6 +104,8 @@ class Beside:
                 session.testscollected += message["collected"]
                 continue
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=message)
+            if isinstance(report.longrepr, list):  # a skip: file, line, reason; JSON knows no tuples
+                report.longrepr = tuple(report.longrepr)
             self._config.hook.pytest_runtest_logreport(report=report)
 
     def _say_that_it_died(self) -> None:
