@@ -191,7 +191,14 @@ class Aim:
             return {}
 
         def allowed(component: Component, recipe: str) -> bool | str:
-            return target.holds(Recipe.parse(recipe).grid, component.shape) or True
+            fmt = Recipe.parse(recipe).grid
+            reason = target.holds(fmt, component.shape)
+            if (
+                reason is None
+                and fmt.bytes(component.shape) + target.overhead(fmt) > 2 * component.parameters
+            ):
+                reason = "the file would not become smaller"
+            return reason or True
 
         return {"allowed": allowed}
 
