@@ -157,6 +157,6 @@ def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str,
         seen.add(whole_as())
         if not was_killed:
             break
-        moment += 3 if target == "gguf" else 12
+        moment += 3 if target == "gguf" else 5
     assert seen == {f"uniform_{fmt}" for fmt in formats}
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]

@@ -38,7 +38,7 @@ def journal_errors(path: Path) -> Iterator[None]:
         yield
     except _OURS:
         raise
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter for names of tables and columns
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits tell kinds of it apart
         reason = _REASONS.get(code, _DAMAGED).format(error=one_line(error), elsewhere=_ELSEWHERE)
         raise RunError(f"{path} {reason}") from error

@@ -215,7 +215,10 @@ class Run:
         rows = self._db.execute(
             "SELECT started, command, provenance FROM commands ORDER BY started"
         ).fetchall()
-        return [{"started": s, "command": json.loads(c), "provenance": json.loads(p)} for s, c, p in rows]
+        return [
+            {"started": float(s), "command": list(json.loads(c)), "provenance": dict(json.loads(p))}
+            for s, c, p in rows
+        ]
 
     # -- measurements ----------------------------------------------------------------------------------
 

@@ -108,6 +108,6 @@ def test_random_words_behind_every_flag(
         for option in draw.sample(options_of(settings_of(verb)), 3):
             if option.flag and not option.is_switch:
                 words += [option.flag, draw.choice(WORDS)]
-        if draw.random() < 0.5:
+        if verb == "measure" or draw.random() < 0.5:  # without a model it would measure the embedded one
             words.append(draw.choice(WORDS))
-        says_one_line(words, capsys)
+        says_one_line(words, capsys, may_succeed=True)
