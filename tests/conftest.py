@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-import transformers
 
-from tests.families import tiny_model
+from kl_lens.environment import set_defaults
+
+set_defaults()  # before torch is loaded, as the command line does
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from kl_lens.profiling import benchmark  # noqa: E402
+from tests.families import tiny_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -32,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "obj", None), "hypothesis"):
             item.add_marker("explores")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine_measured_once() -> Iterator[None]:
+    """For all benchmarks: where caches are large, to read what no cache holds takes many seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "measure_machine", functools.cache(benchmark.measure_machine))
+        yield
 
 
 @pytest.fixture

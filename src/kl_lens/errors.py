@@ -4,6 +4,9 @@ Each message is one line: which file or layer, what was expected, what to do. Th
 without a traceback and ends with the error's exit code.
 """
 
+import errno
+import os
+
 
 class KLLensError(Exception):
     """Base of all errors that are the input's fault, not the program's."""
@@ -47,6 +50,38 @@ class TargetError(KLLensError):
 
 class UnsupportedError(TargetError):
     """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""
+
+
+# What the system says that is nobody's mistake in the program, and what to do.
+_WHAT_TO_DO = {
+    errno.ENOSPC: "make room and give the command again; what was finished is kept",
+    errno.EDQUOT: "make room and give the command again; what was finished is kept",
+    errno.EACCES: "change its permissions, or use another place",
+    errno.EPERM: "change its permissions, or use another place",
+    errno.EROFS: "use another place",
+    errno.ENOENT: "give one that is there",
+    errno.ENOTDIR: "a file stands where a folder is needed; use another place",
+    errno.EISDIR: "a folder stands where a file is needed; use another place",
+    errno.EEXIST: "a file stands where a folder is needed; use another place",
+    errno.ENOTEMPTY: "another process may be writing there; use another place",
+    errno.ENAMETOOLONG: "give a shorter one",
+    errno.ELOOP: "a link there leads back to itself",
+    errno.EIO: "the disk does not answer; use another place",
+    errno.EMFILE: "raise the limit (ulimit -n) and give the command again",
+}
+
+
+def system_reason(error: OSError) -> str | None:
+    """One line for what the system refused: which file, why, what to do. None where that tells nothing."""
+    if error.errno not in _WHAT_TO_DO:
+        return None
+    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{place}{error.strerror}; {_WHAT_TO_DO[error.errno]}"
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Control characters, which a terminal would obey, become what they are called."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def one_line(error: BaseException, most: int = 240) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kl_lens.errors import PlanError, RunError
+from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
 from kl_lens.records import Component, Measurement, SensitivityTable, Subject
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
 from kl_lens.subjects import checked_plan_name
@@ -91,7 +92,7 @@ class Run:
         ...     print(run.table().formats)
     """
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, folder: Path, connection: Journal) -> None:
         self.folder = folder
         self._db = connection
 
@@ -99,26 +100,31 @@ class Run:
     def create(cls, folder: Path) -> Self:
         """Opens the run folder, making it when it is missing."""
         folder = Path(folder)
-        if folder.exists() and not folder.is_dir():
-            raise RunError(f"{folder} is a file; --run wants a folder")
         try:
+            if folder.exists() and not folder.is_dir():
+                raise RunError(f"{folder} is a file; --run wants a folder")
             folder.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(folder / "run.sqlite", timeout=30)
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
+        with journal_errors(folder / FILE):
+            connection = sqlite3.connect(folder / FILE, timeout=LOCK_SECONDS, factory=Journal)
+        try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             _bring_up_to_date(folder, connection)
-        except sqlite3.DatabaseError as error:
-            raise RunError(
-                f"{folder / 'run.sqlite'} is no journal of KL Lens ({error}); use another --run"
-            ) from error
-        except OSError as error:
-            raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
+        except BaseException:
+            connection.close()
+            raise
         return cls(folder, connection)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Opens a run that must exist."""
-        if not (Path(folder) / "run.sqlite").is_file():
+        try:
+            there = (Path(folder) / FILE).is_file()
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            raise RunError(f"{folder} cannot be read ({error.strerror}); use another --run") from error
+        if not there:
             raise RunError(f"{folder} holds no run; make one with: kl-lens measure MODEL --run {folder}")
         return cls.create(folder)
 
@@ -133,44 +139,47 @@ class Run:
 
     # -- what the run is about -------------------------------------------------------------------------
 
+    @checks_rows
     def identify(self, model: Mapping[str, Any]) -> None:
         """Fixes the model of the run, or checks that it is the same as before."""
         given = {**model, "metrics_version": METRICS_VERSION}
-        known = dict(self._db.execute("SELECT key, value FROM identity").fetchall())
-        for key, value in given.items():
-            if key not in _MEANINGS or key not in known:
-                continue
-            if json.loads(known[key]) != value:
-                raise RunError(
-                    f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
-                    f"{key} is {json.loads(known[key])!r} there and {value!r} now; use another --run"
-                )
-        with self._db:
+        with self._db.alone():  # two processes that bring two models: the second is refused
+            rows = self._db.execute("SELECT key, value FROM identity").fetchall()
+            known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
+            for key, value in given.items():
+                if known.get(key, value) != value:
+                    raise RunError(
+                        f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
+                        f"{key} is {known[key]!r} there and {value!r} now; use another --run"
+                    )
             self._db.executemany(
                 "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
             )
 
+    @checks_rows
     def identify_text(self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]) -> None:
         """Fixes the text of a role (calibration, evaluation, …), or checks that it is the same as before.
 
         More windows than before are welcome; those that are there already must be the same.
         """
-        row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
-        if row is not None:
-            known = json.loads(row[0])
-            for key, value in identity.items():
-                if known.get(key) != value:
+        with self._db.alone():
+            row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+            if row is not None:
+                known = json.loads(row[0])
+                for key, value in identity.items():
+                    if known.get(key) != value:
+                        raise RunError(
+                            f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
+                            "use another --run, or the text, length and seed of this one"
+                        )
+            stored = dict(
+                self._db.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall()
+            )
+            for index, value in enumerate(hashes):
+                if stored.get(index, value) != value:
                     raise RunError(
-                        f"{self.folder}: its {role} text has {key} {known.get(key)!r}, now it is {value!r}; "
-                        "use another --run, or the text, length and seed of this one"
+                        f"{self.folder}: {role} window {index} holds other tokens than before; use another --run"
                     )
-        stored = dict(self._db.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall())
-        for index, value in enumerate(hashes):
-            if stored.get(index, value) != value:
-                raise RunError(
-                    f"{self.folder}: {role} window {index} holds other tokens than before; use another --run"
-                )
-        with self._db:
             self._db.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
             self._db.executemany(
                 "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
@@ -178,10 +187,12 @@ class Run:
             )
 
     @property
+    @checks_rows
     def identity(self) -> dict[str, Any]:
         rows = self._db.execute("SELECT key, value FROM identity").fetchall()
         return {key: json.loads(value) for key, value in rows}
 
+    @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:
         row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
         if row is None:
@@ -199,6 +210,7 @@ class Run:
                 (time.time(), json.dumps(list(command)), json.dumps(provenance())),
             )
 
+    @checks_rows
     def commands(self) -> list[dict[str, Any]]:
         rows = self._db.execute(
             "SELECT started, command, provenance FROM commands ORDER BY started"
@@ -215,6 +227,7 @@ class Run:
                 [(tokens, total, role, window) for window, tokens, total in windows],
             )
 
+    @checks_rows
     def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
         """The teacher's mean cross-entropy per token on a role's text, and how many tokens that rests on."""
         total, tokens = self._db.execute(
@@ -257,6 +270,7 @@ class Run:
             done.setdefault((component, format_name), set()).add(window)
         return done
 
+    @checks_rows
     def samples(
         self, role: str, component: str, format_name: str, windows: int | None = None
     ) -> list[WindowMetrics]:
@@ -269,14 +283,15 @@ class Run:
         )
         return [WindowMetrics(*row) for row in rows]
 
+    @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order in which they were first measured."""
-        found = []
+        measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
         for component, format_name, seconds, dtype in self._db.execute(query, (role,)).fetchall():
             samples = self.samples(role, component, format_name, windows)
             if samples:
-                found.append(
+                measurements.append(
                     Measurement(
                         component=component,
                         format=format_name,
@@ -287,7 +302,7 @@ class Run:
                         seconds=seconds,
                     )
                 )
-        return found
+        return measurements
 
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
         """The role to read for a target: what was measured as it computes, else weights alone; without a target the
@@ -301,14 +316,15 @@ class Run:
         """What was measured on the calibration text, for people."""
         rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
         roles = [name.partition("@")[::2] for (name,) in rows]
-        found = [target for role, target in roles if role == CALIBRATION]
-        return tuple(f"as {target} computes" if target else "weights alone" for target in found)
+        computed_as = [target for role, target in roles if role == CALIBRATION]
+        return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
 
     @property
     def usual_target(self) -> str | None:
         """The target as which a run that says nothing else is read; None for weights alone."""
         return self.measured_role().partition("@")[2] or None
 
+    @checks_rows
     def table(
         self, role: str = CALIBRATION, windows: int | None = None, target: str | None = None
     ) -> SensitivityTable:
@@ -363,12 +379,14 @@ class Run:
         with self._db:
             self._db.execute("DELETE FROM records WHERE kind = ? AND name = ?", (kind, name))
 
+    @checks_rows
     def load(self, kind: str, name: str) -> Any | None:
         row = self._db.execute(
             "SELECT value FROM records WHERE kind = ? AND name = ?", (kind, name)
         ).fetchone()
         return None if row is None else json.loads(row[0])
 
+    @checks_rows
     def load_all(self, kind: str) -> dict[str, Any]:
         rows = self._db.execute(
             "SELECT name, value FROM records WHERE kind = ? ORDER BY created", (kind,)
@@ -385,6 +403,7 @@ class Run:
                 (kind, *_columns(subject), name, json.dumps(value), time.time()),
             )
 
+    @checks_rows
     def results(self, kind: str) -> list[Result]:
         """All of a kind, of whatever state; `kl_lens.subjects.current_results` leaves out what has changed since."""
         rows = self._db.execute(
@@ -420,18 +439,21 @@ class Run:
                 "INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", (kind, identity, name, json.dumps(value))
             )
 
+    @checks_rows
     def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
         row = self._db.execute(
             "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?", (kind, identity, name)
         ).fetchone()
         return None if row is None else json.loads(row[0])
 
+    @checks_rows
     def artifact_folder(self, name: str) -> Path:
         """Where the artifact `TARGET/PLAN` is: in the run itself, which may have moved, or where it was written."""
         inside = self.folder / "artifacts" / name
         record = self.load("artifact", name)
         return inside if record is None or inside.is_dir() else Path(record["folder"])
 
+    @checks_rows
     def imported(self) -> list[Measurement]:
         """Measurements that others published, read by `import-legacy`."""
         return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
@@ -442,12 +464,12 @@ def _columns(subject: Subject) -> tuple[str, ...]:
     return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
 
 
-def _bring_up_to_date(folder: Path, connection: sqlite3.Connection) -> None:
+def _bring_up_to_date(folder: Path, connection: Journal) -> None:
     """Makes the tables. Of an earlier version's journal everything is kept but what was filed under labels."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > SCHEMA_VERSION:
         raise RunError(
-            f"{folder / 'run.sqlite'} was written by a later version of KL Lens; update KL Lens or use another --run"
+            f"{folder / FILE} was written by a later version of KL Lens; update KL Lens or use another --run"
         )
     if version < SCHEMA_VERSION:
         connection.executescript(_SCHEMA)

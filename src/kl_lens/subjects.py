@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import KLLensError, PlanError
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
+from kl_lens.writing import RECORD_FILE, settle
 
 if TYPE_CHECKING:
     from kl_lens.runs import Result, Run
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 _PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
-_RECORD_FILE = "artifact.json"
 _UNCHANGED = "fp16"  # what a component has that a plan does not name
 
 
@@ -158,7 +158,8 @@ def _plan_now(run: Run, name: str) -> str | None:
 
 
 def _read_artifact(folder: Path) -> Artifact | None:
+    settle(folder)
     try:
-        return Artifact.from_json(json.loads((folder / _RECORD_FILE).read_text(encoding="utf-8")))
+        return Artifact.from_json(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None

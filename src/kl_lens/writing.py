@@ -1,25 +1,150 @@
-"""Files that are whole or not there: written beside their place, then renamed into it."""
+"""Files that are whole or not there, and folders of files that change all together or not at all.
+
+A process can be killed at any moment. One file is written beside its place and renamed into it. Several files that
+belong together are written into a hidden folder; one rename decides that they count, and whoever comes next, the same
+process or another one, finishes moving them. What a killed process left is cleared by the next one that writes there.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from kl_lens.errors import KLLensError
+
+RECORD_FILE = "artifact.json"  # says what the files beside it are; moved behind them, removed before them
+DERIVED = ".compiled"  # what a runtime made of the files, and goes with them
+_WRITING, _DECIDED = ".writing", ".decided"
 
 
 def write_text(path: Path, content: str) -> None:
     """Replaces `path` by `content` in one step; on any failure the old file stays."""
+    with whole(path) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A temporary path beside the real one, which it becomes at the end: a file under its own name is always whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    _clear_files(path.parent)
+    temporary, handle = _locked_file(path)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
+        yield temporary
         # mkstemp makes private files; a result is for everybody who may read the folder.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where it was met
+            error.filename = str(path)
         raise
+    finally:
+        os.close(handle)
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """A new file whose lock says that its writer lives."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=_WRITING)
+        _lock(handle, wait=True)
+        if os.fstat(handle).st_nlink:  # else another process took it for a leftover, before it was locked
+            return Path(name), handle
+        os.close(handle)
+
+
+def _clear_files(folder: Path) -> None:
+    """Removes temporary files whose writers were killed."""
+    for leftover in folder.glob(f".*{_WRITING}"):
+        with suppress(OSError):
+            handle = os.open(leftover, os.O_RDONLY)
+            try:
+                if leftover.is_file() and _lock(handle, wait=False):
+                    leftover.unlink()
+            finally:
+                os.close(handle)
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder to write to. At the end its files take their places in `folder` all together; on any failure, and
+    when the process is killed, all that was there stays. Other files of the folder are not touched.
+    """
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if not _lock(handle, wait=False):
+            raise KLLensError(f"{folder}: another process is writing there; wait until it is done")
+        _finish(folder)
+        for leftover in folder.glob(f"{_WRITING}*"):
+            shutil.rmtree(leftover)
+        place = folder / _WRITING
+        place.mkdir()
+        try:
+            yield place
+            os.rename(place, folder / _DECIDED)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            if new:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+        _finish(folder)
+    finally:
+        os.close(handle)
+
+
+def settle(folder: Path) -> None:
+    """To be called before a folder's record is read: finishes what a killed process had decided."""
+    if not (folder / _DECIDED).exists():
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, wait=True)  # whoever has it is just moving files
+        _finish(folder)
+    except OSError as error:
+        raise KLLensError(
+            f"{folder}: an export was interrupted here and cannot be finished ({error.strerror}); export again"
+        ) from error
+    finally:
+        os.close(handle)
+
+
+def _finish(folder: Path) -> None:
+    """Every step can be repeated. Between the first and the last the folder has no record, so that nobody can take the
+    one for that of the other's files."""
+    decided = folder / _DECIDED
+    if not decided.is_dir():
+        return
+    moved = sorted(decided.iterdir(), key=lambda path: path.name == RECORD_FILE)
+    if moved:
+        (folder / RECORD_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder / DERIVED, ignore_errors=True)
+    for path in moved:
+        place = folder / path.name
+        if place.is_dir():
+            shutil.rmtree(place)
+        os.replace(path, place)
+    decided.rmdir()
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Whether this process has the lock now; also where a file system knows no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _umask() -> int:

@@ -164,12 +164,11 @@ def test_a_file_with_other_weights_is_flagged(
     assert agreement.verdict == DISAGREES
 
 
-def test_a_file_computed_in_half_precision_agrees_in_float32(tmp_path: Path) -> None:
+def test_a_file_computed_in_half_precision_agrees_in_float32(reference: LoadedModel, tmp_path: Path) -> None:
     """The plugin's own arithmetic moves the distribution more than the rule allows; the weights are right."""
-    model = load("reference:mamba")
-    export(model, Plan("fp16", {}, made_by="a test"), "openvino", tmp_path / "file")
-    text = prepare_text("wikitext2:test", model.require_tokenizer(), window=128, stride=None, limit=8)
-    (agreement,) = judged(model, tmp_path / "file", text, tmp_path / "run").agreements
+    export(reference, Plan("fp16", {}, made_by="a test"), "openvino", tmp_path / "file")
+    text = prepare_text("wikitext2:test", reference.require_tokenizer(), window=128, stride=None, limit=8)
+    (agreement,) = judged(reference, tmp_path / "file", text, tmp_path / "run").agreements
     if agreement.verdict == AGREES:
         pytest.skip("this processor computes FP16 models in float32")
     assert agreement.verdict == IN_FLOAT32

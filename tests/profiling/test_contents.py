@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,17 +25,32 @@ def read_contents(place: Path) -> Contents:
     return target_of(place).contents(place)
 
 
-def exported(family: str, target: str, folder: Path, fmt: str = "fp16") -> LoadedModel:
-    model = LoadedModel(family, Path(), tiny_model(family), None)
-    assignment = {} if fmt == "fp16" else {c.name: fmt for c in model.anatomy.candidates}
-    export(model, Plan(fmt, assignment, "test"), target, folder)
-    return model
+Exported = Callable[..., Path]
+
+
+@functools.cache
+def opened(family: str) -> LoadedModel:
+    return LoadedModel(family, Path(), tiny_model(family), None)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """exported(family, target, format): a folder that all tests share."""
+
+    @functools.cache
+    def make(family: str, target: str, fmt: str = "fp16") -> Path:
+        model = opened(family)
+        assignment = {} if fmt == "fp16" else {c.name: fmt for c in model.anatomy.candidates}
+        folder = tmp_path_factory.mktemp(f"{family}-{target}-{fmt}")
+        export(model, Plan(fmt, assignment, "test"), target, folder)
+        return folder
+
+    return make
 
 
 @pytest.mark.parametrize("target", ["openvino", "gguf"])
-def test_mamba_with_a_tied_head(target: str, tmp_path: Path) -> None:
-    model = exported("mamba", target, tmp_path)
-    contents = read_contents(tmp_path)
+def test_mamba_with_a_tied_head(target: str, exported: Exported) -> None:
+    model, contents = opened("mamba"), read_contents(exported("mamba", target))
     config = model.config
     # Four layers, inner size 128, eight states, a convolution of four: all in float32.
     assert contents.state_bytes == 4 * 4 * (128 * config.state_size + 128 * (config.conv_kernel - 1))
@@ -46,9 +64,8 @@ def test_mamba_with_a_tied_head(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["openvino", "gguf"])
-def test_attention_experts_and_a_head_of_its_own(target: str, tmp_path: Path) -> None:
-    model = exported("jamba_experts", target, tmp_path)
-    contents = read_contents(tmp_path)
+def test_attention_experts_and_a_head_of_its_own(target: str, exported: Exported) -> None:
+    model, contents = opened("jamba_experts"), read_contents(exported("jamba_experts", target))
     # Two attention layers with two heads of 16 for keys and as many for values, in F16.
     assert contents.kv_bytes_per_position == 2 * 2 * (2 * 16) * 2
     (lookup,) = [w for w in contents.weights if w.role == LOOKUP]
@@ -65,19 +82,18 @@ def test_attention_experts_and_a_head_of_its_own(target: str, tmp_path: Path) ->
         assert contents.body_parameters >= sum(c.parameters for c in experts)
 
 
-def test_quantized_weights_count_at_their_size_on_disk(tmp_path: Path) -> None:
-    exported("mamba", "openvino", tmp_path / "fp16")
-    exported("mamba", "openvino", tmp_path / "int8", "int8")
-    half, eighth = (read_contents(tmp_path / name) for name in ("fp16", "int8"))
+def test_quantized_weights_count_at_their_size_on_disk(exported: Exported) -> None:
+    folders = [exported("mamba", "openvino", fmt) for fmt in ("fp16", "int8")]
+    half, eighth = map(read_contents, folders)
     saved = half.weight_bytes_per_token - eighth.weight_bytes_per_token
-    sizes = read_timed(tmp_path / "fp16").file_bytes - read_timed(tmp_path / "int8").file_bytes
+    sizes = read_timed(folders[0]).file_bytes - read_timed(folders[1]).file_bytes
     assert saved == pytest.approx(sizes, rel=0.02)  # what else is in the files is the same in both
     assert half.head_parameters == eighth.head_parameters
 
 
-def test_which_artifact_stands_for_fp16_and_which_is_damaged(tmp_path: Path) -> None:
-    exported("mamba", "openvino", tmp_path / "fp16")
-    exported("mamba", "gguf", tmp_path / "q8_0", "q8_0")
+def test_which_artifact_stands_for_fp16_and_which_is_damaged(exported: Exported, tmp_path: Path) -> None:
+    shutil.copytree(exported("mamba", "openvino"), tmp_path / "fp16")
+    shutil.copytree(exported("mamba", "gguf", "q8_0"), tmp_path / "q8_0")
     assert read_timed(tmp_path / "fp16").is_fp16
     (file,) = (tmp_path / "q8_0").glob("*.gguf")
     assert not read_timed(tmp_path / "q8_0").is_fp16

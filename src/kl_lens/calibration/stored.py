@@ -60,7 +60,7 @@ class StoredStatistics:
         return stored
 
     @classmethod
-    def found(cls, run: Path) -> StoredStatistics | None:
+    def held_by(cls, run: Path) -> StoredStatistics | None:
         """Whatever a run holds, whole or begun, of whatever model."""
         folder = run / FOLDER
         path = folder / _INDEX
@@ -85,7 +85,7 @@ class StoredStatistics:
     def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
         """What there is already of this model and text, to be added to."""
         identity = identity_of(model, windows)
-        stored = cls.found(run)
+        stored = cls.held_by(run)
         if stored is None:
             return cls(run / FOLDER, identity, {})
         stored._require(identity)
@@ -150,7 +150,7 @@ class StoredStatistics:
 
     @classmethod
     def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
-        stored = cls.found(run)
+        stored = cls.held_by(run)
         if stored is None:
             raise RunError(
                 f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"

@@ -238,19 +238,12 @@ class Chain:
         return BlockCalls(ids, states[0], tuple(calls), marks_in(calls))
 
     def run(
-        self,
-        states: States | torch.Tensor,
-        calls: BlockCalls,
-        start: int,
-        stop: int | None = None,
-        *,
-        keep: Callable[[int, States], None] | None = None,
+        self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
     ) -> States:
         """Blocks `start` to `stop` (exclusive) on the states that enter block `start`.
 
         `states` may stack k copies of the batch along the first axis: the arguments are repeated to fit. Bare hidden
         states will do where nothing else passes between blocks, and for the first block.
-        `keep(index, states)` sees what enters each block.
         """
         stop = len(self) if stop is None else stop
         if isinstance(states, torch.Tensor):
@@ -262,8 +255,6 @@ class Chain:
             )
         with torch.inference_mode(), self.kernels():
             for index in range(start, stop):
-                if keep is not None:
-                    keep(index, states)
                 states = self._run_block(index, states, calls, copies)
         return states
 

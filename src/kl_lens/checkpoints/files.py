@@ -34,6 +34,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: auto_map must say which classes the checkpoint brings, not {config['auto_map']!r}; remove it"
         )
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise CheckpointError(f"{path}: model_type must be a name, not {kind!r}; download it again")
     return config
 
 

@@ -59,41 +59,38 @@ def mamba1_config(config: dict[str, Any]) -> transformers.MambaConfig:
     settings = config.get("ssm_cfg") or {}
     rank = settings.get("dt_rank", "auto")
     return transformers.MambaConfig(
-        vocab_size=padded_vocabulary(config),
-        hidden_size=config["d_model"],
-        num_hidden_layers=config["n_layer"],
+        **_of_both(config, settings),
         state_size=settings.get("d_state", 16),
-        conv_kernel=settings.get("d_conv", 4),
-        expand=settings.get("expand", 2),
         time_step_rank=math.ceil(config["d_model"] / 16) if rank == "auto" else rank,
-        use_conv_bias=settings.get("conv_bias", True),
-        use_bias=settings.get("bias", False),
-        layer_norm_epsilon=1e-5,
-        residual_in_fp32=config.get("residual_in_fp32", True),
-        tie_word_embeddings=config.get("tie_embeddings", True),
     )
 
 
 def mamba2_config(config: dict[str, Any]) -> transformers.Mamba2Config:
     settings = config.get("ssm_cfg") or {}
-    expand, width = settings.get("expand", 2), settings.get("headdim", 64)
+    width = settings.get("headdim", 64)
     return transformers.Mamba2Config(
-        vocab_size=padded_vocabulary(config),
-        hidden_size=config["d_model"],
-        num_hidden_layers=config["n_layer"],
+        **_of_both(config, settings),
         state_size=settings.get("d_state", 128),
-        conv_kernel=settings.get("d_conv", 4),
-        expand=expand,
         head_dim=width,
-        num_heads=expand * config["d_model"] // width,
+        num_heads=settings.get("expand", 2) * config["d_model"] // width,
         n_groups=settings.get("ngroups", 1),
         chunk_size=settings.get("chunk_size", 256),
-        use_conv_bias=settings.get("conv_bias", True),
-        use_bias=settings.get("bias", False),
-        layer_norm_epsilon=1e-5,
-        residual_in_fp32=config.get("residual_in_fp32", True),
-        tie_word_embeddings=config.get("tie_embeddings", True),
     )
+
+
+def _of_both(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": padded_vocabulary(config),
+        "hidden_size": config["d_model"],
+        "num_hidden_layers": config["n_layer"],
+        "conv_kernel": settings.get("d_conv", 4),
+        "expand": settings.get("expand", 2),
+        "use_conv_bias": settings.get("conv_bias", True),
+        "use_bias": settings.get("bias", False),
+        "layer_norm_epsilon": 1e-5,
+        "residual_in_fp32": config.get("residual_in_fp32", True),
+        "tie_word_embeddings": config.get("tie_embeddings", True),
+    }
 
 
 def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> None:

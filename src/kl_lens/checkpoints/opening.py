@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
 )
+_LARGEST_TOKEN = 2**24  # sixty times the largest vocabulary known
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -148,23 +150,28 @@ def load(
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
     name = str(source) if str(source).startswith("reference:") else folder.name
-    if not Path(source).is_dir() and not str(source).startswith("reference:"):
+    if not os.path.isdir(source) and not str(source).startswith("reference:"):
         name = str(source)
-    chosen = _dtype(dtype)
+    chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
     if mamba_ssm.is_layout(config):
         model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
     else:
         model, layout = _load_transformers(folder, config, chosen, trust_remote_code), "transformers"
     _refuse_broken_numbers(folder, model)
-    model = model.to(device).eval().requires_grad_(False)
+    try:
+        model = model.to(place).eval().requires_grad_(False)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{name} cannot be put on {place}: {one_line(error)}; use --device cpu"
+        ) from error
     return LoadedModel(
         name=name,
         folder=folder,
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if Path(source).expanduser().is_dir() else str(source),
+        source=str(folder.resolve()) if os.path.isdir(os.path.expanduser(source)) else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
     )
@@ -178,10 +185,12 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
         if name not in REFERENCES:
             raise CheckpointError(f"no reference model is called {name!r}; there are {', '.join(REFERENCES)}")
         return reference_path(name)
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(
+        os.path.expanduser(text)
+    )  # pathlib raises for an unknown user, and for a name that is too long
+    if os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise CheckpointError(f"{text} is a file; give the folder that holds config.json and the weights")
     if not _HUB_ID.match(text) or text.startswith((".", "/")):
         raise CheckpointError(f"{text}: no such folder, and no hub id either (those look like owner/name)")
@@ -316,9 +325,12 @@ def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
 def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
     """The tokenizer of a checkpoint's folder, or the one at `override`: a folder, a tokenizer.json, a hub id."""
     place = Path(override) if override is not None else folder
-    if place.is_file():
-        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(place))
-    if override is not None and not place.is_dir():
+    if os.path.isfile(place):
+        try:
+            return _reasonable(transformers.PreTrainedTokenizerFast(tokenizer_file=str(place)), place)
+        except Exception as error:  # as below
+            raise CheckpointError(f"{place} is no tokenizer.json: {one_line(error)}") from error
+    if override is not None and not os.path.isdir(place):
         place = _download(str(override), None)
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
@@ -327,11 +339,32 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
             )
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             place, local_files_only=True, trust_remote_code=trust_remote_code
         )
+        return _reasonable(tokenizer, place)
     except Exception as error:  # tokenizers raises bare Exception on a broken tokenizer.json
         raise CheckpointError(f"the tokenizer in {place} could not be read: {one_line(error)}") from error
+
+
+def _reasonable(tokenizer: Any, place: Path) -> Any:
+    """Tokenizers fill every gap below the largest id as soon as they are asked for anything: gigabytes for one line."""
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest > _LARGEST_TOKEN:
+        raise CheckpointError(f"{place} names a token {largest}, more than any vocabulary has")
+    return tokenizer
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A device of torch that is there."""
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
+        ) from error
+    return chosen
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

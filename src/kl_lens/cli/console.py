@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.errors import printable
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 
@@ -68,14 +69,14 @@ class Terminal(Events):
         self._show, self._writes = show, writes
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text, kept="\n"), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         self.note(f"kl-lens {self.verb}: {text}")
 
     def wrote(self, text: str) -> None:
         if self._writes:
-            print(text, end="", flush=True)
+            print(printable(text, kept="\n\t"), end="", flush=True)
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         from kl_lens.cli.progress import sweep_progress

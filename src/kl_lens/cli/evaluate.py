@@ -45,13 +45,13 @@ def show(result: EvaluateResult) -> None:
             "Drop: the original's accuracy less this one's, in percentage points, paired by example; "
             "verdicts on acc, by the drop's 95 % interval."
         )
-    for found in outcome.agreements:
-        if found.verdict == DISAGREES:
+    for agreement in outcome.agreements:
+        if agreement.verdict == DISAGREES:
             labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
-            changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in found.differences.items()]
+            changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in agreement.differences.items()]
             out.print(
-                f"[bold red]{found.subject.label} DISAGREES with {found.compared_with.label}[/] on the same windows: "
-                f"{', '.join(changes)} nats per token. What ships is not what was measured: export it again."
+                f"[bold red]{agreement.subject.label} DISAGREES with {agreement.compared_with.label}[/] on the same "
+                f"windows: {', '.join(changes)} nats per token. What ships is not what was measured: export it again."
                 " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
                 soft_wrap=True,
             )
@@ -86,9 +86,11 @@ def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
             estimate(score.values.get("word_perplexity_change"), "+.2f"),
         ]
         if beside:
-            found = beside.get(score.subject)
-            torch = None if found is None else values.get(found.counterpart, {}).get("token_perplexity")
-            row += [estimate(torch), "" if found is None else _verdict(found)]
+            agreement = beside.get(score.subject)
+            torch = (
+                None if agreement is None else values.get(agreement.counterpart, {}).get("token_perplexity")
+            )
+            row += [estimate(torch), "" if agreement is None else _verdict(agreement)]
         table.add_row(*row)
     return table
 
@@ -108,14 +110,14 @@ def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
     title = f"KL from the original on {scores[0].what}, nats per token"
     table = new_table(title, ("model",), ("mean", "median", "99 %", "99.9 %", "max", "same top token"))
     for score in scores:
-        found = score.values
+        values = score.values
         table.add_row(
             score.subject.label,
             *(
-                estimate(found[name], ".4g")
+                estimate(values[name], ".4g")
                 for name in ("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max")
             ),
-            estimate(_percent(found["same_top"]), ".2f") + " %",
+            estimate(_percent(values["same_top"]), ".2f") + " %",
         )
     return table
 
@@ -125,13 +127,13 @@ def _tasks(scores: list[Score], limit: float | None) -> Table:
     remarks = ("note",) if limit is None else (f"≤ {100 * limit:g} points?", "note")
     table = new_table("Tasks", ("task", "model"), numbers, remarks)
     for score in scores:
-        found = {name: _percent(value) for name, value in score.values.items()}
+        percents = {name: _percent(value) for name, value in score.values.items()}
         row = [
             score.what,
             score.subject.label,
             str(score.tokens),
-            *(estimate(found.get(name), ".2f") for name in ("acc", "acc_norm")),
-            *(estimate(found.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),
+            *(estimate(percents.get(name), ".2f") for name in ("acc", "acc_norm")),
+            *(estimate(percents.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),
         ]
         if limit is not None:
             row.append(judge(score.values["acc_drop"], limit) if "acc_drop" in score.values else "")

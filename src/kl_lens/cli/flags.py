@@ -33,20 +33,20 @@ def _names(option: Option) -> tuple[str, ...]:
 
 
 def _behaviour(option: Option) -> dict[str, Any]:
-    found: dict[str, Any] = {"default": argparse.SUPPRESS}
+    behaviour: dict[str, Any] = {"default": argparse.SUPPRESS}
     if option.flag:
-        found |= {"dest": option.name, "required": option.required}
+        behaviour |= {"dest": option.name, "required": option.required}
     if option.is_switch:
         const = True if option.bare is None else option.bare
-        return found | {"action": "store_const", "const": const}
+        return behaviour | {"action": "store_const", "const": const}
     if option.kind.parse is not str:
-        found["type"] = _named(option)
+        behaviour["type"] = _named(option)
     for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
         if value:
-            found[name] = value
+            behaviour[name] = value
     if option.nargs == "?" and option.flag:
-        found["const"] = option.bare
-    return found | ({"action": "append"} if option.repeated else {})
+        behaviour["const"] = option.bare
+    return behaviour | ({"action": "append"} if option.repeated else {})
 
 
 def _named(option: Option) -> Any:
@@ -66,9 +66,9 @@ def _named(option: Option) -> Any:
 
 def typed_values(settings: type[Settings], arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed, by field."""
-    found = vars(arguments)
+    typed = vars(arguments)
     return {
-        option.name: _frozen(found[option.name]) for option in options_of(settings) if option.name in found
+        option.name: _frozen(typed[option.name]) for option in options_of(settings) if option.name in typed
     }
 
 
@@ -92,23 +92,32 @@ def as_yaml(settings: Settings) -> str:
 def file_values(settings: type[Settings], file: str) -> dict[str, Any]:
     """The settings that a YAML file holds, by field."""
     known = {option.title.replace("-", "_"): option for option in options_of(settings)}
-    found = {}
+    values = {}
     for key, value in _read(Path(file)).items():
         option = known.get(key.replace("-", "_"))
         if option is None:
             titles = ", ".join(sorted(each.title for each in known.values()))
             raise KLLensError(f"{file}: no setting is called {key!r}; there are {titles}")
         if value is not None:  # left empty: as if it were not there
-            found[option.name] = _converted(option, value, file)
-    return found
+            values[option.name] = _converted(option, value, file)
+    return values
+
+
+class _PlainYAML(yaml.SafeLoader):
+    """Without aliases: settings need none, and a few lines of them unfold into gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read in settings")
+        return super().compose_node(parent, index)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _PlainYAML)
     except OSError as error:
         raise KLLensError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise KLLensError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

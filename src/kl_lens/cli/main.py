@@ -7,16 +7,19 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kl_lens.environment import set_defaults
 
 set_defaults()
 
 from kl_lens.cli.console import Terminal, print_json  # noqa: E402
-from kl_lens.errors import KLLensError  # noqa: E402
+from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
+from kl_lens.errors import KLLensError, printable, system_reason  # noqa: E402
 from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
 from kl_lens.pipeline.verbs import perform, settings_of  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
@@ -39,9 +42,14 @@ VERBS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
     """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
         "language models.",
@@ -128,10 +136,7 @@ def _write_config(settings: Settings, place: str) -> None:
     if place == "-":
         sys.stdout.write(as_yaml(settings))
         return
-    try:
-        write_text(Path(place), as_yaml(settings))
-    except OSError as error:
-        raise KLLensError(f"{place} cannot be written: {error.strerror}") from error
+    write_text(Path(place), as_yaml(settings))
 
 
 def _quiet_libraries() -> None:
@@ -149,24 +154,48 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code. Whatever happens is at most one line on standard error, a traceback only with --debug."""
     words = sys.argv[1:] if argv is None else argv
     program = " ".join(["kl-lens", *_verb(words)])
     try:
         arguments = parse(words)
         if not arguments.debug:
             _quiet_libraries()
-        return execute(arguments)
-    except KLLensError as error:
-        if "--debug" in words:
-            raise
-        print(f"{program}: {error}", file=sys.stderr)
-        return error.exit_code
+        code = execute(arguments)
+        sys.stdout.flush()  # while a full disk can still be told
+        return code
+    except (SystemExit, GeneratorExit):  # argparse has said what is wrong
+        raise
     except KeyboardInterrupt as stop:
         print(f"\n{program}: {stop or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except BaseException as error:  # libraries in Rust panic with what is no Exception
+        code, line = _said(error, words)
+        if "--debug" in words and code != EXIT_CODE:
+            raise
+        if "--debug" in words:
+            traceback.print_exception(error)
+        print(f"{program}: {printable(line)}", file=sys.stderr)
+        return code
+
+
+def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code, and the one line about it."""
+    if isinstance(error, KLLensError):
+        return error.exit_code, " ".join(str(error).split("\n"))
+    if isinstance(error, OSError) and (line := system_reason(error)):
+        if error.filename is None:
+            _drop_output()  # it may be what is full, and would be tried again at the end
+        return KLLensError.exit_code, line
+    return EXIT_CODE, unexpected(error, words)
+
+
+def _drop_output() -> None:
+    with suppress(OSError, ValueError):  # a stream that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

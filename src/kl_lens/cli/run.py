@@ -126,20 +126,20 @@ def _kept(view: RunView, name: str, target: str, settings: RunSettings) -> list[
     if settings.max_bytes is not None or settings.budget is not None:
         return []
     lost = _value(view, subject, "divergence", "kl_mean")
-    found = "" if lost is None else f"; on the evaluation text it loses {_shown(lost, '.4f')}"
+    measured = "" if lost is None else f"; on the evaluation text it loses {_shown(lost, '.4f')}"
     return [
         f"It is the smallest file found that loses at most {settings.max_loss:g} nats of KL per token, about "
-        f"{settings.max_loss:.0%} of perplexity, on held-out text{found} (--max-loss, --max-drop, --budget and "
+        f"{settings.max_loss:.0%} of perplexity, on held-out text{measured} (--max-loss, --max-drop, --budget and "
         "--max-bytes ask for another)."
     ]
 
 
 def _quality(view: RunView, subject: Subject) -> str:
     original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
-    found = _value(view, subject, "perplexity", "token_perplexity")
-    if found is None or original is None:
+    own = _value(view, subject, "perplexity", "token_perplexity")
+    if own is None or original is None:
         return ""
-    return f"; token perplexity {found.value:.3f} against {original.value:.3f}"
+    return f"; token perplexity {own.value:.3f} against {original.value:.3f}"
 
 
 def _held_out(plan: PlanView) -> str:
@@ -161,8 +161,8 @@ def _subject(target: str, plan: str) -> Subject:
 
 
 def _score(view: RunView, subject: Subject, kind: str) -> Score | None:
-    found = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
-    return found[-1] if found else None
+    scores = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
+    return scores[-1] if scores else None
 
 
 def _value(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
@@ -171,8 +171,8 @@ def _value(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | 
 
 
 def _profile(view: RunView, subject: Subject) -> Profile | None:
-    found = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
-    return found[-1] if found else None
+    profiles = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
+    return profiles[-1] if profiles else None
 
 
 def _shown(estimate: Estimate | None, pattern: str) -> str:

@@ -14,12 +14,12 @@ GENERATION = "generation"
 NEW_TOKENS = 32
 
 
-def likeliest(session: Session, tokenizer: Any, prompt: str, new_tokens: int = NEW_TOKENS) -> str:
+def likeliest(session: Session, tokenizer: Any, prompt: str) -> str:
     """The continuation of a prompt, always the likeliest token; ends at the end of text."""
     session.reset()
     logits = session.prefill(tokenizer.encode(prompt, add_special_tokens=False))
     new: list[int] = []
-    for _ in range(new_tokens):
+    for _ in range(NEW_TOKENS):
         token = int(logits.argmax())
         if token == tokenizer.eos_token_id:
             break
@@ -33,9 +33,8 @@ def store_continuations(
 ) -> None:
     """Continuations of each prompt by the original and by each artifact, into the run."""
     tokenizer = model.require_tokenizer()
-    run.forget_results(
-        GENERATION
-    )  # they are shown side by side: of one set of prompts, and of these subjects
+    # They are shown side by side: of one set of prompts, and of these subjects.
+    run.forget_results(GENERATION)
     for judged in (JudgedModel(model), *artifacts):
         session = judged.open()
         try:

@@ -214,13 +214,6 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def task_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
-    return list(dict.fromkeys(names))
-
-
 def protocol_of(task: LocalTask | str, limit: int | None, few_shot: int | None) -> dict[str, Any]:
     """What is asked of a task, before it is asked: files, limit, few-shot."""
     if isinstance(task, LocalTask):

@@ -30,6 +30,7 @@ from kl_lens.writing import write_text
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
 ATTEMPTS = 3
+LIMIT_SECONDS = 3600  # of one attempt: far more than both limits take, so that a compiler that hangs ends
 LOG_FOLDER = Path("log/benchmark_log")
 
 
@@ -118,7 +119,14 @@ def run_app(
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetError(
+            f"{PROTOCOL} did not end within {LIMIT_SECONDS // 60} minutes; the device's compiler may hang"
+        ) from None
     return done.returncode, done.stdout
 
 

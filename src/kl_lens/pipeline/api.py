@@ -77,7 +77,7 @@ def measure(
         sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind)
         sweep.identify(drawn)
         if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
-            known = None if run is None else StoredStatistics.found(Path(run))
+            known = None if run is None else StoredStatistics.held_by(Path(run))
             if known is None and model.weights.statistics is None:
                 few = min(DEFAULT_WINDOWS, drawn.stream_tokens // window_length)
                 calibrate(model, text, few, window_length=window_length, seed=seed + 1, run=run)

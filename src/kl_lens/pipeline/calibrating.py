@@ -128,9 +128,9 @@ def _calibrated(
 
 def forget(run: Run) -> None:
     """Takes out a run's statistics and what was measured of recipes that learnt from them."""
-    found = StoredStatistics.found(run.folder)
-    if found is not None:
-        shutil.rmtree(found.folder)
+    stored = StoredStatistics.held_by(run.folder)
+    if stored is not None:
+        shutil.rmtree(stored.folder)
     formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 
@@ -148,14 +148,14 @@ def statistics_of(
 
     `thorough` reads them all, and gathers what is damaged.
     """
-    found = StoredStatistics.found(run.folder)
-    is_whole = found is not None and found.covers(model)
+    stored = StoredStatistics.held_by(run.folder)
+    is_whole = stored is not None and stored.covers(model)
     if is_whole and not thorough and not text.is_given:
         return StoredStatistics.open(run.folder, model)
-    if found is None or text.is_given:
+    if stored is None or text.is_given:
         windows = text.drawn(run, model, bench)
     else:  # what was begun goes on with its own text
-        windows = bench.drawn_again(found.identity["text"], model.require_tokenizer())
+        windows = bench.drawn_again(stored.identity["text"], model.require_tokenizer())
     if is_whole and not thorough:
         return StoredStatistics.open(run.folder, model, windows)
     if is_whole:
@@ -175,18 +175,18 @@ def statistics_of(
 
 def text_of(run: Path) -> Mapping[str, Any] | None:
     """Which text a run's statistics are of."""
-    found = StoredStatistics.found(run)
-    return None if found is None else found.identity["text"]
+    stored = StoredStatistics.held_by(run)
+    return None if stored is None else stored.identity["text"]
 
 
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
     """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
-    found = bench.judging
+    texts = bench.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
         tokenizer = model.require_tokenizer()
-        found = [*found, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
-    for judging in found:
+        texts = [*texts, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+    for judging in texts:
         refuse_overlap(windows, judging)
 
 

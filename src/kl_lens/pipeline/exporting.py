@@ -50,12 +50,12 @@ _KINDS = {
 
 def _target_options(within: str) -> list[Option]:
     """What the exports of the targets can be told, each flag once."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for name in TARGETS:
         for each in describe_target(name).options:
             kind = _KINDS[each.kind]
             switch = each.kind == "switch"
-            found.setdefault(
+            options.setdefault(
                 each.flag,
                 Option(
                     each.keyword,
@@ -70,7 +70,7 @@ def _target_options(within: str) -> list[Option]:
                     within=within,
                 ),
             )
-    return list(found.values())
+    return list(options.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class ExportSettings(LearningText, HeldOut, Loading):
     def target_options(self) -> dict[str, Any]:
         """The options that the target knows, as its export takes them."""
         target = get_target(self.target)
-        found = {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
-        return found | ({"format_map": target.translations} if self.map and target.translations else {})
+        known = {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
+        return known | ({"format_map": target.translations} if self.map and target.translations else {})
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _measured(
     artifacts: Sequence[Artifact],
     events: Events,
 ) -> dict[str, Measured]:
-    found: dict[str, Measured] = {}
+    by_plan: dict[str, Measured] = {}
     as_planned, as_exported = meters
     windows = as_planned.text
     quantizable = {c.name for c in as_planned.model.anatomy.candidates}
@@ -325,7 +325,7 @@ def _measured(
             measured[f"{name}_kl_standard_error"] = result.kl.standard_error
             measured[f"{name}_perplexity"] = result.perplexity.value
         measured["measured_on"] = f"{windows.label}, {len(windows)} windows"
-        found[plan.name] = measured
+        by_plan[plan.name] = measured
         subject = own_artifact(plan.name, artifact.target, artifact)
         run.store_result("mapped", subject, measured["measured_on"], measured)
-    return found
+    return by_plan

@@ -294,9 +294,9 @@ def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, even
     meter = aim.halves[0]
 
     def lost_perplexity(assignment: Mapping[str, str]) -> float:
-        found = meter.measure(assignment)
+        effect = meter.measure(assignment)
         # One standard error of the change on top: a little text must not talk us into too small a plan.
-        change = found.delta_cross_entropy
+        change = effect.delta_cross_entropy
         return change.value + change.standard_error
 
     def lost_kl(assignment: Mapping[str, str]) -> float:

@@ -93,8 +93,8 @@ def rank_run(
 
 def _measured(run: Run) -> list[Candidate]:
     components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
-    found = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(run.measured_role())]
-    if not found:
+    candidates = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(run.measured_role())]
+    if not candidates:
         raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
     order = {name: index for index, name in enumerate(components)}
-    return sorted(found, key=lambda c: (order[c.component.name], c.format))
+    return sorted(candidates, key=lambda c: (order[c.component.name], c.format))

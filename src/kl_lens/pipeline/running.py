@@ -209,8 +209,8 @@ class _Course:
             return self.settings.formats
         if target is None:
             return PAPER_FORMATS
-        found = get_target(target)
-        menu = found.short_menu if self.settings.menu == SHORT else found.menu
+        chosen = get_target(target)
+        menu = chosen.short_menu if self.settings.menu == SHORT else chosen.menu
         return [recipe for recipe in menu if recipe != "fp16"]
 
     def _paper(self) -> None:
@@ -266,14 +266,14 @@ class _Course:
         with Run.open(self.folder) as journal:
             components = journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
-        found = {path.stem: planning.read_plan(path, components) for path in paths}
+        plans = {path.stem: planning.read_plan(path, components) for path in paths}
         name = recommended(target)
-        own = sorted((p for p in found.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
+        own = sorted((p for p in plans.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
         if self.settings.paper and self._holds_paper(target):
-            best = best_paper_point(list(found.values()), found[name])
+            best = best_paper_point(list(plans.values()), plans[name])
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
-        return [*(n for n in dict.fromkeys(names) if n in found and n != name), name]
+        return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
     def _holds_paper(self, target: str | None) -> bool:
         """Whether the paper's formats are the target's own, so that its points are rivals there."""

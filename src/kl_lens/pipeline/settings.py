@@ -113,11 +113,11 @@ def grouped(title: str) -> Callable[..., Any]:
 def options_of(settings: type[Settings]) -> list[Option]:
     """The options of a verb, in the order of its fields."""
     hints = typing.get_type_hints(settings)
-    found: list[Option] = []
+    options: list[Option] = []
     for f in fields(settings):
         metadata = dict(f.metadata)
         if "spread" in metadata:
-            found += metadata["spread"](f.name)
+            options += metadata["spread"](f.name)
             continue
         kind = metadata.pop("kind", None) or _PLAIN.get(_bare_type(hints[f.name]), _PLAIN[str])
         flag = metadata.pop("flag", f"--{f.name.replace('_', '-')}")
@@ -125,8 +125,8 @@ def options_of(settings: type[Settings]) -> list[Option]:
         default = None if required else f.default
         switch = hints[f.name] is bool
         metadata = {"metavar": kind.metavar} | metadata
-        found.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
-    return found
+        options.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
+    return options
 
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:

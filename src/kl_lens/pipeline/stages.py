@@ -98,8 +98,8 @@ class Stages:
 
     def files(self, *patterns: str) -> str:
         """A digest of the run's files that match."""
-        found = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
-        return _digest(*(str(path.relative_to(self.folder)).encode() + path.read_bytes() for path in found))
+        paths = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+        return _digest(*(str(path.relative_to(self.folder)).encode() + path.read_bytes() for path in paths))
 
 
 def _digest(*parts: bytes) -> str:

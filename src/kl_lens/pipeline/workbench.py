@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel, load
@@ -46,8 +46,8 @@ class Workbench:
         """The model that these settings name."""
         name = loading.model
         assert name is not None
-        place = Path(name).expanduser()
-        key = (str(place.resolve()) if place.is_dir() else name, *loading.how.values())
+        place = os.path.expanduser(name)
+        key = (os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
         return self._once(("model", key), lambda: load(name, **loading.how))
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:

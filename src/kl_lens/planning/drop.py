@@ -50,22 +50,22 @@ def plan_for_loss(
     limit, closest = max_loss, math.inf
     for count in range(1, evaluations + 1):
         plan = plan_for_budget(table, max_kl=limit, name=name, **choices).plan
-        found = loss(plan.assignment)
-        if not math.isfinite(found):
+        measured = loss(plan.assignment)
+        if not math.isfinite(measured):
             raise BudgetError(
-                f"the loss of a plan came out as {found}; measure on more held-out text, at least two "
+                f"the loss of a plan came out as {measured}; measure on more held-out text, at least two "
                 "windows that decide"
             )
-        closest = min(closest, found)
-        if found <= max_loss:
+        closest = min(closest, measured)
+        if measured <= max_loss:
             good = limit
             if fitting is None or (plan.bytes or 0) <= (fitting.plan.bytes or 0):
-                fitting = LossResult(plan, found, count)
+                fitting = LossResult(plan, measured, count)
             # Loss rises about in proportion to predicted KL; a step too far is caught by the next measurement.
-            wanted = limit * min(2.0, max(1.1, max_loss / max(found, max_loss / 2)))
+            wanted = limit * min(2.0, max(1.1, max_loss / max(measured, max_loss / 2)))
         else:
             bad = limit
-            wanted = 0.95 * limit * max_loss / found
+            wanted = 0.95 * limit * max_loss / measured
         limit = wanted if good < wanted < bad else (good + bad) / 2
         if math.isfinite(bad) and bad - good < 0.03 * bad:
             break

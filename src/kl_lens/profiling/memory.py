@@ -48,13 +48,10 @@ class MemoryUse(Record):
         return self.peak_bytes - self.base_bytes
 
 
-def fresh_process(
-    place: Path, target: str, settings: RuntimeSettings, *, prompt: int = 32, new_tokens: int = 8
-) -> MemoryUse:
+def fresh_process(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
     """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process."""
     arguments = [str(place), "--target", target, TARGETS[target], "--device", settings.device]
     arguments += ["--gpu-layers", str(settings.gpu_layers)]
-    arguments += ["--prompt", str(prompt), "--new-tokens", str(new_tokens)]
     if settings.threads is not None:
         arguments += ["--threads", str(settings.threads)]
     # A target may come from anywhere: what can be imported here can be imported there.

@@ -1,6 +1,6 @@
 """The fresh process of `memory.fresh_process`: loads an artifact, generates a little, prints what memory that took.
 
-python -m kl_lens.profiling.peak ARTIFACT [--device CPU] [--threads N] [--prompt 32] [--new-tokens 8]
+python -m kl_lens.profiling.peak ARTIFACT [--device CPU] [--threads N]
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from kl_lens.errors import KLLensError
 from kl_lens.profiling.memory import MemoryUse, resident
 from kl_lens.targets import RuntimeSettings, register, target_of
 
+PROMPT_TOKENS, NEW_TOKENS = 32, 8
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -23,8 +25,6 @@ def main() -> int:
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0)
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=8)
     options = parser.parse_args()
     try:
         if options.target:
@@ -37,8 +37,8 @@ def main() -> int:
         # Cold: a graph that was compiled earlier would hide the compiler's memory.
         session = target.open(options.artifact, settings, cold=True)
         loaded = time.perf_counter() - started
-        logits = session.prefill([index % session.vocabulary for index in range(options.prompt)])
-        for _ in range(options.new_tokens):
+        logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])
+        for _ in range(NEW_TOKENS):
             logits = session.step(int(logits.argmax()))
         use = MemoryUse(base, resident("VmHWM"), loaded)
         session.close()

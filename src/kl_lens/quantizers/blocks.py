@@ -140,8 +140,3 @@ def with_codes(fmt: GGUFFormat, quantized: Quantized, codes: torch.Tensor) -> Qu
     LAYOUTS[fmt.name].write(blocks, whole)
     data = torch.from_numpy(blocks.reshape(rows.shape)).to(quantized.data.device)
     return Quantized(quantized.format, quantized.shape, data)
-
-
-def codes_of(fmt: GGUFFormat, quantized: Quantized, levels: Levels) -> torch.Tensor:
-    """The codes that the blocks hold now, read off their values."""
-    return levels.rounded(fmt.dequantize(quantized))

@@ -31,13 +31,6 @@ class Levels:
     def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
         return replace(self, scales=scales, zero_points=zero_points)
 
-    def of_rows(self, rows: slice) -> Levels:
-        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[rows].contiguous()
-
-        scales = self.scales[rows].contiguous()
-        return replace(self, scales=scales, zero_points=part(self.zero_points), offsets=part(self.offsets))
-
     @cached_property
     def inverses(self) -> torch.Tensor:
         return torch.where(self.scales == 0, 0, 1 / torch.where(self.scales == 0, 1, self.scales))

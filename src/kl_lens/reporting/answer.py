@@ -26,8 +26,8 @@ def recommendations(view: RunView) -> list[Answer]:
     named = [plan for plan in view.plans if plan.target and plan.name == f"{RECOMMENDED}-{plan.target}"]
     if named:
         return [Answer(plan, _why(plan)) for plan in sorted(named, key=lambda plan: plan.target or "")]
-    found = recommend(view)
-    return [] if found is None else [found]
+    single = recommend(view)
+    return [] if single is None else [single]
 
 
 def recommended_names(view: RunView) -> frozenset[str]:
@@ -77,9 +77,9 @@ def _relative_loss(plan: PlanView) -> float:
 
 def best_profiles(view: RunView, plan: PlanView) -> list[Profile]:
     """The plan's speed as a user feels it: one profile per target and device."""
-    found = [p for p in view.profiles if p.subject.own_plan == plan.name]
-    use = [p for p in found if p.protocol == "use"]
-    return use or found
+    profiles = [p for p in view.profiles if p.subject.own_plan == plan.name]
+    use = [p for p in profiles if p.protocol == "use"]
+    return use or profiles
 
 
 def speed_of(profile: Profile) -> tuple[str, Spread] | None:
@@ -102,7 +102,7 @@ def speed_ratio(profile: Profile) -> Spread | None:
 
 def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:
     """Perplexities of the plan, each with the original's under the same protocol; files before PyTorch."""
-    found = []
+    pairs = []
     for score in view.scores:
         if (
             score.kind == "perplexity"
@@ -112,8 +112,8 @@ def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate 
             original = next(
                 (s for s in view.scores if s.subject.what == ORIGINAL and same_protocol(s, score)), None
             )
-            found.append((score, original.values.get("token_perplexity") if original else None))
-    return sorted(found, key=lambda pair: pair[0].subject.what == PLAN)
+            pairs.append((score, original.values.get("token_perplexity") if original else None))
+    return sorted(pairs, key=lambda pair: pair[0].subject.what == PLAN)
 
 
 def same_protocol(one: Score, other: Score) -> bool:
@@ -133,8 +133,8 @@ def commands_for(view: RunView, plan: PlanView) -> list[str]:
 
 def _last(commands: Sequence[Command], verbs: Sequence[str]) -> list[Command]:
     """The last command with one of these verbs."""
-    found = [c for c in commands if c.verb in verbs]
-    return found[-1:]
+    matching = [c for c in commands if c.verb in verbs]
+    return matching[-1:]
 
 
 def _planning(view: RunView, plan: PlanView) -> list[Command]:

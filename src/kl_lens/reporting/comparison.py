@@ -224,7 +224,7 @@ def _metrics(views: Sequence[RunView], names: Sequence[str]) -> Html | None:
         text_column("calibration"),
     ]
     columns += [Column(name) for name in names]
-    cells = [[*key, *(found.get(i, "–") for i in range(len(views)))] for key, found in rows.items()]
+    cells = [[*key, *(by_run.get(i, "–") for i in range(len(views)))] for key, by_run in rows.items()]
     return join(
         [
             table(columns, cells, caption="Kendall's τ with the damage on held-out text"),

@@ -152,7 +152,7 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        frontiers=_target_frontiers(run, plans) | {None: _frontier(table)},
+        frontiers={None: _frontier(table), **_target_frontiers(run, plans)},
         artifacts={
             name: _record(run, "artifact", name, value, Artifact)
             for name, value in run.load_all("artifact").items()
@@ -179,14 +179,14 @@ def _record(run: Run, kind: str, name: str, value: Mapping[str, Any], record: ty
 
 def _profiles(run: Run) -> tuple[Profile, ...]:
     """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
-    found: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
+    best: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
     for _, name, value in current_results(run, "profile"):
         profile = _record(run, "profile", name, value, Profile)
         key = (profile.subject, profile.protocol, profile.device)
         rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
-        if key not in found or rank <= found[key][0]:
-            found[key] = (rank, profile)
-    return tuple(profile for _, profile in found.values())
+        if key not in best or rank <= best[key][0]:
+            best[key] = (rank, profile)
+    return tuple(profile for _, profile in best.values())
 
 
 def _generation(run: Run, result: Result) -> Generation:

@@ -33,8 +33,8 @@ def escape(value: object) -> Html:
     return Html(html.escape(text, quote=True))
 
 
-def join(parts: Iterable[object], separator: str = "") -> Html:
-    return Html(escape(separator).join(escape(part) for part in parts if part is not None))
+def join(parts: Iterable[object]) -> Html:
+    return Html("".join(escape(part) for part in parts if part is not None))
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:

@@ -49,20 +49,20 @@ class Scale:
         return _linear_ticks(self.low, self.high)
 
 
-def linear(values: Iterable[float], *, zero: bool = False, margin: float = 0.06) -> Scale:
-    found = [v for v in values if math.isfinite(v)] + ([0.0] if zero else [])
-    low, high = (min(found), max(found)) if found else (0.0, 1.0)
+def linear(values: Iterable[float], margin: float = 0.06) -> Scale:
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     largest = max(abs(low), abs(high))
     if high - low <= max(1e-9 * largest, _SMALLEST):  # one value, as far as ticks can tell
         beside = 0.1 * (largest if largest > _SMALLEST else 1.0)
         low, high = low - beside, high + beside
     padding = margin * (high - low)
-    return Scale("linear", low if zero and low == 0 else low - padding, high + padding)
+    return Scale("linear", low - padding, high + padding)
 
 
 def logarithmic(values: Iterable[float], margin: float = 0.06) -> Scale:
-    found = [v for v in values if math.isfinite(v) and v > 0] or [0.1, 10.0]
-    low, high = math.log10(min(found)), math.log10(max(found))
+    positive = [v for v in values if math.isfinite(v) and v > 0] or [0.1, 10.0]
+    low, high = math.log10(min(positive)), math.log10(max(positive))
     if high - low < 0.3:
         low, high = low - 0.15, high + 0.15
     padding = margin * (high - low)
@@ -71,17 +71,17 @@ def logarithmic(values: Iterable[float], margin: float = 0.06) -> Scale:
 
 def by_span(values: Sequence[float], decades: float = 1.0) -> Scale:
     """Logarithmic where the values span more than `decades`, linear otherwise."""
-    found = [v for v in values if math.isfinite(v)]
-    if found and min(found) > 0 and max(found) / min(found) > 10**decades:
-        return logarithmic(found)
-    return linear(found)
+    finite = [v for v in values if math.isfinite(v)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > 10**decades:
+        return logarithmic(finite)
+    return linear(finite)
 
 
 def twosided(values: Sequence[float], errors: Sequence[float]) -> Scale:
     """For changes that may be negative and span decades: linear within the usual error, logarithmic beyond."""
-    found = sorted(v for v in values if math.isfinite(v))
+    finite = sorted(v for v in values if math.isfinite(v))
     usual = sorted(e for e in errors if math.isfinite(e) and e > 0)
-    low, high = (min(0.0, found[0]), max(0.0, found[-1])) if found else (-1.0, 1.0)
+    low, high = (min(0.0, finite[0]), max(0.0, finite[-1])) if finite else (-1.0, 1.0)
     reach = max(abs(low), abs(high)) or 1.0
     threshold = usual[len(usual) // 2] if usual else reach / 100
     if reach / threshold < 20:

@@ -151,16 +151,16 @@ class Plot:
         return titled(f"{kind} {mark.colour}", mark.title, path)
 
     def _errors(self, mark: Mark) -> list[Html]:
-        found = []
+        bars = []
         if mark.y_error is not None:
             low, high = (self._inside(self.y, v) for v in mark.y_error)
             x = self.x(mark.x)
-            found.append(line(x, self.y(low), x, self.y(high), f"err {mark.colour}"))
+            bars.append(line(x, self.y(low), x, self.y(high), f"err {mark.colour}"))
         if mark.x_error is not None:
             low, high = (self._inside(self.x, v) for v in mark.x_error)
             y = self.y(mark.y)
-            found.append(line(self.x(low), y, self.x(high), y, f"err {mark.colour}"))
-        return found
+            bars.append(line(self.x(low), y, self.x(high), y, f"err {mark.colour}"))
+        return bars
 
     @staticmethod
     def _inside(scale: Scale, value: float) -> float:

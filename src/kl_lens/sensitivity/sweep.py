@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -98,7 +98,6 @@ class Sweep:
         self,
         candidates: Sequence[Candidate],
         windows: Windows,
-        role: str = CALIBRATION,
         *,
         per_round: int = 8,
         threshold: float = 0.9,
@@ -107,22 +106,14 @@ class Sweep:
         result: SweepResult | None = None
         measured, begin = 0, time.perf_counter()
         for count in [*range(per_round, len(windows), per_round), len(windows)]:
-            result = self.measure(candidates, windows.first(count), role)
+            result = self.measure(candidates, windows.first(count))
             measured += result.measured
-            state = settled(self._values(candidates, role, count), threshold)
+            state = settled(self._values(candidates, CALIBRATION, count), threshold)
             self.progress.message(f"{count} windows: {state}")
             if state.is_settled:
                 break
         assert result is not None
-        return SweepResult(
-            candidates=result.candidates,
-            windows=result.windows,
-            tokens=result.tokens,
-            measured=measured,
-            reused=result.reused,
-            seconds=time.perf_counter() - begin,
-            settled=state,
-        )
+        return replace(result, measured=measured, seconds=time.perf_counter() - begin, settled=state)
 
     def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
         """Per format, each candidate's KL window by window."""

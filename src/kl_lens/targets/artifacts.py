@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact
-from kl_lens.writing import write_text
+from kl_lens.writing import RECORD_FILE, settle, write_text
 
 if TYPE_CHECKING:
     from kl_lens.runs import Run
-
-RECORD_FILE = "artifact.json"
 
 
 def write_record(folder: Path, artifact: Artifact) -> None:
@@ -23,6 +21,7 @@ def write_record(folder: Path, artifact: Artifact) -> None:
 
 def read_artifact(folder: Path) -> Artifact:
     """The record of an exported folder."""
+    settle(folder)
     path = folder / RECORD_FILE
     if not path.is_file():
         raise TargetError(f"{folder} is no exported model: it has no {RECORD_FILE}; run `kl-lens export`")

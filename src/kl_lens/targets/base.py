@@ -23,6 +23,7 @@ from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session
+from kl_lens.writing import replacing
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
     import torch
@@ -121,7 +122,7 @@ class Target(ABC):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        """The same for a first look: fewer of them."""
+        """The same for a first look: fewer of them, and 8 bits to nearest, where learning hardly shows."""
         return self.menu
 
     def recipes(self, formats: Sequence[str]) -> tuple[str, ...]:
@@ -146,13 +147,14 @@ class Target(ABC):
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`) whole, or leaves what was there before."""
-        artifact = self.write(model, plan, folder, **options)
-        write_record(folder, artifact)
+        with replacing(folder) as place:
+            artifact = self.write(model, plan, place, **options)
+            write_record(place, artifact)
         return artifact
 
     @abstractmethod
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes the files alone; an older record of the folder must not outlive the files it is about."""
+        """Writes the files alone, to a folder that is empty."""
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, one_line
 from kl_lens.targets.registry import target_of
 from kl_lens.targets.session import Session, TokenizingSession
 
@@ -75,10 +76,13 @@ class VocabularyTokenizer:
 
 def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
     """The same for evaluation: transformers' own, which knows special tokens too, or the vocabulary inside the file."""
-    if place and Path(place).is_file():
+    if place and os.path.isfile(place):
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(tokenizer_file=place)
+        try:
+            return PreTrainedTokenizerFast(tokenizer_file=place)
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise TargetError(f"{place} is no tokenizer.json: {one_line(error)}") from error
     if place:
         return _transformers_tokenizer(place)
     if (file := _file(subject.path, None)) is not None:

@@ -64,7 +64,7 @@ class TextSource:
         return "".join(self.pieces())
 
 
-def checked_document(name: str, text: str, joint: str = PARAGRAPH_BREAK) -> Document | None:
+def checked_document(name: str, text: str) -> Document | None:
     """A document of this text; None if it is blank; TextError if it is no valid Unicode text."""
     if not text.strip():
         return None
@@ -74,7 +74,7 @@ def checked_document(name: str, text: str, joint: str = PARAGRAPH_BREAK) -> Docu
         raise TextError(
             f"{name}: half a surrogate pair at character {error.start}: expected valid Unicode text"
         ) from None
-    return Document(name, text, joint)
+    return Document(name, text)
 
 
 def collect(documents: Iterable[Document], max_characters: int | None) -> tuple[tuple[Document, ...], bool]:

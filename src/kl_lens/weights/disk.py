@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kl_lens.formats import Quantized
-from kl_lens.writing import write_text
+from kl_lens.writing import whole, write_text
 
 _PARTS = ("data", "scales", "zero_points")
 
@@ -51,16 +50,9 @@ class Shelf:
         tensors = {part: tensor.cpu().contiguous() for part, tensor in parts.items() if tensor is not None}
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        os.close(handle)
-        try:
-            shape = ",".join(str(size) for size in quantized.shape)
+        shape = ",".join(str(size) for size in quantized.shape)
+        with whole(path) as temporary:
             save_file(tensors, temporary, {"format": quantized.format, "shape": shape})
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
         write_text(self._name(name), quantized.digest + "\n")
         self._trim(path)
 

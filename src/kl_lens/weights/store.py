@@ -82,9 +82,9 @@ class WeightStore:
         self._originals: dict[tuple[str, Hashable], str] = {}
         self._digests: dict[tuple[Hashable, ...], str] = {}
 
-    def keep_in(self, folder: Path, disk_budget: int = DISK_BUDGET) -> None:
+    def keep_in(self, folder: Path) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
-        self._shelf = Shelf(folder, disk_budget)
+        self._shelf = Shelf(folder, DISK_BUDGET)
 
     def learn_from(self, statistics: Statistics) -> None:
         """From now on, recipes whose method learns are bound to these statistics."""

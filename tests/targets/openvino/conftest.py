@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ def loaded(family: str) -> LoadedModel:
     return LoadedModel(family, Path(), tiny_model(family), None)
 
 
+@functools.cache
+def untouched(family: str) -> LoadedModel:
+    """One model for all who only read it: its graph is traced once, whatever the plan."""
+    return loaded(family)
+
+
 def mixed_plan(model: LoadedModel) -> Plan:
     """Every integer format in turn, some components left alone."""
     return _in_turn(model, "mixed", ["int4", "int8", "fp16", "int4-g32", "int8"])
@@ -54,7 +61,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
     def make(family: str, kind: str = "original", **options: Any) -> Exported:
         key = (family, kind, *sorted(options.items()))
         if key not in made:
-            model = loaded(family)
+            model = untouched(family)
             plans = {"mixed": mixed_plan, "unsigned": unsigned_plan}
             plan = plans[kind](model) if kind in plans else Plan(kind, {}, made_by="test")
             folder = tmp_path_factory.mktemp(f"{family}-{kind}")

@@ -8,7 +8,7 @@ from kl_lens.errors import CheckpointError, TargetError
 from kl_lens.records import Plan
 from kl_lens.targets.openvino import PROFILES, export
 from kl_lens.targets.openvino.profiles import get_profile, realise
-from tests.targets.openvino.conftest import loaded
+from tests.targets.openvino.conftest import untouched
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
 DT_PROJ = "backbone.layers.0.mixer.dt_proj"  # five columns
@@ -16,7 +16,7 @@ DT_PROJ = "backbone.layers.0.mixer.dt_proj"  # five columns
 
 @pytest.fixture(scope="module")
 def anatomy():
-    return loaded("mamba").anatomy
+    return untouched("mamba").anatomy
 
 
 def test_int4_on_the_gpu_is_an_explicit_choice(anatomy) -> None:
@@ -85,7 +85,7 @@ def test_defaults_of_the_profiles() -> None:
 
 
 def test_settings_that_make_no_sense(tmp_path) -> None:
-    model, plan = loaded("mamba"), Plan("none", {}, made_by="test")
+    model, plan = untouched("mamba"), Plan("none", {}, made_by="test")
     for options, message in [
         ({"device_profile": "npu"}, "needs fixed shapes"),
         ({"with_head": False}, "only with --static-tokens"),

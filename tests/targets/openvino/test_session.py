@@ -74,16 +74,13 @@ def test_a_device_that_is_not_there(exported: Callable) -> None:
         open_session(exported("mamba").folder, device="TPU")
 
 
-def test_compiling_has_a_time_limit(exported: Callable) -> None:
-    with pytest.raises(TargetError, match=r"took more than 0 s and was given up.*KL_LENS_COMPILE_TIMEOUT"):
-        open_session(exported("mamba").folder, compile_timeout=0, cache=False)
-
-
 def test_the_time_limit_of_compiling_can_be_set_from_outside(
     exported: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "0.000001")
-    with pytest.raises(TargetError, match="took more than 1e-06 s"):
+    with pytest.raises(
+        TargetError, match=r"took more than 1e-06 s and was given up.*KL_LENS_COMPILE_TIMEOUT"
+    ):
         open_session(exported("mamba").folder, cache=False)
     monkeypatch.setenv("KL_LENS_COMPILE_TIMEOUT", "soon")
     with pytest.raises(TargetError, match="expected a number of seconds"):

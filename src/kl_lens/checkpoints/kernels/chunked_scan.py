@@ -7,7 +7,7 @@ Inside a chunk of Q tokens the outputs are a masked Q × Q product, as in attent
 state is carried. B and C are shared by all heads of a group, so C·Bᵀ is formed once per group, and the decays
 are applied to x, which makes each product one matmul over all heads of the group. No intermediate is larger
 than (batch, chunks, heads, Q, Q). For GPUs and for
-autograd; CPUs have `head_scan`. The reference, `chunked_scan_reference`, is the recurrence above.
+autograd; CPUs have `head_scan`. Tests hold it against the recurrence above.
 """
 
 from __future__ import annotations
@@ -100,25 +100,3 @@ def chunked_scan(
     y = within.transpose(1, 2).reshape(batch, chunks * chunk, heads, width) + carried
     last = state.permute(0, 1, 3, 4, 2).reshape(batch, heads, width, states)
     return y[:, :time], last
-
-
-def chunked_scan_reference(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, token by token: what `chunked_scan` is tested against."""
-    batch, time, heads, width = x.shape
-    groups, states = b.shape[2:]
-    b = b.repeat_interleave(heads // groups, 2)
-    c = c.repeat_interleave(heads // groups, 2)
-    h = x.new_zeros(batch, heads, width, states) if initial_state is None else initial_state
-    outputs = []
-    for t in range(time):
-        decay = torch.exp(dt[:, t] * a)[..., None, None]
-        h = decay * h + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None, :]
-        outputs.append((h * c[:, t, :, None, :]).sum(-1))
-    return torch.stack(outputs, 1), h

@@ -7,7 +7,7 @@ In short chunks of time: what the state before the chunk gives (C · h), what th
 the state after it (Bᵀ · x, decayed). Two thirds of the plain recurrence's arithmetic, and as matrix products, in which
 every load is used four times. As products of a library (`chunked_scan`) it is slower than the recurrence on a CPU:
 thousands of small ones, each run with all threads. One task per sequence and block of channels, its state in cache.
-The reference is `chunked_scan_reference`.
+Tests hold it against the recurrence, token by token.
 """
 
 from __future__ import annotations

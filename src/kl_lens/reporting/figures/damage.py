@@ -101,17 +101,17 @@ def tau_rows(title: str, correlations: Sequence[Correlation]) -> Html:
         parts.append(text(left - 8, y + _LANE * len(calibrations) / 2 + 4, label, "t tick", "end"))
         for index, calibration in enumerate(calibrations):
             y += _LANE
-            found = next(
+            shown = next(
                 (c for c in correlations if (c.metric, c.calibration) == (metric, calibration)), None
             )
-            if found is None or not math.isfinite(found.tau):
+            if shown is None or not math.isfinite(shown.tau):
                 continue
             colour, shape = series_class(index), SHAPES[index % len(SHAPES)]
-            if math.isfinite(found.low):
-                parts.append(line(scale(found.low), y - 6, scale(found.high), y - 6, f"err {colour}"))
-            words = f"{METRICS.get(metric, label)}\nτ {found.tau:.3f}, 95 % interval {found.low:.3f} to "
-            words += f"{found.high:.3f}\n{found.candidates} candidates; {calibration}"
-            marks.append(titled(f"m {colour}", words, outline(shape, scale(found.tau), y - 6, 4)))
+            if math.isfinite(shown.low):
+                parts.append(line(scale(shown.low), y - 6, scale(shown.high), y - 6, f"err {colour}"))
+            words = f"{METRICS.get(metric, label)}\nτ {shown.tau:.3f}, 95 % interval {shown.low:.3f} to "
+            words += f"{shown.high:.3f}\n{shown.candidates} candidates; {calibration}"
+            marks.append(titled(f"m {colour}", words, outline(shape, scale(shown.tau), y - 6, 4)))
         y += 9
         parts.append(line(left, y - 4, width - 14, y - 4, "grid"))
     body = drawing(title, width, height, *parts, tag("g", *marks, class_="marks"))

@@ -53,8 +53,8 @@ def heatmaps(
         if KL in measurement.metrics:
             by_format.setdefault(measurement.format, {})[measurement.component] = measurement
     maps = [
-        figure(name, _map(name, components, found, scale, noise), wide=True)
-        for name, found in by_format.items()
+        figure(name, _map(name, components, of_format, scale, noise), wide=True)
+        for name, of_format in by_format.items()
     ]
     return join(
         [_key(scale, noise), tag("div", *maps, class_="grid" if _blocks(components) <= _SHALLOW else None)]
@@ -68,11 +68,11 @@ def _blocks(components: Sequence[Component]) -> int:
 def _map(
     format_name: str,
     components: Sequence[Component],
-    found: Mapping[str, Measurement],
+    measurements: Mapping[str, Measurement],
     scale: Scale,
     noise: float | None,
 ) -> Html:
-    shown = [c for c in components if c.name in found]
+    shown = [c for c in components if c.name in measurements]
     rows = rows_of(shown)
     inside = list(dict.fromkeys(rows[c.name] for c in shown if c.block is not None))
     outside = [c for c in shown if c.block is None]
@@ -87,7 +87,7 @@ def _map(
         for block in places_of(component) if component.block is not None else ():
             assert block is not None
             x, y = left + step * block, _ROW * inside.index(rows[component.name])
-            cells.append(_cell(found[component.name], block, scale, noise, x, y, step))
+            cells.append(_cell(measurements[component.name], block, scale, noise, x, y, step))
     bottom = _ROW * len(inside)
     for value in _every(blocks):
         words.append(text(left + step * (value + 0.5), bottom + 14, value, "t tick", "middle"))
@@ -95,7 +95,7 @@ def _map(
     top = bottom + 24
     for component in outside:
         words.append(text(left - 8, top + 15, component.kind, "t tick", "end"))
-        cells.append(_cell(found[component.name], None, scale, noise, left, top, step * blocks))
+        cells.append(_cell(measurements[component.name], None, scale, noise, left, top, step * blocks))
         top += _ROW
     svg = drawing(
         f"KL of each component at {format_name}", width, top + 2, tag("g", *cells, class_="marks"), *words

@@ -35,11 +35,11 @@ def values_by_kind(
 ) -> dict[str, dict[str, list[float]]]:
     """Kind → format → KL of each component, kinds from most to least sensitive."""
     kinds = {c.name: c.kind for c in components}
-    found: dict[str, dict[str, list[float]]] = {}
+    spreads: dict[str, dict[str, list[float]]] = {}
     for m in measurements:
         if KL in m.metrics:
-            found.setdefault(kinds[m.component], {}).setdefault(m.format, []).append(m.metrics[KL].value)
-    return dict(sorted(found.items(), key=lambda item: -max(median(v) for v in item[1].values())))
+            spreads.setdefault(kinds[m.component], {}).setdefault(m.format, []).append(m.metrics[KL].value)
+    return dict(sorted(spreads.items(), key=lambda item: -max(median(v) for v in item[1].values())))
 
 
 def by_kind(
@@ -62,7 +62,7 @@ def spread_rows(
     groups: Groups, series: Mapping[str, tuple[str, str]], unit: str, title: str, noise: float | None = None
 ) -> Html:
     """Rows of spreads on one logarithmic axis; `series` gives each its colour and shape."""
-    values = [v for row in groups.values() for found in row.values() for v in found if 0 < v < math.inf]
+    values = [v for row in groups.values() for spread in row.values() for v in spread if 0 < v < math.inf]
     near = noise is not None and noise > 0 and bool(values) and noise > min(values) / 100
     scale = logarithmic([*values, noise] if near and noise else values)
     left = 12 + CHARACTER * max((len(kind) for kind in groups), default=4)
@@ -86,14 +86,14 @@ def spread_rows(
         parts.append(text(left - 8, y + _LANE * len(series) / 2 + 4, kind, "t tick", "end"))
         for name, (colour, shape) in series.items():
             y += _LANE
-            found = sorted(v for v in row.get(name, ()) if 0 < v < math.inf)
-            if found:
-                places_ = [scale(v) for v in _five(found)]
+            spread = sorted(v for v in row.get(name, ()) if 0 < v < math.inf)
+            if spread:
+                places_ = [scale(v) for v in _five(spread)]
                 parts += _spread(places_, y - _LANE / 2, colour)
                 marks.append(
                     titled(
                         f"m {colour}",
-                        _words(kind, name, found),
+                        _words(kind, name, spread),
                         outline(shape, places_[2], y - _LANE / 2, 4.5),
                     )
                 )
@@ -102,12 +102,12 @@ def spread_rows(
     return drawing(title, width, height, *parts, tag("g", *marks, class_="marks"))
 
 
-def _five(found: Sequence[float]) -> list[float]:
+def _five(values: Sequence[float]) -> list[float]:
     """Least, lower quartile, median, upper quartile, most."""
-    if len(found) == 1:
-        return [found[0]] * 5
-    low, middle, high = quantiles(found, n=4, method="inclusive")
-    return [found[0], low, middle, high, found[-1]]
+    if len(values) == 1:
+        return [values[0]] * 5
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return [values[0], low, middle, high, values[-1]]
 
 
 def _spread(x: Sequence[float], y: float, colour: str) -> list[Html]:
@@ -119,10 +119,10 @@ def _spread(x: Sequence[float], y: float, colour: str) -> list[Html]:
     ]
 
 
-def _words(kind: str, name: str, found: Sequence[float]) -> str:
-    five = _five(found)
-    count = f"{len(found)} component" + ("s" if len(found) != 1 else "")
-    if len(found) == 1:
+def _words(kind: str, name: str, values: Sequence[float]) -> str:
+    five = _five(values)
+    count = f"{len(values)} component" + ("s" if len(values) != 1 else "")
+    if len(values) == 1:
         return f"{kind}, {name}: {number(five[2])} nats/token ({count})"
     return (
         f"{kind}, {name}: median {number(five[2])} nats/token ({count})\n"

@@ -43,12 +43,12 @@ def bound_of(profile: Profile, timing: str) -> float | None:
 def timing_names(profiles: Sequence[Profile]) -> list[str]:
     """What to draw: each timing once; of those with several prompt lengths, the longest."""
     names = list(dict.fromkeys(name for p in profiles for name in p.timings))
-    found = []
+    chosen = []
     for base in TIMINGS:
         with_length = [n for n in names if n.partition("@")[0] == base]
         if with_length:
-            found.append(max(with_length, key=lambda n: int(n.partition("@")[2] or 0)))
-    return found
+            chosen.append(max(with_length, key=lambda n: int(n.partition("@")[2] or 0)))
+    return chosen
 
 
 def speed_plot(

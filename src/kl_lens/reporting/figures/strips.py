@@ -41,7 +41,7 @@ def _strip(
     stored = [plan.stored[c.name] for c in components]
     paths = []
     for name in formats:
-        stripes = [index for index, found in enumerate(stored) if found == name]
+        stripes = [index for index, spelling in enumerate(stored) if spelling == name]
         if stripes:
             d = "".join(f"M{first} 0h{length}v10h-{length}z" for first, length in _runs(stripes))
             paths.append(tag("path", d=d, class_=f"cell {format_class(name)}"))

@@ -51,8 +51,8 @@ def _tasks(view: RunView) -> Html:
     for subject in subjects:
         cells: list[object] = [subject.label]
         for what, metric in names:
-            found = _latest(scores, subject, what)
-            cells.append(fixed_with_error(found.values.get(metric), 3) if found else "–")
+            latest = _latest(scores, subject, what)
+            cells.append(fixed_with_error(latest.values.get(metric), 3) if latest else "–")
         rows.append(cells)
     examples = ", ".join(f"{what} {n:,}" for what, n in {s.what: s.tokens for s in scores}.items())
     return join(
@@ -70,9 +70,9 @@ def _samples(view: RunView) -> Html:
     prompts = list(dict.fromkeys(g.prompt for g in view.generations))
     blocks = []
     for prompt in prompts:
-        found = [g for g in view.generations if g.prompt == prompt]
-        found.sort(key=lambda g: g.subject.what != ORIGINAL)
-        blocks.append(tag("div", *(_sample(g) for g in found), class_="samples"))
+        generations = [g for g in view.generations if g.prompt == prompt]
+        generations.sort(key=lambda g: g.subject.what != ORIGINAL)
+        blocks.append(tag("div", *(_sample(g) for g in generations), class_="samples"))
     words = "The prompt in bold, then what the model wrote. Two models may part at one close call and both write well."
     return join([paragraph(words), *blocks])
 

@@ -34,10 +34,10 @@ def section(view: RunView) -> Section:
         ),
         heading("Every metric, with little and with foreign calibration text"),
         grid(
-            tau_rows(f"{f}: against the {_DAMAGES.get(damage, damage)}", found)
+            tau_rows(f"{f}: against the {_DAMAGES.get(damage, damage)}", correlations)
             for damage in dict.fromkeys(c.damage for c in ranking.correlations)
             for f in formats
-            if (found := _main(ranking, damage, f))
+            if (correlations := _main(ranking, damage, f))
         ),
         *_reliability(ranking),
         details("All correlations", _table(ranking)),
@@ -58,10 +58,10 @@ def _main(ranking: Ranking, damage: str, format_name: str) -> list[Correlation]:
 
 
 def _caption(ranking: Ranking, format_name: str) -> str:
-    found = [c for c in _main(ranking, "perplexity", format_name) if c.metric == KL]
-    if not found:
+    correlations = [c for c in _main(ranking, "perplexity", format_name) if c.metric == KL]
+    if not correlations:
         return ""
-    best = found[0]
+    best = correlations[0]
     interval = f"95 % interval {best.low:.2f} to {best.high:.2f}"
     return f"Kendall's τ {best.tau:.2f} ({interval}), {best.candidates} components."
 

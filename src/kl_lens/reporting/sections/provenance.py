@@ -137,11 +137,11 @@ def _machine(view: RunView) -> Html:
         for name in ("machine", "system"):
             if name in command.provenance:
                 add(name, command.provenance[name])
-    found: dict[str, object] = {name: " / ".join(values) for name, values in facts.items()}
+    pairs: dict[str, object] = {name: " / ".join(values) for name, values in facts.items()}
     by_target: dict[str, list[Profile]] = {}
     for profile in view.profiles:
         by_target.setdefault(f"timed, {runtime_of(profile.subject)}", []).append(profile)
-    return _pairs(found | {name: _runtime(profiles) for name, profiles in by_target.items()})
+    return _pairs(pairs | {name: _runtime(profiles) for name, profiles in by_target.items()})
 
 
 def _runtime(profiles: Sequence[Profile]) -> str:

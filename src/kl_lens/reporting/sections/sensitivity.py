@@ -27,8 +27,8 @@ def section(view: RunView) -> Section:
             f"kl-lens measure MODEL --run {view.folder}",
             "nothing has been measured",
         )
-    found = [m for m in view.table.measurements if KL in m.metrics]
-    if not found:
+    measurements = [m for m in view.table.measurements if KL in m.metrics]
+    if not measurements:
         return Section(
             "sensitivity",
             TITLE,
@@ -36,7 +36,7 @@ def section(view: RunView) -> Section:
             "kl-lens measure MODEL --run ANOTHER_DIR",
             "the run holds no KL measurements",
         )
-    tokens = max(m.tokens for m in found)
+    tokens = max(m.tokens for m in measurements)
     parts = [
         paragraph(
             "One component at a time is quantized and everything else left alone: how far does the distribution of the "
@@ -44,13 +44,18 @@ def section(view: RunView) -> Section:
             if tokens
             else "Published measurements, imported: how far each component alone moves the output."
         ),
-        heatmaps(view.components, found, view.noise),
-        tag("div", by_kind(view.components, found, view.noise), *_ends(view.table, found), class_="columns"),
+        heatmaps(view.components, measurements, view.noise),
+        tag(
+            "div",
+            by_kind(view.components, measurements, view.noise),
+            *_ends(view.table, measurements),
+            class_="columns",
+        ),
     ]
     return Section("sensitivity", TITLE, join(parts))
 
 
-def _ends(table_: SensitivityTable, found: list[Measurement]) -> list[Html]:
+def _ends(table_: SensitivityTable, measurements: list[Measurement]) -> list[Html]:
     """For each format, both ends of the list."""
     columns = [
         Column("#"),
@@ -60,7 +65,7 @@ def _ends(table_: SensitivityTable, found: list[Measurement]) -> list[Html]:
     ]
     lists = []
     for format_name in table_.formats:
-        ordered = sorted((m for m in found if m.format == format_name), key=_order)
+        ordered = sorted((m for m in measurements if m.format == format_name), key=_order)
         if not ordered:
             continue
         total = sum(m.metrics[KL].value for m in ordered)

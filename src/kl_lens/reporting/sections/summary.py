@@ -20,18 +20,18 @@ TITLE = "The answer"
 
 
 def section(view: RunView) -> Section:
-    found = answer.recommendations(view)
-    if not found:
+    answers = answer.recommendations(view)
+    if not answers:
         reason = "no plan has been verified on held-out text"
         if not view.plans:
             reason = "no plan has been made"
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("answer", TITLE, None, line, reason)
     parts: list[Html | None] = []
-    for each in found:
+    for each in answers:
         plan = each.plan
         parts += [
-            heading(f"For {plan.target}") if len(found) > 1 else None,
+            heading(f"For {plan.target}") if len(answers) > 1 else None,
             tag("p", *_sentence(view, plan), class_="lead"),
             tag("div", *_tiles(view, plan), class_="tiles"),
             note(each.rule),
@@ -41,7 +41,7 @@ def section(view: RunView) -> Section:
             else None,
             _comparison(view, plan),
         ]
-    return Section("answer", TITLE, join([*parts, _commands(view, found[0].plan)]))
+    return Section("answer", TITLE, join([*parts, _commands(view, answers[0].plan)]))
 
 
 def _sentence(view: RunView, plan: PlanView) -> list[object]:
@@ -226,8 +226,8 @@ def _on_test(view: RunView, plan: PlanView, target: str | None) -> str:
 
 
 def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
-    found = [p for p in answer.best_profiles(view, plan) if runtime_of(p.subject) == target]
-    return found[0] if found else None
+    profiles = [p for p in answer.best_profiles(view, plan) if runtime_of(p.subject) == target]
+    return profiles[0] if profiles else None
 
 
 def _original_row(view: RunView, plan: PlanView, ratios: list[str], targets: list[str]) -> list[object]:
@@ -241,8 +241,8 @@ def _original_row(view: RunView, plan: PlanView, ratios: list[str], targets: lis
 def _fp16_memory(view: RunView, target: str) -> object:
     """Of the file that the others' ratios are to."""
     bases = {p.settings.get("ratios_to") for p in view.profiles if answer.speed_ratio(p) is not None}
-    found = [p for p in view.profiles if p.subject.label in bases and runtime_of(p.subject) == target]
-    return _memory(found[0] if found else None)
+    profiles = [p for p in view.profiles if p.subject.label in bases and runtime_of(p.subject) == target]
+    return _memory(profiles[0] if profiles else None)
 
 
 def _memory(profile: Profile | None) -> object:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
+from kl_lens.targets.gguf.glass import HEADER_DIGEST, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
 from kl_lens.version import __version__
@@ -170,6 +171,7 @@ def export_weights(
             "tensor_bytes": sum(job.bytes for job in jobs),
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
             "format_map": dict(format_map or {}),
+            HEADER_DIGEST: header_digest(path),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
             **({"statistics": learnt} if learnt else {}),
         },

@@ -31,15 +31,15 @@ _MANY = 4  # queries for each key: then values are few, and worth more
 
 
 def stock_recipes(anatomy: Anatomy) -> tuple[StockRecipe, ...]:
-    found = []
+    recipes = []
     for name, base in _BASES.items():
         origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
         plain = _mixture(name, anatomy, ())
-        found.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
+        recipes.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
         if preferred(base, ("imatrix",)) != base:
             weighed = _mixture(name, anatomy, ("imatrix",))
-            found.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
-    return tuple(found)
+            recipes.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
+    return tuple(recipes)
 
 
 def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, str]:

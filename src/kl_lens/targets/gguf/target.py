@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
@@ -49,7 +50,7 @@ class GGUFTarget(Target):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        return self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0"))
+        return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), "q8_0")
 
     @property
     def translations(self) -> Mapping[str, str]:
@@ -126,14 +127,27 @@ class GGUFTarget(Target):
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.gguf.glass import require_safe
+        from kl_lens.targets.gguf.header import check_file
         from kl_lens.targets.gguf.session import open_session
 
+        if not cold:  # that is asked for in a process which was made for it
+            check_file(self.weight_file(place))
+            require_safe(self.weight_file(place), self._record_of(place))
         return open_session(
             self.weight_file(place),
             threads=settings.threads,
             gpu_layers=settings.gpu_layers,
             exact_attention=settings.exact,
         )
+
+    def _record_of(self, place: Path) -> Artifact | None:
+        """Also of a file that is named by itself, in the folder that it was exported to."""
+        try:
+            artifact = read_artifact(place.parent if self.owns(place) else place)
+        except TargetError:
+            return None
+        return artifact if self.weight_file(place).name in artifact.files else None
 
     @property
     def version(self) -> str:

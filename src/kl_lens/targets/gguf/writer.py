@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ import numpy.typing as npt
 from kl_lens.errors import TargetError
 from kl_lens.formats.ggml import gguf_module
 from kl_lens.recipes import Recipe
+from kl_lens.writing import whole
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints.streaming import TensorSource
@@ -116,7 +115,7 @@ def write_file(
     jobs = header.jobs
     total, done = sum(job.bytes for job in jobs), 0
     digests: dict[str, tuple[str, str]] = {}
-    with _renamed_when_complete(path) as partial:
+    with whole(path) as partial:
         writer = header.begin(partial)
         try:
             for job in jobs:
@@ -201,15 +200,3 @@ def _file_type(jobs: Sequence[TensorJob]) -> int:
     for job in jobs:
         sizes[job.format] = sizes.get(job.format, 0) + math.prod(job.shape)
     return _FILE_TYPES[max(sizes, key=lambda name: sizes[name])]
-
-
-@contextmanager
-def _renamed_when_complete(path: Path) -> Iterator[Path]:
-    """A temporary path beside the real one: a file under its own name is always whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -32,7 +32,6 @@ __all__ = [
     "OpenVINOSession",
     "export",
     "open_session",
-    "supported_families",
 ]
 
 
@@ -41,10 +40,3 @@ def export(model: LoadedModel, plan: Plan, folder: Path | str, **options: Any) -
     from kl_lens.targets.registry import get_target
 
     return get_target("openvino").export(model, plan, Path(folder), **options)
-
-
-def supported_families() -> tuple[str, ...]:
-    """The `model_type`s whose IRs are tested to give PyTorch's logits."""
-    from kl_lens.targets.openvino.capture import FAMILIES
-
-    return FAMILIES

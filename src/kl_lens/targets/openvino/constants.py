@@ -278,12 +278,12 @@ def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
 def stored_digests(graph: ov.Model) -> dict[str, str]:
     """The named weights of a saved graph: name → digest of their bytes, scales and zero points included."""
     stored = read_back(graph)
-    found = {}
+    digests = {}
     for name, (_, data, scales) in stored.items():
         zero_points = stored.get(f"{name}/zero_point")
         parts = [data, scales, None if zero_points is None else zero_points[1]]
-        found[name] = bytes_digest(*(part for part in parts if part is not None))
-    return found
+        digests[name] = bytes_digest(*(part for part in parts if part is not None))
+    return digests
 
 
 def check_saved(graph: ov.Model, placed: dict[str, Placed]) -> None:

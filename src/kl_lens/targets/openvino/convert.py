@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
 import sys
 import tempfile
 import time
@@ -20,12 +18,10 @@ import transformers
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
-from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
-    CACHE_FOLDER,
     HEAD_NODE,
     compile_graph,
     log_softmax,
@@ -52,12 +48,13 @@ def export(
     unplanned: str = "fp16",
     sample_ids: Sequence[int] | None = None,
 ) -> Artifact:
-    """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder; `Target.export` the record.
+    """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
+    puts them in their place together with their record.
 
     Args:
         model: the opened model, in float32 on the CPU.
         plan: component → format. What it does not name stays FP16.
-        folder: where the files go; made if need be.
+        folder: where the files go, and nothing else; made if need be.
         device_profile: cpu, gpu, gpu-int4 or npu.
         rewrites: cumba, reduba, actiba; None means what the profile asks for.
         static_tokens: a forward of exactly so many tokens without state, instead of the stateful graph.
@@ -93,36 +90,28 @@ def export(
     settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
     settings |= {"statistics": learnt} if learnt else {}
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as temporary:
-        place = Path(temporary)
-        plain = graph.clone() if "actiba" in chosen else None
-        settings["rewritten"] = _rewrites.apply(graph, chosen)
-        ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
-        if plain is not None:
-            _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
-            without = place / "without_actiba.xml"
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    plain = graph.clone() if "actiba" in chosen else None
+    settings["rewritten"] = _rewrites.apply(graph, chosen)
+    ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
+    if plain is not None:
+        _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
+        with tempfile.TemporaryDirectory(dir=place) as beside:
+            without = Path(beside) / "without_actiba.xml"
             ov.save_model(plain, without, compress_to_fp16=False)
             settings["actiba"] = _actiba_cost(
                 without, place / IR_FILE, model, static_tokens, with_head, sample_ids
             )
-            for leftover in (without, without.with_suffix(".bin")):
-                leftover.unlink()
-        del graph
-        constants.check_saved(read_graph(place / IR_FILE), placed)
-        model.config.save_pretrained(place)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(place)
-        files = tuple(sorted(path.name for path in place.iterdir()))
-        settings["export_seconds"] = round(time.perf_counter() - started, 2)
-        settings["export_peak_bytes"] = _peak_memory()
-        artifact = _artifact(model, plan, realised, placed, files, place, settings)
-        shutil.rmtree(folder / CACHE_FOLDER, ignore_errors=True)  # compiled from what was here before
-        (folder / RECORD_FILE).unlink(missing_ok=True)  # the new one comes behind the files
-        for name in files:
-            os.replace(place / name, folder / name)
-    return artifact
+    del graph
+    constants.check_saved(read_graph(place / IR_FILE), placed)
+    model.config.save_pretrained(place)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(place)
+    files = tuple(sorted(path.name for path in place.iterdir()))
+    settings["export_seconds"] = round(time.perf_counter() - started, 2)
+    settings["export_peak_bytes"] = _peak_memory()
+    return _artifact(model, plan, realised, placed, files, place, settings)
 
 
 _rewrites = rewrites  # `export` has an argument of that name, as the command line does

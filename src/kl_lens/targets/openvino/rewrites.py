@@ -219,24 +219,24 @@ class Table:
         return self.slopes[index] * x + self.offsets[index]
 
 
-def make_table(function: str, segments: int = TABLE_SEGMENTS, reach: float = TABLE_REACH) -> Table:
+def make_table(function: str) -> Table:
     """The table of `silu` or `softplus`.
 
     Between two points h apart, a straight line misses a function by at most h²/8 · max|f″|: 1/2 for SiLU (at 0),
-    1/4 for softplus (at 0). In the tails both miss by their value at −reach.
+    1/4 for softplus (at 0). In the tails both miss by their value at −TABLE_REACH.
     """
     exact = {"silu": lambda v: v / (1 + np.exp(-v)), "softplus": lambda v: np.logaddexp(0, v)}[function]
     curvature = {"silu": 0.5, "softplus": 0.25}[function]
-    points = np.linspace(-reach, reach, segments + 1)
+    points = np.linspace(-TABLE_REACH, TABLE_REACH, TABLE_SEGMENTS + 1)
     values = exact(points)
     slopes = np.diff(values) / np.diff(points)
     offsets = values[:-1] - slopes * points[:-1]
-    step = 2 * reach / segments
+    step = 2 * TABLE_REACH / TABLE_SEGMENTS
     return Table(
         np.concatenate([[0], slopes, [1]]).astype(np.float32),
         np.concatenate([[0], offsets, [0]]).astype(np.float32),
-        reach,
-        max(step * step / 8 * curvature, abs(float(exact(np.float64(-reach))))) + 1e-6,
+        TABLE_REACH,
+        max(step * step / 8 * curvature, abs(float(exact(np.float64(-TABLE_REACH))))) + 1e-6,
     )
 
 

@@ -24,9 +24,10 @@ from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.rewrites import equal_batches
 from kl_lens.targets.session import Logits
+from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
-CACHE_FOLDER = ".compiled"
+CACHE_FOLDER = DERIVED
 # Seconds; the iGPU compiler is known to hang on Mamba-2.
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = 600.0
@@ -66,7 +67,6 @@ def open_session(
     device: str = "CPU",
     exact: bool = False,
     threads: int | None = None,
-    compile_timeout: float | None = None,
     cache: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> OpenVINOSession:
@@ -77,7 +77,6 @@ def open_session(
         device: CPU, GPU, NPU, …; a device that is not there is answered with the list of those that are.
         exact: compute in float32 (for checks), instead of the fastest settings that a deployment uses.
         threads: CPU threads; None leaves the choice to OpenVINO.
-        compile_timeout: seconds to wait for the compiler; from KL_LENS_COMPILE_TIMEOUT when not given, else 600.
         cache: keep the compiled graph beside the IR and use it next time.
         settings: plugin settings on top of the others, for experiments.
     """
@@ -102,7 +101,7 @@ def open_session(
         device,
         exact=exact,
         threads=threads,
-        timeout=_time_limit() if compile_timeout is None else compile_timeout,
+        timeout=_time_limit(),
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )

@@ -21,7 +21,7 @@ _RATIO = 0.8
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
     every = {c.name: BACKUP for c in model.anatomy.candidates}
-    found = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
+    recipes = [StockRecipe("INT8_SYM", every, "NNCF's compress_weights, mode INT8_SYM", usual=True)]
     order = by_sensitivity(model, _inner(model))
     for mode, grid in _GRIDS.items():
         for size in (128, 64):
@@ -32,8 +32,8 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
                     c: str(fitting_recipe(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
                     for c in least_sensitive(model, order, ratio)
                 }
-                found.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
-    return tuple(found)
+                recipes.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))
+    return tuple(recipes)
 
 
 def _inner(model: LoadedModel) -> list[str]:

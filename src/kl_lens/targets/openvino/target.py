@@ -72,7 +72,7 @@ class OpenVINOTarget(Target):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        return self.recipes(("int4-g128", "int4-g32", "int8"))
+        return (*self.recipes(("int4-g128", "int4-g32")), "int8")
 
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.openvino.capture import FAMILIES

@@ -83,13 +83,13 @@ def get_architecture(model_type: str) -> Architecture:
         ) from None
 
 
-def check_complete(rules: Sequence[TensorRule], shapes: Shapes, ignored: Iterable[str] = ()) -> None:
+def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
     """Proves the name map: every parameter is used, every tensor of the file has its source, no name twice."""
     names = [rule.name for rule in rules]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     used = {rule.parameter for rule in rules if rule.parameter is not None}
     missing = sorted(used - set(shapes))
-    unused = sorted(set(shapes) - used - set(ignored))
+    unused = sorted(set(shapes) - used)
     problems = [
         f"{label}: {', '.join(items[:3])}{f' and {len(items) - 3} more' if len(items) > 3 else ''}"
         for label, items in (

@@ -1,4 +1,4 @@
-"""Mamba and Falcon-Mamba: llama.cpp's `mamba`."""
+"""Mamba and Falcon-Mamba, llama.cpp's `mamba`; Mamba-2, its `mamba2`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from kl_lens.targets.gguf.architectures.base import (
 
 
 def _metadata(config: Any) -> Metadata:
+    second = config.model_type == "mamba2"
+    falcon = config.model_type == "falcon_mamba"
+    own: Metadata = {"ssm.group_count": config.n_groups} if second else {"ssm.dt_b_c_rms": falcon}
     return {
         "context_length": ENDLESS_CONTEXT,
         "embedding_length": config.hidden_size,
@@ -24,10 +27,11 @@ def _metadata(config: Any) -> Metadata:
         "attention.head_count": 0,
         "block_count": config.num_hidden_layers,
         "ssm.conv_kernel": config.conv_kernel,
-        "ssm.inner_size": config.intermediate_size,
+        "ssm.inner_size": config.num_heads * config.head_dim if second else config.intermediate_size,
         "ssm.state_size": config.state_size,
-        "ssm.time_step_rank": int(config.time_step_rank),
-        "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
+        # llama.cpp's name for the number of heads, too
+        "ssm.time_step_rank": config.num_heads if second else int(config.time_step_rank),
+        **own,
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
     }
 
@@ -37,7 +41,10 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     for index in range(config.num_hidden_layers):
         block, layer = f"blk.{index}", f"backbone.layers.{index}"
         rules.append(TensorRule(f"{block}.attn_norm.weight", f"{layer}.norm.weight", float32=True))
-        rules += parts.mamba1_layer(block, f"{layer}.mixer", shapes)
+        if config.model_type == "mamba2":
+            rules += parts.mamba2_layer(block, f"{layer}.mixer", config.n_groups, shapes)
+        else:
+            rules += parts.mamba1_layer(block, f"{layer}.mixer", shapes)
     return rules
 
 
@@ -45,6 +52,13 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_expansion(config.hidden_size, config.intermediate_size)
     yield parts.refuse_bias(config, "use_bias")
     yield parts.refuse_activation(config)
+
+
+def _mamba2_refusals(config: Any) -> Iterable[str | None]:
+    yield parts.refuse_norm_groups(config.n_groups)
+    yield parts.refuse_bias(config, "use_bias")
+    yield parts.refuse_activation(config)
+    yield parts.refuse_time_limits(config)
 
 
 def _falcon_notes(config: Any) -> tuple[str, ...]:
@@ -57,4 +71,5 @@ def _falcon_notes(config: Any) -> tuple[str, ...]:
 
 
 register(Architecture("mamba", lambda _: "mamba", _metadata, _tensors, _refusals))
+register(Architecture("mamba2", lambda _: "mamba2", _metadata, _tensors, _mamba2_refusals))
 register(Architecture("falcon_mamba", lambda _: "mamba", _metadata, _tensors, _refusals, notes=_falcon_notes))

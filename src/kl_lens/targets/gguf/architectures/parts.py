@@ -178,8 +178,8 @@ def refuse_expansion(width: int, inner: int) -> str | None:
     )
 
 
-def refuse_time_limits(config: Any, name: str = "time_step_limit") -> str | None:
-    limits = tuple(getattr(config, name, None) or (0.0, math.inf))
+def refuse_time_limits(config: Any) -> str | None:
+    limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
     return (
         None
         if limits == (0.0, math.inf)

@@ -1,0 +1,85 @@
+"""Errors that nobody foresaw, and what the system refuses: one line, a file to report, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kl_lens.cli import last_net
+from kl_lens.cli.main import main
+from kl_lens.runs import Run
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("a\nb"), MemoryError(), RecursionError("too deep"), BaseException()]
+)
+def test_an_unexpected_error_is_one_line_and_a_file(
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    Run.create(tmp_path).close()
+    monkeypatch.setattr("kl_lens.cli.main.perform", broken)
+    assert main(["plan", "--run", str(tmp_path), "--paper"]) == last_net.EXIT_CODE == 70
+    (file,) = (tmp_path / "log").iterdir()
+    printed = capsys.readouterr().err
+    kind = type(error).__name__
+    assert printed.startswith(f"kl-lens plan: unexpected error: {kind}")
+    assert printed.endswith(f"; please report it with {file}\n")
+    assert printed.count("\n") == 1
+    content = file.read_text()
+    assert f"$ kl-lens plan --run {tmp_path} --paper" in content
+    assert "Traceback" in content
+    assert kind in content
+    assert "kl-lens " in content
+    assert "python 3" in content
+
+    assert main(["--debug", "plan", "--run", str(tmp_path), "--paper"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_without_a_run_the_file_is_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kl_lens.cli.main.perform", lambda *_: 1 / 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["inspect", "reference:mamba"]) == 70
+    (file,) = tmp_path.glob("unexpected-*.txt")
+    assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_to_a_full_disk_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kl_lens.cli.main", "run", "--write-config"],
+            stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device; make room" in done.stderr
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["run", "--write-config", str(tmp_path / "file" / "x.yaml")]) == 1
+    printed = capsys.readouterr().err
+    assert str(tmp_path / "file") in printed
+    assert "use another place" in printed
+    assert main(["run", "--write-config", str(tmp_path / ("x" * 300))]) == 1
+    assert "give a shorter one" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "no\x1b[31mwhere.gguf", "--prompt", "x"]) == 1
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert r"no\x1b[31mwhere" in printed

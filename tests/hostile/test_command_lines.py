@@ -1,0 +1,113 @@
+"""Command lines, settings files and tokenizers that nobody should give."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kl_lens.cli.main import VERBS
+from kl_lens.pipeline.settings import options_of
+from kl_lens.pipeline.verbs import settings_of
+from tests.hostile.saying import says_one_line
+
+SLIPS = {
+    "a device without a driver": (["inspect", "reference:mamba", "--device", "meta:x"], "--device"),
+    "a dtype as a device": (["inspect", "reference:mamba", "--device", "float16"], "--device float16"),
+    "an unknown user": (["inspect", "~nosuch/x"], "~nosuch/x"),
+    "a path of 300 characters": (["inspect", "x/" + "y" * 300], "yyy"),
+    "a run of 300 characters": (["report", "--run", "z" * 300], "zzz"),
+    "a tokenizer that is none": (
+        ["inspect", "reference:mamba", "--tokenizer", "pyproject.toml"],
+        "pyproject.toml",
+    ),
+    "a config that is none": (["run", "--config", "pyproject.toml"], "pyproject.toml"),
+    "escape sequences": (["inspect", "\x1b[2Jx/y/z"], r"\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_common_slips_are_one_line(name: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    words, named = SLIPS[name]
+    line = says_one_line(words, capsys)
+    assert named in line
+    assert "unexpected" not in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_cuda(capsys) -> None:
+    assert "--device cuda: torch has no such device" in says_one_line(
+        ["inspect", "reference:mamba", "--device", "cuda"], capsys
+    )
+
+
+def test_aliases_that_unfold_without_end(tmp_path: Path, capsys) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    assert "aliases" in says_one_line(["run", "--config", str(tmp_path / "bomb.yaml")], capsys)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 5000, "\x00", "windows: [1, 2]", "windows: 1e400", "- x", "windows: -1"]
+)
+def test_settings_that_make_no_sense(content: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "odd.yaml").write_text(content)
+    line = says_one_line(["run", "--config", str(tmp_path / "odd.yaml")], capsys)
+    assert "odd.yaml" in line
+    assert "unexpected" not in line
+
+
+def test_a_token_beyond_all_vocabularies(tmp_path: Path, capsys) -> None:
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 10**9}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    line = says_one_line(
+        ["inspect", "reference:mamba", "--tokenizer", str(tmp_path / "tokenizer.json")], capsys
+    )
+    assert "1000000000" in line
+
+
+WORDS = [
+    "",
+    "-1",
+    "0",
+    "1e9",
+    "nan",
+    "a,b",
+    " x",
+    "../x",
+    "~nosuch",
+    "\x1b[31m",
+    "é" * 90,
+    "x" * 300,
+    "none",
+    "{}",
+    "a=b",
+    "--",
+]
+
+
+@pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_words_behind_every_flag(
+    cases: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that is not there, so that nothing long begins."""
+    draw = random.Random(cases)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(cases):
+        verb = draw.choice([verb for verb in VERBS if verb != "run"])
+        words = [verb]
+        for option in draw.sample(options_of(settings_of(verb)), 3):
+            if option.flag and not option.is_switch:
+                words += [option.flag, draw.choice(WORDS)]
+        if draw.random() < 0.5:
+            words.append(draw.choice(WORDS))
+        says_one_line(words, capsys)

@@ -1,0 +1,182 @@
+"""Run folders that are damaged, locked, of another program, in the wrong place, or wanted by two at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kl_lens import runs
+from kl_lens.errors import RunError
+from kl_lens.journal import FILE
+from kl_lens.runs import Run
+from tests.hostile.saying import says_one_line
+from tests.reporting.sample import make_run
+
+CASES = 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with measurements, plans, scores and profiles, its journal in one file."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    make_run(folder)
+    with sqlite3.connect(folder / FILE) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    return folder
+
+
+VERBS = (
+    ["report", "--run", "RUN"],
+    ["plan", "--run", "RUN", "--max-bpw", "8"],
+    ["export", "--run", "RUN", "--target", "gguf"],
+)
+
+
+def commands(run: Path) -> list[list[str]]:
+    return [[str(run) if word == "RUN" else word for word in verb] for verb in VERBS]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(300, marks=pytest.mark.slow)])
+def test_changed_bytes_are_one_line_or_make_no_difference(
+    made: Path, tmp_path: Path, capsys, cases: int
+) -> None:
+    draw = random.Random(cases)
+    healthy = (made / FILE).read_bytes()
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    for _ in range(cases):
+        damaged = bytearray(healthy)
+        for _ in range(draw.choice((1, 8, 64))):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        if draw.random() < 0.2:
+            del damaged[draw.randrange(len(damaged)) :]
+        for beside in folder.glob(f"{FILE}-*"):
+            beside.unlink()
+        (folder / FILE).write_bytes(damaged)
+        says_one_line(draw.choice(commands(folder)), capsys, may_succeed=True)
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(300, marks=pytest.mark.slow)])
+def test_rows_that_nobody_wrote_are_one_line_or_make_no_difference(
+    made: Path, tmp_path: Path, capsys, cases: int
+) -> None:
+    draw = random.Random(cases)
+    odd = [
+        None,
+        "",
+        "{",
+        "[]",
+        "{}",
+        "null",
+        "5",
+        '"x"',
+        "[[" * 5000,
+        b"\xff\xfe",
+        -1,
+        2**62,
+        1e308,
+        '{"a": NaN}',
+    ]
+    with sqlite3.connect(made / FILE) as connection:
+        tables = {
+            table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+            for (table,) in connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table'"
+            ).fetchall()
+        }
+    connection.close()
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    for _ in range(cases):
+        shutil.copy(made / FILE, folder / FILE)
+        table = draw.choice(sorted(tables))
+        column, value = draw.choice(tables[table]), draw.choice(odd)
+        with sqlite3.connect(folder / FILE) as connection:
+            connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", (value,))
+        connection.close()
+        says_one_line(draw.choice(commands(folder)), capsys, may_succeed=True)
+
+
+def test_a_journal_of_another_program(tmp_path: Path, capsys) -> None:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("CREATE TABLE identity (name TEXT)")
+    connection.close()
+    for command in commands(tmp_path):
+        assert "run.sqlite" in says_one_line(command, capsys)
+
+
+def test_a_locked_journal_says_so(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LOCK_SECONDS", 0.05)
+    holder = sqlite3.connect(made / FILE)
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        with (
+            Run.open(made) as run,
+            pytest.raises(RunError, match=r"run\.sqlite is in use by another process; wait"),
+        ):
+            run.store("kind", "name", 1)
+    finally:
+        holder.rollback()
+        holder.close()
+
+
+def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
+        with pytest.raises(RunError) as caught:
+            Run.create(place)
+        assert "no journal" not in str(caught.value)
+        assert str(place) in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_run_says_so(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    for path in (folder / FILE, folder):
+        path.chmod(0o555)
+    with pytest.raises(RunError, match="writable"):
+        Run.open(folder)
+
+
+IDENTIFIES = """
+import sys
+from pathlib import Path
+from kl_lens.errors import RunError
+from kl_lens.runs import Run
+with Run.create(Path(sys.argv[1])) as run:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        run.identify({"model": sys.argv[2], "model_fingerprint": sys.argv[2]})
+        print("accepted")
+    except RunError as error:
+        print("refused", error)
+"""
+
+
+def test_of_two_processes_with_two_models_one_is_refused(tmp_path: Path) -> None:
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", IDENTIFIES, str(folder), name],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            )
+            for name in ("one", "other")
+        ]  # fmt: skip
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = sorted(process.communicate()[0].split(" ")[0].strip() for process in processes)
+        assert said == ["accepted", "refused"]
