@@ -28,7 +28,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Measured, Plan, SensitivityTable
+from kl_lens.records import Component, Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
@@ -149,7 +149,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, aim, events)
         elif settings.verify:
-            plans = [verified(each, table, aim.halves[1], events) for each in plans]
+            factor = aim.interaction(table, plans) if aim.target else 1.0
+            plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
         run.note_command(["kl-lens", *command_of(settings)])
@@ -182,6 +183,14 @@ class Aim:
         kind = None if self.target is None else computed_as(self.target)
         first, second = held_out.first(middle), held_out.after(middle)
         return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
+
+    def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
+        """How much more whole plans lose than their parts, from those that the deciding half has seen, these included."""
+        meter, predictor = self.halves[0], planning.Predictor(table)
+        for plan in plans:
+            meter.measure(plan.assignment)
+        sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
+        return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
 
     @property
     def holding(self) -> dict[str, Any]:
@@ -358,7 +367,8 @@ def _with_rivals(
     if not plans and not settings.verify:
         return rivals
     meter = aim.halves[1]
-    measured = [verified(each, table, meter, events) for each in (*plans, *rivals)]
+    factor = aim.interaction(table, plans)
+    measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
     if not plans:
         return measured
     ours, others = measured[len(plans) - 1], measured[len(plans) :]
@@ -433,18 +443,22 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
     return settings.metric or metric
 
 
-def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:
-    """The plan with what it does as a whole on the meter's text."""
-    learnt = meter.model.weights.learnt_by(plan.assignment.values(), plan.statistics)
+def verified(
+    plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
+) -> Plan:
+    """The plan with what it does as a whole on the meter's text, beside what its parts added up, times `factor`, say."""
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
     )
-    predicted = planning.Predictor(table).total(plan.assignment)
-    notes = dict(plan.notes)
-    if predicted is not None:
-        verification = planning.verify(predicted, result.kl)
-        notes["verification"] = verification.message
-        if verification.explained is False:
-            (events or Events()).warn(f"{plan.name}: {verification.message}")
-    return replace(plan, measured=measured, notes=notes, statistics=learnt)
+    parts = planning.Predictor(table).total(plan.assignment)
+    if parts is None:
+        return replace(plan, measured=measured)
+    predicted = Estimate(factor * parts.value, factor * parts.standard_error)
+    verification = planning.verify(predicted, result.kl)
+    if verification.explained is False:
+        (events or Events()).warn(f"{plan.name}: {verification.message}")
+    notes = plan.notes | {"verification": verification.message}
+    if factor != 1.0:
+        notes |= {"interaction": factor}
+    return replace(plan, measured=measured, notes=notes, predicted_kl=predicted.value)

@@ -14,7 +14,7 @@ from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
 from kl_lens.planning.problem import Allowed, LatencyTable, Problem, build_problem
 from kl_lens.planning.rivals import Contender, Contest, PairedDifference, contest, paired_difference
 from kl_lens.planning.table import Comparison, Difference, PlanRow, compare, plan_row
-from kl_lens.planning.verify import Verification, verify
+from kl_lens.planning.verify import Verification, interaction, verify
 
 __all__ = [
     "AchievableRange",
@@ -41,6 +41,7 @@ __all__ = [
     "contest",
     "cost_of",
     "finished_plan",
+    "interaction",
     "paired_difference",
     "pareto_frontier",
     "plan_for_budget",
