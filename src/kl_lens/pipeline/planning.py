@@ -185,7 +185,7 @@ class Aim:
         return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
 
     def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
-        """How much more whole plans lose than their parts, from those that the deciding half has seen, these included."""
+        """How much more whole plans lose than their parts: of these, and all that the deciding half has seen."""
         meter, predictor = self.halves[0], planning.Predictor(table)
         for plan in plans:
             meter.measure(plan.assignment)
@@ -446,7 +446,7 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
 def verified(
     plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
 ) -> Plan:
-    """The plan with what it does as a whole on the meter's text, beside what its parts added up, times `factor`, say."""
+    """The plan with what it does as a whole on the meter's text; predicted: its parts added up, times `factor`."""
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
