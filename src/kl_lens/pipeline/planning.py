@@ -202,7 +202,10 @@ class Aim:
         def allowed(component: Component, recipe: str) -> bool | str:
             return target.holds(Recipe.parse(recipe).grid, component.shape) or True
 
-        return {"allowed": allowed}
+        def overhead(component: Component, recipe: str) -> int:
+            return target.overhead(Recipe.parse(recipe).grid)
+
+        return {"allowed": allowed, "overhead": overhead}
 
     def sized(self, plan: Plan) -> Plan:
         """The plan as one for this target: with the size of its file."""

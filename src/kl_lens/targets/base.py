@@ -161,6 +161,10 @@ class Target(ABC):
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
 
+    def overhead(self, fmt: Format) -> int:
+        """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""
+        return 0
+
     def uniform_plan(self, folder: Path, format_name: str) -> Plan:
         """One format for everything in a checkpoint that is not opened; only where the target streams."""
         raise TargetError(f"{self.title} needs the whole model in memory; it cannot stream {folder}")

@@ -99,7 +99,7 @@ class OpenVINOTarget(Target):
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
-        from kl_lens.recipes import Recipe, fitting_recipe
+        from kl_lens.recipes import fitting_recipe
 
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +108,11 @@ class OpenVINOTarget(Target):
         for component in model.anatomy.candidates:
             recipe = fitting_recipe(plan.assignment.get(component.name, FP16), component.shape)[0]
             size += recipe.grid.bytes(component.shape) - 2 * component.parameters
-            if recipe != Recipe(FP16):
-                size += _GRAPH_BYTES[recipe.grid.symmetric, recipe.grid.group_size is not None]
+            size += self.overhead(recipe.grid)
         return size
+
+    def overhead(self, fmt: Format) -> int:
+        return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
 
     def weight_file(self, place: Path) -> Path:
         return place / next(name for name in read_artifact(place).files if name.endswith(".bin"))
