@@ -23,6 +23,7 @@ import numpy as np
 from common import machine
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import PlanError
 from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
@@ -117,7 +118,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
 
             try:
                 ours = judged(aim.fitted(make, theirs.bytes))
-            except planning.BudgetError as error:
+            except PlanError as error:
                 print(
                     f"{name}, {target.name}, {rival.name}: no plan of ours is as small: {error}", flush=True
                 )

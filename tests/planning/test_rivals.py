@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kl_lens.planning import Contender, contest, paired_difference
+from kl_lens.planning import Contender, contest, interaction, paired_difference
 
 DIFFICULTY = np.array([0.5, 1.0, 1.5, 2.0])  # common to all plans, as in real text
 
@@ -64,3 +64,10 @@ def test_paired_difference() -> None:
     assert difference.better(1.0)
     assert not difference.better(3.0)
     assert not paired_difference(np.array([1.0]), np.array([2.0])).better(0.1)  # one window proves nothing
+
+
+def test_the_interaction_is_the_mean_factor_whatever_the_sizes() -> None:
+    assert interaction([(0.001, 0.0011), (0.1, 0.11)]) == pytest.approx(1.1)
+    assert interaction([(0.01, 0.02), (0.01, 0.005)]) == pytest.approx(1.0)
+    assert interaction([(0.0, 0.01), (0.01, 0.0)]) == 1.0  # nothing to learn from
+    assert interaction([]) == 1.0

@@ -137,7 +137,7 @@ def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     found = describe_target(target)
-    assert set(found.short_menu) < set(found.menu)
+    assert {Recipe.parse(r).format for r in found.short_menu} < set(found.formats)
     for name in found.menu:
         assert found.holds(Recipe.parse(name).grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None

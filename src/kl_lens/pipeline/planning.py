@@ -28,7 +28,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Measured, Plan, SensitivityTable
+from kl_lens.records import Component, Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
@@ -149,7 +149,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, aim, events)
         elif settings.verify:
-            plans = [verified(each, table, aim.halves[1], events) for each in plans]
+            factor = aim.interaction(table, plans) if aim.target else 1.0
+            plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
         run.note_command(["kl-lens", *command_of(settings)])
@@ -183,6 +184,14 @@ class Aim:
         first, second = held_out.first(middle), held_out.after(middle)
         return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
 
+    def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
+        """How much more whole plans lose than their parts: of these, and all that the deciding half has seen."""
+        meter, predictor = self.halves[0], planning.Predictor(table)
+        for plan in plans:
+            meter.measure(plan.assignment)
+        sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
+        return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
+
     @property
     def holding(self) -> dict[str, Any]:
         """What the target allows, as an argument of planners."""
@@ -200,7 +209,10 @@ class Aim:
                 reason = "the file would not become smaller"
             return reason or True
 
-        return {"allowed": allowed}
+        def overhead(component: Component, recipe: str) -> int:
+            return target.overhead(Recipe.parse(recipe).grid)
+
+        return {"allowed": allowed, "overhead": overhead}
 
     def sized(self, plan: Plan) -> Plan:
         """The plan as one for this target: with the size of its file."""
@@ -365,7 +377,8 @@ def _with_rivals(
     if not plans and not settings.verify:
         return rivals
     meter = aim.halves[1]
-    measured = [verified(each, table, meter, events) for each in (*plans, *rivals)]
+    factor = aim.interaction(table, plans)
+    measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
     if not plans:
         return measured
     ours, others = measured[len(plans) - 1], measured[len(plans) :]
@@ -440,18 +453,22 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
     return settings.metric or metric
 
 
-def verified(plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None) -> Plan:
-    """The plan with what it does as a whole on the meter's text."""
-    learnt = meter.model.weights.learnt_by(plan.assignment.values(), plan.statistics)
+def verified(
+    plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
+) -> Plan:
+    """The plan with what it does as a whole on the meter's text; predicted: its parts added up, times `factor`."""
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
     )
-    predicted = planning.Predictor(table).total(plan.assignment)
-    notes = dict(plan.notes)
-    if predicted is not None:
-        verification = planning.verify(predicted, result.kl)
-        notes["verification"] = verification.message
-        if verification.explained is False:
-            (events or Events()).warn(f"{plan.name}: {verification.message}")
-    return replace(plan, measured=measured, notes=notes, statistics=learnt)
+    parts = planning.Predictor(table).total(plan.assignment)
+    if parts is None:
+        return replace(plan, measured=measured)
+    predicted = Estimate(factor * parts.value, factor * parts.standard_error)
+    verification = planning.verify(predicted, result.kl)
+    if verification.explained is False:
+        (events or Events()).warn(f"{plan.name}: {verification.message}")
+    notes = plan.notes | {"verification": verification.message}
+    if factor != 1.0:
+        notes |= {"interaction": factor}
+    return replace(plan, measured=measured, notes=notes, predicted_kl=predicted.value)

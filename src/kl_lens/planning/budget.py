@@ -11,7 +11,7 @@ import numpy as np
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
-from kl_lens.planning.problem import Allowed, LatencyTable, Problem, Totals, build_problem
+from kl_lens.planning.problem import Allowed, LatencyTable, Overhead, Problem, Totals, build_problem
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.units import human_bytes, human_kl, human_seconds
 
@@ -57,6 +57,7 @@ def plan_for_budget(
     metric: str | None = None,
     allowed: Allowed | None = None,
     fixed_bytes: int = 0,
+    overhead: Overhead | None = None,
     name: str | None = None,
 ) -> BudgetSolution:
     """The plan that is best within the limits, proven by a mixed-integer solver.
@@ -81,6 +82,7 @@ def plan_for_budget(
         metric=metric or usual,
         allowed=allowed,
         fixed_bytes=fixed_bytes,
+        overhead=overhead,
     )
     limits = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
@@ -110,8 +112,11 @@ def plan_for_budget(
         Predictor(table, metric or usual),
         family="exact",
     )
-    plan = replace(plan, limits=limits, fixed_bytes=fixed_bytes)
-    assert plan.file_bytes == totals.bytes, "the plan's bytes must be those that the solver added up"
+    assert plan.bytes is not None
+    besides = totals.bytes - plan.bytes
+    grown = sum(overhead(c, plan.assignment[c.name]) for c in table.candidates) if overhead else 0
+    assert besides == fixed_bytes + grown, "the plan's bytes must be those that the solver added up"
+    plan = replace(plan, limits=limits, fixed_bytes=besides)
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)
 
 

@@ -21,6 +21,8 @@ from kl_lens.records import Component, SensitivityTable
 LatencyTable = Mapping[tuple[str, str], float]
 # Whether a target can hold a component in a recipe: True, or False, or why not.
 Allowed = Callable[[Component, str], bool | str]
+# Bytes that a component in a recipe adds to a target's files beyond its own, compared with FP16.
+Overhead = Callable[[Component, str], int]
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def build_problem(
     metric: str | None = None,
     allowed: Allowed | None = None,
     fixed_bytes: int = 0,
+    overhead: Overhead | None = None,
 ) -> Problem:
     """Groups and choices from a sensitivity table.
 
@@ -123,6 +126,7 @@ def build_problem(
         allowed: what the target can hold: a plan made for it never has a recipe of which this says no.
         fixed_bytes: what the target's file needs besides the weights as plans count them (header, tokenizer,
             vectors in float32); sizes and limits in bytes are then the file's.
+        overhead: what that grows by with each component's recipe.
     """
     metric = metric or prediction_metric(table)[0]
     require_sane(table, metric)
@@ -136,7 +140,10 @@ def build_problem(
     clusters = _clusters(free) if keep_fused else [(c,) for c in free]
     refused: dict[tuple[str, str], str] = {}
     groups = tuple(
-        Group(tuple(c.name for c in members), _choices(members, menu, predictor, latency, allowed, refused))
+        Group(
+            tuple(c.name for c in members),
+            _choices(members, menu, predictor, latency, allowed, refused, overhead),
+        )
         for members in clusters
     )
     return Problem(
@@ -190,6 +197,7 @@ def _choices(
     latency: LatencyTable | None,
     allowed: Allowed | None,
     refused: dict[tuple[str, str], str],
+    overhead: Overhead | None,
 ) -> tuple[Choice, ...]:
     choices: dict[str, Choice] = {}
     for wanted in (FP16, *menu):
@@ -205,7 +213,10 @@ def _choices(
             continue
         choices[recipe] = Choice(
             recipe=recipe,
-            bytes=sum(component_bytes(member, recipe) for member in members),
+            bytes=sum(
+                component_bytes(member, recipe) + (overhead(member, recipe) if overhead else 0)
+                for member in members
+            ),
             kl=math.fsum(values),
             seconds=math.fsum(_seconds(member, recipe, latency) for member in members) if latency else 0.0,
         )

@@ -67,7 +67,7 @@ def contest(
     rivals: Sequence[Contender],
     *,
     z: float = 2.0,
-    keeps: Callable[[Contender], bool] = lambda contender: True,
+    keeps: Callable[[Contender], bool] | None = None,
 ) -> Contest:
     """Who is to be recommended: ours, unless a rival of no more bytes is not measurably worse.
 
@@ -75,7 +75,7 @@ def contest(
         z: standard errors of the paired difference by which a winner must be better.
         keeps: whether a contender keeps the limit that was asked for; a rival that does not cannot win.
     """
-    best, open_ = ours, [rival for rival in rivals if keeps(rival)]
+    best, open_ = ours, [rival for rival in rivals if keeps is None or keeps(rival)]
     while challengers := [
         rival
         for rival in open_

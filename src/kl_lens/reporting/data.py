@@ -247,8 +247,14 @@ def _target_frontiers(
     run: Run, plans: tuple[PlanView, ...]
 ) -> dict[str | None, tuple[tuple[int, float], ...]]:
     """As each target computes, in bytes of its file as our own plan has them."""
-    besides = {p.target: p.plan.fixed_bytes for p in plans if p.target and p.family != "stock"}
-    return {target: _frontier(run.table(target=target), extra) for target, extra in besides.items()}
+    ours = {p.target: p.plan for p in plans if p.target and p.family != "stock"}
+    return {
+        target: tuple(
+            (size, kl * float(plan.notes.get("interaction", 1.0)))
+            for size, kl in _frontier(run.table(target=target), plan.fixed_bytes)
+        )
+        for target, plan in ours.items()
+    }
 
 
 def _frontier(table: SensitivityTable | None, fixed_bytes: int = 0) -> tuple[tuple[int, float], ...]:

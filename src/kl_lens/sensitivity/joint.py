@@ -69,6 +69,11 @@ class PlanMeter:
     def evaluations(self) -> int:
         return len(self._known)
 
+    @property
+    def known(self) -> list[tuple[dict[str, str], JointResult]]:
+        """The plans measured so far, with what they did."""
+        return [(dict(key), result) for key, result in self._known.items() if key]
+
     def measure(self, assignment: Mapping[str, str]) -> JointResult:
         key = tuple(sorted((name, fmt) for name, fmt in assignment.items() if fmt != _FP16))
         if key not in self._known:

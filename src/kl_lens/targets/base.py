@@ -122,7 +122,7 @@ class Target(ABC):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        """The same for a first look: fewer of them."""
+        """The same for a first look: fewer of them, and 8 bits to nearest, where learning hardly shows."""
         return self.menu
 
     def recipes(self, formats: Sequence[str]) -> tuple[str, ...]:
@@ -164,6 +164,10 @@ class Target(ABC):
         """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
+
+    def overhead(self, fmt: Format) -> int:
+        """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""
+        return 0
 
     def uniform_plan(self, folder: Path, format_name: str) -> Plan:
         """One format for everything in a checkpoint that is not opened; only where the target streams."""

@@ -189,8 +189,13 @@ def _protocol(plans: list[PlanView]) -> str:
     return (
         f"Measured KL and perplexity of whole plans in PyTorch{whose}, on {'; '.join(texts)} that decided nothing; "
         "± is one standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of "
-        "what each component does alone."
+        f"what each component does alone{_learnt(plans)}."
     )
+
+
+def _learnt(plans: list[PlanView]) -> str:
+    factor = next((p.plan.notes["interaction"] for p in plans if "interaction" in p.plan.notes), None)
+    return "" if factor is None else f", times {factor:.3f} as learnt from plans on other text"
 
 
 def _beside(view: RunView, plan: PlanView) -> list[PlanView]:

@@ -50,7 +50,7 @@ class GGUFTarget(Target):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        return self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0"))
+        return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), "q8_0")
 
     @property
     def translations(self) -> Mapping[str, str]:

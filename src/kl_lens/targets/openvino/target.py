@@ -72,7 +72,7 @@ class OpenVINOTarget(Target):
 
     @property
     def short_menu(self) -> tuple[str, ...]:
-        return self.recipes(("int4-g128", "int4-g32", "int8"))
+        return (*self.recipes(("int4-g128", "int4-g32")), "int8")
 
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.openvino.capture import FAMILIES
@@ -112,7 +112,6 @@ class OpenVINOTarget(Target):
         return size
 
     def overhead(self, fmt: Format) -> int:
-        """What a quantized matrix adds to the graph's file, at most."""
         return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
 
     def weight_file(self, place: Path) -> Path:
