@@ -457,13 +457,14 @@ def verified(
     plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
 ) -> Plan:
     """The plan with what it does as a whole on the meter's text; predicted: its parts added up, times `factor`."""
+    learnt = meter.model.weights.learnt_by(plan.assignment.values(), plan.statistics)
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
     )
     parts = planning.Predictor(table).total(plan.assignment)
     if parts is None:
-        return replace(plan, measured=measured)
+        return replace(plan, measured=measured, statistics=learnt)
     predicted = Estimate(factor * parts.value, factor * parts.standard_error)
     verification = planning.verify(predicted, result.kl)
     if verification.explained is False:
@@ -471,4 +472,4 @@ def verified(
     notes = plan.notes | {"verification": verification.message}
     if factor != 1.0:
         notes |= {"interaction": factor}
-    return replace(plan, measured=measured, notes=notes, predicted_kl=predicted.value)
+    return replace(plan, measured=measured, notes=notes, predicted_kl=predicted.value, statistics=learnt)

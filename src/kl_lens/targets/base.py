@@ -156,10 +156,6 @@ class Target(ABC):
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files alone, to a folder that is empty."""
 
-    def overhead(self, fmt: Format) -> int:
-        """Bytes that a weight in this format takes in the artifact besides those of the format itself."""
-        return 0
-
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
