@@ -66,7 +66,7 @@ class Verification:
 def interaction(pairs: Iterable[tuple[float, float]]) -> float:
     """By what factor whole plans lose more than their parts added up: the geometric mean of measured over predicted.
 
-    One factor is all that shows: along the frontier it hardly changes over forty times the loss (docs/method.md).
+    Along the frontier it varies by a few percent; what one factor leaves of the error is in docs/method.md.
     """
     logs = [math.log(measured / predicted) for predicted, measured in pairs if predicted > 0 < measured]
     return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
