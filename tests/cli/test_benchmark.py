@@ -86,14 +86,18 @@ def test_layers_give_a_table_that_planning_uses(used: Path, capsys: pytest.Captu
         assert set(latency[component.name]) == {"fp16", "int8", "int4"}
         assert all(seconds > 0 for seconds in latency[component.name].values())
     assert {check["subject"] for check in protocol["checks"]} == {"openvino/small", "openvino/uniform_fp16"}
-    fastest = sum(min(row.values()) for row in latency.values())
-    slowest = sum(row["fp16"] for row in latency.values())
     plan = ["plan", "--run", str(used), "--profile", "openvino-CPU", "--name", "quick", "--json"]
-    capsys.readouterr()
-    assert main([*plan, "--max-latency", f"{1e6 * (fastest + slowest) / 2:.3f}us"]) == 0
-    (made,) = json.loads(capsys.readouterr().out)
-    taken = sum(row[made["assignment"].get(name, "fp16")] for name, row in latency.items())
-    assert taken <= (fastest + slowest) / 2 + 1e-9
+
+    def seconds(*limits: str) -> float:
+        capsys.readouterr()
+        assert main([*plan, *limits]) == 0
+        (made,) = json.loads(capsys.readouterr().out)
+        return sum(row[made["assignment"].get(name, "fp16")] for name, row in latency.items())
+
+    # What is fastest depends on the day: only components that share weights must also share a format.
+    fastest = seconds("--minimise", "latency", "--max-bpw", "16")
+    assert fastest <= sum(row["fp16"] for row in latency.values()) * (1 + 1e-9)
+    assert seconds("--max-latency", f"{1.01e6 * fastest:.3f}us") <= 1.011 * fastest
     assert main([*plan, "--max-latency", f"{1e6 * fastest / 2:.3f}us"]) == 2  # nothing can be that fast
 
 
