@@ -316,3 +316,17 @@ def test_results_are_on_the_grid_for_weights_of_any_size(seed: int, recipe: str,
     moments = _moments(64, 80, seed)
     losses = [row_losses(weight, parsed.grid, q, moments).numpy() for q in (stored, nearest)]
     assert np.all(losses[0] <= losses[1] * (1 + 1e-4) + 1e-30)
+
+
+def test_of_an_embedding_that_is_the_head_too_look_ups_count() -> None:
+    """There all columns count alike, so its plain error is smaller than that of a head alone."""
+    weight, moments = _weight(), _moments()
+    parsed = Recipe.parse("int4-g32+gptq")
+    alone, both = (
+        parsed.grid.dequantize(
+            parsed.quantizer.quantize(weight, parsed.grid, "head", InputStatistics(moments, (600,), looked_up))
+        )
+        for looked_up in (False, True)
+    )
+    assert (weight - both).square().mean() < 0.9 * (weight - alone).square().mean()
+    assert _loss(weight, alone, moments).sum() < _loss(weight, both, moments).sum()

@@ -123,7 +123,9 @@ class _Gathering:
                 columns, tokens = moments.columns, sum(moments.tokens)
                 self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
                 continue
-            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
+            anatomy = self._model.anatomy
+            looked_up = component.name == anatomy.embedding == anatomy.head
+            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens), looked_up)
             if few := [
                 str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
             ]:

@@ -26,7 +26,7 @@ from kl_lens.writing import write_text
 
 FOLDER = "statistics"
 # Say here what changed when the same text begins to give other statistics.
-VERSION = 1
+VERSION = 2  # 2: says which weights are looked up as well as multiplied with
 _INDEX = "statistics.json"
 
 LOOKED_UP = "looked up, never multiplied with: all columns count alike"
@@ -123,7 +123,7 @@ class StoredStatistics:
             raise FormatError(
                 f"{self.folder / entry['file']} is damaged; delete it and gather again"
             ) from error
-        return InputStatistics(_unpacked(packed, entry["columns"]), tokens)
+        return InputStatistics(_unpacked(packed, entry["columns"]), tokens, entry["looked_up"])
 
     def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
         """Writes finished components to a file of their own and then into the index."""
@@ -136,7 +136,7 @@ class StoredStatistics:
                 tensors[name] = packed
             self._components[name] = {
                 "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
-                "tokens": list(statistics.tokens), "note": notes.get(name),
+                "tokens": list(statistics.tokens), "note": notes.get(name), "looked_up": statistics.looked_up,
             }  # fmt: skip
         if tensors:
             self._write(file, tensors)

@@ -18,6 +18,7 @@ class InputStatistics:
 
     second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
     tokens: tuple[int, ...]  # how many inputs that rests on; one number, or one for each expert
+    looked_up: bool = False  # its rows are also taken as they are: a head that is the embedding too
 
     @property
     def importance(self) -> torch.Tensor:

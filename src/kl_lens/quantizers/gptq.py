@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kl_lens.formats import Format, Quantized
 from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.quantizers.base import InputStatistics
 from kl_lens.quantizers.importance import column_importance
 from kl_lens.quantizers.learnt import LearningQuantizer
 from kl_lens.quantizers.registry import register
@@ -28,6 +29,9 @@ BLOCKS = (
 # On reference:mamba, 16 windows of WikiText-2 valid: 0.01 is 2 % worse in KL at Q4_K, and not to be told apart at int4.
 DAMPING = 0.1
 ROUNDS = 3  # of coordinate descent
+# Of the mean square of the head's inputs. On reference:mamba, 16 windows of WikiText-2 valid, the embedding alone at int4,
+# int4-g32: 0 gives a KL of .0355, .0226; 0.3 .0338, .0207; 1 .0331, .0205; 3 .0335, .0211.
+LOOKED_UP = 1.0
 
 
 class ErrorFeedback(LearningQuantizer):
@@ -39,6 +43,14 @@ class ErrorFeedback(LearningQuantizer):
         if isinstance(fmt, GGUFFormat):
             return f"the levels of {fmt.name} are not free of each other; use imatrix"
         return f"{fmt.name} has no levels to choose from"
+
+    def _moments(self, statistics: InputStatistics) -> torch.Tensor:
+        """Of an embedding that is the head too, look-ups count as much as products, and there all columns alike."""
+        moments = statistics.second_moments
+        if not statistics.looked_up:
+            return moments
+        identity = moments.diagonal().mean() * LOOKED_UP
+        return moments + identity.expand(len(moments)).diag()
 
     def _rounding(self, fmt: Format, moments: torch.Tensor) -> Callable[[torch.Tensor], Quantized]:
         from kl_lens.quantizers.choosing import best_rows
