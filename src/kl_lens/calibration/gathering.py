@@ -47,7 +47,7 @@ def gather(
     stored = StoredStatistics.begun(run, model, windows)
     missing = [c for c in model.anatomy.candidates if c.name not in stored]
     if missing:
-        with _experts_one_by_one(model.model):
+        with experts_one_by_one(model.model):
             _Gathering(model, windows, stored, missing).run(progress)
     return stored
 
@@ -61,8 +61,7 @@ class _Gathering:
         self._stored = stored
         self._missing = missing
         self._tokens = windows.tokens
-        size = max(1, _TOKENS_AT_ONCE // windows.length)
-        self._batches = [windows.ids[first : first + size] for first in range(0, len(windows), size)]
+        self._batches = in_batches(windows)
         self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
         self._moments: dict[str, Moments] = {}
 
@@ -123,9 +122,7 @@ class _Gathering:
                 columns, tokens = moments.columns, sum(moments.tokens)
                 self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
                 continue
-            anatomy = self._model.anatomy
-            looked_up = component.name == anatomy.embedding == anatomy.head
-            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens), looked_up)
+            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
             if few := [
                 str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
             ]:
@@ -154,6 +151,11 @@ class _Gathering:
         return f"in windows {first} to {first + count - 1}"
 
 
+def in_batches(windows: Windows) -> list[torch.Tensor]:
+    size = max(1, _TOKENS_AT_ONCE // windows.length)
+    return [windows.ids[first : first + size] for first in range(0, len(windows), size)]
+
+
 def _means(moments: Moments) -> torch.Tensor:
     """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
@@ -164,7 +166,7 @@ def _means(moments: Moments) -> torch.Tensor:
 
 
 @contextmanager
-def _experts_one_by_one(model: Any) -> Iterator[None]:
+def experts_one_by_one(model: Any) -> Iterator[None]:
     """Within the block transformers multiplies with each expert's slice: its faster ways gather copies of them."""
     before = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):

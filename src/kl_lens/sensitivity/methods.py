@@ -38,7 +38,8 @@ def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[str], 
 
 def all_methods(formats: Sequence[str]) -> list[str]:
     """Every format by every method there is, round to nearest first."""
-    return crossed(formats, known_quantizers())[0]
+    alone = [name for name in known_quantizers() if not get_quantizer(name).of_a_plan]
+    return crossed(formats, alone)[0]
 
 
 @dataclass(frozen=True)
