@@ -4,10 +4,10 @@
     python benchmarks/quantizers.py --out FILE.jsonl --table
 
 `methods`: every 4-bit grid of OpenVINO and every K-quant, the whole model on it (of a GGUF file the head in Q6_K, as
-llama.cpp has it), by `rtn`, `search` or `imatrix`, and `gptq`. `nncf`: NNCF's own data-free, AWQ + scale estimation and
-GPTQ on the same graph and text, embedding and head at 8 bits as it leaves them; ours with the same grids beside it.
-`calibration`: what 3, 6 and 32 windows of WikiText-2 train, and C4 and novels (`--texts FOLDER`) leave of the gain.
-`time`: seconds for one layer, ours and NNCF's, on the same inputs.
+llama.cpp has it), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
+estimation and GPTQ on the same graph and text, embedding and head at 8 bits as it leaves them; ours with the same grids
+beside it. `calibration`: what 3, 6 and 32 windows of WikiText-2 train, and C4 and novels (`--texts FOLDER`) leave of
+the gain. `time`: seconds for one layer, ours and NNCF's, on the same inputs.
 
 Methods learn from WikiText-2 train, files are judged on WikiText-2 test: KL from the original, mean over windows. Every
 row is appended to the results as it is done; what is there is not done again. `reference:mamba+stressed` is a
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from common import machine
-from kl_lens.calibration import gather
+from kl_lens.calibration import gather, gather_in_order
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.texts import EvaluationText
@@ -62,7 +62,7 @@ GRIDS = {
 }  # fmt: skip
 BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is set beside
 AIM = {"openvino": (0.75, 0.6), "gguf": (0.85, 0.75)}  # at most, and the median
-METHODS = {"openvino": ("rtn", "search", "gptq"), "gguf": ("rtn", "imatrix", "gptq")}
+METHODS = {"openvino": ("rtn", "search", "gptq", "ordered"), "gguf": ("rtn", "imatrix", "gptq", "ordered")}
 BESIDE_NNCF = ("int4", "int4-g128", "int4-g64", "uint4-g128", "uint4-g64")
 RESTRICTED = {"openvino": "int4-g64", "gguf": "q4_k"}
 WIKITEXT, FULL = "wikitext2:train", 32
@@ -132,7 +132,7 @@ def part_tasks(part: str, name: str, target: str, arguments: argparse.Namespace)
             ("c4", windows),
             ("novels", windows),
         ]:
-            yield from (Task(part, name, target, grid, method, text, count) for method in methods[1:])
+            yield from (Task(part, name, target, grid, method, text, count) for method in methods[1:3])
     elif part == "time" and target == "openvino":
         for layer in timed_layers(name):
             for grid in TIMED:
@@ -176,12 +176,16 @@ def drawn(task: Task, model: LoadedModel, judging: Judging) -> Windows:
     return draw_windows(source, model.require_tokenizer(), windows=task.windows, length=LENGTH, seed=43)
 
 
-def learn(task: Task, model: LoadedModel, judging: Judging) -> None:
-    """Statistics are gathered once for all processes."""
+def learn(task: Task, model: LoadedModel, judging: Judging, assignment: dict[str, str]) -> None:
+    """Statistics are gathered once for all processes; those of a plan in order are its own."""
     slug = re.sub(r"\W+", "-", f"{task.model} {task.text} {task.windows}")
-    folder = judging.cache / "statistics" / slug
+    folder, windows = judging.cache / "statistics" / slug, drawn(task, model, judging)
     with locked(folder):
-        model.weights.learn_from(gather(model, drawn(task, model, judging), folder))
+        plain = gather(model, windows, folder)
+    model.weights.learn_from(plain)
+    if Recipe(task.grid, task.method).quantizer.of_a_plan:
+        own = judging.cache / "in-order" / f"{slug}-{task.part}-{task.grid}"
+        gather_in_order(model, windows, own, plain, assignment)
 
 
 @contextmanager
@@ -211,9 +215,10 @@ def judged(task: Task, judging: Judging) -> Judged:
     one, target = opened(task.model, judging), get_target(task.target)
     ours = task.method not in NNCF_METHODS
     method = task.method if ours else "rtn"
+    assignment = mixture(task, one.model, method)
     if Recipe(task.grid, method).quantizer.learns:
-        learn(task, one.model, judging)
-    plan = Plan("uniform", mixture(task, one.model, method), "uniform")
+        learn(task, one.model, judging, assignment)
+    plan = Plan("uniform", assignment, "uniform")
     settings = RuntimeSettings(threads=judging.threads)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "file"
@@ -363,29 +368,31 @@ def heading(*names: str) -> None:
 def print_methods(target: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    methods, base = METHODS[target], BASE[target]
-    heading("model", "grid", "MB", *(f"`{m}`" for m in methods), f"gptq / {base}", "aim")
-    ratios, (most, middle) = [], AIM[target]
+    methods, base, (most, middle) = METHODS[target], BASE[target], AIM[target]
+    learnt = ("gptq", "ordered")
+    heading("model", "grid", "MB", *(f"`{m}`" for m in methods), *(f"{m} / {base}" for m in learnt))
+    ratios: dict[str, list[float]] = {method: [] for method in learnt}
     for (model, grid), of in grouped(rows, "model", "grid").items():
-        ratio = mean(of.get("gptq")) / mean(of.get(base))
-        ratios += [] if np.isnan(ratio) else [ratio]
         size = next(iter(of.values()))["bytes"] / 1e6
-        print(
-            f"| {short(model)} | {grid} | {size:.3f} | {' | '.join(cell(of.get(m)) for m in methods)} | {ratio:.2f} "
-            f"| {'met' if ratio <= most else 'missed'} |"
-        )
-    if ratios:
-        met = sum(ratio <= most for ratio in ratios)
-        print(
-            f"\n{target}: gptq / {base}: median {statistics.median(ratios):.3f} (aim {middle}), {min(ratios):.2f} to "
-            f"{max(ratios):.2f}; at most {most} in {met} of {len(ratios)}."
-        )
+        cells = [cell(of.get(m)) for m in methods]
+        for method in learnt:
+            ratio = mean(of.get(method)) / mean(of.get(base))
+            cells.append("" if np.isnan(ratio) else f"{ratio:.2f}")
+            ratios[method] += [] if np.isnan(ratio) else [ratio]
+        print(f"| {short(model)} | {grid} | {size:.3f} | {' | '.join(cells)} |")
+    for method, found in ratios.items():
+        if found:
+            met = sum(ratio <= most for ratio in found)
+            print(
+                f"\n{target}: {method} / {base}: median {statistics.median(found):.3f} (aim {middle}), "
+                f"{min(found):.2f} to {max(found):.2f}; at most {most} (the aim) in {met} of {len(found)}."
+            )
 
 
 def print_nncf(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    methods = ("rtn", "search", "gptq", *NNCF_METHODS)
+    methods = (*METHODS["openvino"], *NNCF_METHODS)
     heading("model", "grid", "MB", "NNCF's MB", *methods, "gptq / NNCF's best")
     ratios = []
     for (model, grid), of in grouped(rows, "model", "grid").items():

@@ -459,7 +459,16 @@ def test_a_plan_is_put_in_order_and_kept_only_where_held_out_text_says_so(
     assert (run / "in-order").is_dir() is helps
     assert (run / "plans/small.in-order.json").is_file() is helps
     if helps:
-        export = ["export", "--run", str(run), "--plan", "small.in-order", "--target", "openvino"]
+        export = [
+            "export",
+            "--run",
+            str(run),
+            "--plan",
+            "small.in-order",
+            "--target",
+            "openvino",
+            "--fallback",
+        ]
         assert main(export) == 0
         shipped = read_artifact(run / "artifacts/openvino/small.in-order")
         written = json.loads((run / "plans/small.in-order.json").read_text())
