@@ -8,6 +8,10 @@ from collections.abc import Callable
 import torch
 import transformers
 
+from kl_lens import models
+from kl_lens.models.hymba import HymbaConfig
+
+models.register()
 VOCABULARY = 97
 
 _MAMBA2 = {
@@ -201,6 +205,14 @@ def _zamba() -> transformers.PretrainedConfig:
     )  # fmt: skip
 
 
+def _hymba() -> transformers.PretrainedConfig:
+    """Meta tokens, a window shorter than the text, keys and values that neighbours share; not transformers' own."""
+    return HymbaConfig(
+        **_COMMON, **_ATTENTION, num_hidden_layers=5, global_attn_idx=[0, 4], kv_reuse_group=[[1, 2, 3]],
+        sliding_window=6, num_memory_tokens=3, mamba_d_state=8, mamba_dt_rank=5,
+    )  # fmt: skip
+
+
 def _rwkv() -> transformers.PretrainedConfig:
     """Halves its hidden states after every second block, unless it is told not to."""
     return transformers.RwkvConfig(**_COMMON, num_hidden_layers=4, rescale_every=2)
@@ -214,6 +226,7 @@ UNUSUAL: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "recurrent_gemma": _recurrent_gemma,
     "zamba": _zamba,
     "rwkv": _rwkv,
+    "hymba": _hymba,
 }
 
 
@@ -224,9 +237,9 @@ def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and not name.endswith("A_log"):
+            if parameter.dim() >= 2 and "A_log" not in name:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            elif "norm" in name or name.endswith(".D"):
+            elif "norm" in name or name.endswith((".D", ".D.0")):
                 parameter.uniform_(0.7, 1.3)
             elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)

@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
@@ -231,6 +232,7 @@ def _download(repo: str, revision: str | None) -> Path:
 def _load_transformers(
     folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool
 ) -> torch.nn.Module:
+    models.register()
     kind = config.get("model_type")
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(

@@ -27,6 +27,7 @@ FAMILIES = [
     "bamba",
     "nemotron_h",
     "granitemoehybrid",
+    "hymba",
 ]
 TOKENS = 90  # more than one chunk of the matrix form
 # Measured: 1.5e-6 (mamba) to 3.5e-5 (zamba2) of the logit range. The promise is 1e-3.

@@ -34,6 +34,7 @@ FAMILIES = (
     "bamba",
     "nemotron_h",
     "granitemoehybrid",
+    "hymba",
 )
 _SCANS = {"mamba_selective_scan", "mamba2_chunk_scan"}
 SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
@@ -138,6 +139,7 @@ class GraphForward(nn.Module):
         self.stateful = stateful
         self.with_head = with_head
         self.probing = False
+        self.prefix = 0  # positions that the model itself puts before the first token
         self._results: dict[str, torch.Tensor] = {}
         self._time: Any = 0
 
@@ -255,7 +257,7 @@ class GraphForward(nn.Module):
 
     def _result_of(self, site: ScanSite) -> torch.Tensor:
         if self.probing:
-            return torch.zeros(int(self._time), *(int(n) for n in site.result_shape))
+            return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
         return self._results[site.name]
 
 
@@ -303,6 +305,8 @@ def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[G
             with torch.no_grad():
                 graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
             graph.probing = False
+            if sites:
+                graph.prefix = sites[0].arguments[0].shape[0] - SAMPLE_TOKENS
             yield graph
     finally:
         if change_attention:
@@ -342,7 +346,7 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:
     """Inputs of the right shapes for tracing, with a past of a few tokens so that no axis looks empty."""
-    past = 3
+    past = graph.prefix + 3
     inputs = [torch.ones(1, tokens, dtype=torch.long)]
     if graph.stateful:
         for channels, kernel in graph.shapes.convolutions.values():
@@ -350,5 +354,6 @@ def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]
         for heads, key, value in graph.shapes.attention.values():
             inputs.append(torch.zeros(1, heads, past, key))
             inputs.append(torch.zeros(1, heads, past, value))
-    inputs.extend(torch.zeros(tokens, *site.result_shape) for site in graph.sites)
+    positions = tokens if graph.stateful else tokens + graph.prefix
+    inputs.extend(torch.zeros(positions, *site.result_shape) for site in graph.sites)
     return tuple(inputs)

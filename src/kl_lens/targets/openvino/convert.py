@@ -32,7 +32,6 @@ from kl_lens.targets.openvino.session import (
 IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
 UNPLANNED = ("fp16", "fp32")
 ACTIBA_TOKENS = 128
-_NONE = torch.empty(0, 0)
 
 
 def export(
@@ -73,7 +72,7 @@ def export(
         raise TargetError("a graph without its head makes sense only with --static-tokens N")
     if unplanned not in UNPLANNED:
         raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
-    chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
+    chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)

@@ -154,7 +154,8 @@ def _set_shapes(
     for parameter, shape in zip(states, shapes, strict=False):
         parameter.set_partial_shape(ov.PartialShape(shape))
     for parameter, site in zip(results, graph.sites, strict=True):
-        parameter.set_partial_shape(ov.PartialShape([time, *site.result_shape]))
+        positions = time + graph.prefix if static else -1
+        parameter.set_partial_shape(ov.PartialShape([positions, *site.result_shape]))
 
 
 def _variable(name: str, shape: ov.PartialShape) -> tuple[Any, Any]:
