@@ -15,6 +15,11 @@ ARCHITECTURES = {
         "`FalconH1ForCausalLM`: 6 blocks, each with attention (4 heads, 2 key/value heads) and "
         "Mamba-2 (8 heads of 32, state 32) side by side, then a gated feed-forward of 512"
     ),
+    "hymba": (
+        "`HymbaForCausalLM` (KL Lens's own): 8 blocks of attention (4 heads, 2 key/value heads) and Mamba-1 (state 16, "
+        "time-step rank 8) side by side, then a gated feed-forward of 192; 32 meta tokens; blocks 0, 4 and 7 attend to "
+        "everything, the others to 256 positions and the meta tokens; 1 to 3 share keys and values, and 5 and 6"
+    ),
 }
 
 
@@ -60,7 +65,7 @@ tags: [{name}, state-space-model, kl-lens, reference]
 A small language model trained from scratch so that the whole of KL Lens can be tried, tested and
 demonstrated offline. It writes English-looking text and knows next to nothing; do not use it for answers.
 
-- {ARCHITECTURES[name]}; hidden size 256.
+- {ARCHITECTURES[name]}; hidden size {128 if name == "hymba" else 256}.
 - {report["parameters"]:,} parameters, embedding and head tied, stored in FP16.
 - Byte-level BPE of 4,096 tokens trained on the training text below; `<|endoftext|>` is token 0.
 

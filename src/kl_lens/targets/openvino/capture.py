@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from torch.nn import functional
 from kl_lens.checkpoints.patching import patched, with_globals
 from kl_lens.errors import TargetError
 
-# Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens.
+# Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens. Any other that
+# can be traced is exported, too, once its graph has been proven on the model itself (`graph.py`).
 FAMILIES = (
     "mamba",
     "falcon_mamba",
@@ -36,7 +38,14 @@ FAMILIES = (
     "granitemoehybrid",
     "hymba",
 )
-_SCANS = {"mamba_selective_scan", "mamba2_chunk_scan"}
+# What mixers of transformers call for their scans → the scan of ours that it is cut out for.
+_SCANS = {
+    "mamba_selective_scan": "selective",
+    "mamba2_chunk_scan": "chunked",
+    "torch_chunk_gated_delta_rule": "delta",
+    "chunk_kimi_delta_attention": "delta",
+}
+_NO_STATE = torch.zeros(1)  # for callers that hand the last state to the cache, which does not want it
 SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
 
 
@@ -44,9 +53,8 @@ SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for seve
 class ScanSite:
     """One scan that was cut out: what enters it, and the shape of what it has to return."""
 
-    name: str  # of the mixer
-    kind: str  # selective (Mamba-1) or chunked (Mamba-2)
-    layer: int
+    name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
+    kind: str  # selective (Mamba-1), chunked (Mamba-2, lightning attention) or delta (gated delta rule)
     state_shape: tuple[int, ...]
     arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
     result_shape: tuple[int, ...] = ()  # without time, which comes first
@@ -56,7 +64,7 @@ class ScanSite:
 class StateShapes:
     """What a model carries from call to call, apart from the states of its scans; found by one forward."""
 
-    convolutions: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer → (channels, kernel)
+    convolutions: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → (channels, kernel)
     attention: dict[int, tuple[int, int, int]] = field(
         default_factory=dict
     )  # layer → (heads, key, value width)
@@ -88,15 +96,16 @@ class GraphCache:
         return False
 
     def update_conv_state(
-        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int = 4, **_: Any
+        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """(1, channels, time) → with the kernel's width − 1 columns before it."""
         past = conv_kernel_size - 1
-        self.shapes.convolutions[layer_idx] = (new.shape[1], conv_kernel_size)
+        name = f"convolution.{layer_idx}" + (f".{state_idx}" if state_idx else "")
+        self.shapes.convolutions[name] = (new.shape[1], conv_kernel_size)
         if self.states is None:
             return functional.pad(new, (past, 0))
-        joined = torch.cat([self.states[f"convolution.{layer_idx}"], new], dim=-1)
-        self.updated[f"convolution.{layer_idx}"] = joined[:, :, -past:]
+        joined = torch.cat([self.states[name], new], dim=-1)
+        self.updated[name] = joined[:, :, -past:]
         return joined
 
     def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
@@ -141,14 +150,14 @@ class GraphForward(nn.Module):
         self.probing = False
         self.prefix = 0  # positions that the model itself puts before the first token
         self._results: dict[str, torch.Tensor] = {}
+        self._calls: Counter[int] = Counter()  # scans of each layer so far in this forward
         self._time: Any = 0
 
     @property
     def state_names(self) -> list[str]:
         if not self.stateful:
             return []
-        names = [f"convolution.{layer}" for layer in self.shapes.convolutions]
-        return names + [f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")]
+        return list(self.shapes.convolutions) + [f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")]
 
     def forward(self, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = self.state_names
@@ -157,6 +166,7 @@ class GraphForward(nn.Module):
             zip((s.name for s in self.sites), tensors[len(names) :], strict=not self.probing)
         )
         self._time = ids.shape[1]
+        self._calls.clear()
         cache = GraphCache(states if self.stateful and not self.probing else None, self.shapes)
         output = self._run_model(ids, cache)
         new_states = [cache.updated[name] for name in names] if not self.probing else []
@@ -172,24 +182,37 @@ class GraphForward(nn.Module):
         else:
             past = cache.get_seq_length()
             positions = torch.arange(self._time, device=ids.device) + past
-            keys = torch.arange(self._time + past, device=ids.device)
-            future = keys[None, :] > positions[:, None]
             arguments["past_key_values"] = cache
             arguments["position_ids"] = positions[None]
-            mask = torch.zeros(1).masked_fill(future[None, None], float("-inf"))
-            arguments["attention_mask"] = {
-                "full_attention": mask,
-                "attention": mask,
-                "linear_attention": None,
-                "mamba": None,
-            }
+            arguments["attention_mask"] = self._masks(positions, torch.arange(self._time + past))
         if self.with_head:
             return self.model(**arguments).logits
         return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
 
+    def _masks(self, positions: torch.Tensor, keys: torch.Tensor) -> Any:
+        """By kind of layer, for models that take them so; else the one that all layers share."""
+        distance = positions[:, None] - keys[None, :]
+        full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
+        window = getattr(self.model.config, "sliding_window", None)
+        near = full if not window else full.masked_fill((distance >= window)[None, None], float("-inf"))
+        forward = inspect.unwrap(type(self.model.base_model).forward)
+        if "dict" not in forward.__code__.co_names:
+            return near
+        recurrent = dict.fromkeys(("linear_attention", "mamba", "conv"))
+        return {"full_attention": full, "attention": full, "sliding_attention": near, **recurrent}
+
     # -- what replaces the library's functions, one set for each mixer -------------------------------------
 
-    def selective(self, site: ScanSite) -> Callable[..., Any]:
+    def _site(self, layer: int, kind: str) -> ScanSite:
+        """That of this call: a mixer may scan several times, head by head."""
+        number = self._calls[layer]
+        self._calls[layer] += 1
+        name = f"{layer}.{number}" if number else str(layer)
+        if self.probing and all(site.name != name for site in self.sites):
+            self.sites.append(ScanSite(name, kind, ()))
+        return next(site for site in self.sites if site.name == name)
+
+    def selective(self, layer: int) -> Callable[..., Any]:
         def scan(
             hidden_states: torch.Tensor,  # (1, channels, time)
             dt: torch.Tensor,
@@ -203,6 +226,7 @@ class GraphForward(nn.Module):
             return_last_state: bool = False,
             **_: Any,
         ) -> Any:
+            site = self._site(layer, "selective")
             # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
             x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
             if delta_bias is not None:
@@ -218,11 +242,11 @@ class GraphForward(nn.Module):
             if z is not None:
                 y = y * functional.silu(z.transpose(1, 2))
             y = y.transpose(1, 2)
-            return (y, None) if return_last_state else y
+            return (y, _NO_STATE) if return_last_state else y
 
         return scan
 
-    def chunked(self, site: ScanSite) -> Callable[..., Any]:
+    def chunked(self, layer: int) -> Callable[..., Any]:
         def scan(
             hidden_states: torch.Tensor,  # (1, time, heads, width)
             dt: torch.Tensor,  # (1, time, heads)
@@ -238,6 +262,7 @@ class GraphForward(nn.Module):
             return_final_states: bool = False,
             **_: Any,
         ) -> Any:
+            site = self._site(layer, "chunked")
             if dt_bias is not None:
                 dt = dt + dt_bias
             if dt_softplus:
@@ -251,7 +276,28 @@ class GraphForward(nn.Module):
             y = self._result_of(site)[None]
             if D is not None:
                 y = y + hidden_states * D[..., None]
-            return (y, None) if return_final_states else y
+            return (y, _NO_STATE) if return_final_states else y
+
+        return scan
+
+    def delta(self, layer: int) -> Callable[..., Any]:
+        def scan(
+            query: torch.Tensor,  # (1, time, heads, key width)
+            key: torch.Tensor,
+            value: torch.Tensor,  # (1, time, heads, value width)
+            g: torch.Tensor,  # (1, time, heads), or with the key's width behind: logarithm of the decay
+            beta: torch.Tensor,  # (1, time, heads)
+            use_qk_l2norm_in_kernel: bool = False,
+            **_: Any,
+        ) -> Any:
+            site = self._site(layer, "delta")
+            if use_qk_l2norm_in_kernel:
+                query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+            query = query * query.shape[-1] ** -0.5
+            site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
+            site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
+            site.result_shape = (int(value.shape[2]), int(value.shape[3]))
+            return self._result_of(site)[None], _NO_STATE
 
         return scan
 
@@ -327,21 +373,21 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
         if odd or not hasattr(module, "has_gate"):
             raise TargetError(f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported")
         return _dense_experts
-    if not hasattr(module, "A_log"):
-        return None
     plain = inspect.unwrap(type(module).forward)
-    called = set(plain.__code__.co_names) & _SCANS & set(plain.__globals__)
-    if len(called) != 1 or "causal_conv1d_fn" not in plain.__code__.co_names:
+    called = set(plain.__code__.co_names)
+    scans = [function for function in _SCANS if function in called & set(plain.__globals__)]
+    if hasattr(module, "A_log") and hasattr(module, "conv1d") and len(scans) != 1:
         raise TargetError(
             f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "
             "install that version to export this model to OpenVINO"
         )
-    function = called.pop()
-    kind = "selective" if function == "mamba_selective_scan" else "chunked"
-    site = ScanSite(name=name, kind=kind, layer=int(module.layer_idx), state_shape=())  # type: ignore[arg-type]
-    graph.sites.append(site)
-    scan = graph.selective(site) if kind == "selective" else graph.chunked(site)
-    return with_globals(plain, {function: scan, "causal_conv1d_fn": _convolution})
+    ours: dict[str, Callable[..., Any]] = {
+        function: getattr(graph, _SCANS[function])(int(module.layer_idx))  # type: ignore[arg-type]
+        for function in scans
+    }
+    if "causal_conv1d_fn" in called:
+        ours["causal_conv1d_fn"] = _convolution
+    return with_globals(plain, ours) if ours else None
 
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:

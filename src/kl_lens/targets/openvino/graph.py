@@ -6,9 +6,11 @@ import contextlib
 import io
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +21,8 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.targets.openvino import scans
+from kl_lens.errors import TargetError, UnsupportedError, one_line
+from kl_lens.targets.openvino import rewrites, scans, session
 from kl_lens.targets.openvino.capture import (
     FAMILIES,
     SAMPLE_TOKENS,
@@ -32,6 +34,8 @@ from kl_lens.targets.openvino.capture import (
 from kl_lens.weights import state_of
 
 SCAN_ARGUMENTS = 5  # x, Δ, A, B, C
+PROOF_TOKENS, PROOF_PARTS = 40, (7, 8, 9, 30)
+PROOF_SHARE = 1e-3  # of the logits' range
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
 
 
@@ -62,10 +66,43 @@ def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_hea
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES:
+        _prove(model, family)
+    return _build(model, static, with_head)
+
+
+def _prove(model: nn.Module, family: str) -> None:
+    """For families that no test knows: the graph has to give the model's own logits, whole, in parts, token by token."""
+    refused = f"{family} cannot be exported to OpenVINO: "
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    ids = torch.randint(0, vocabulary, (1, PROOF_TOKENS), generator=generator)
+    try:
+        graph = _build(model, None, True)
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "proof.xml"
+            rewrites.apply(graph, ())
+            ov.save_model(graph, path, compress_to_fp16=False)
+            compiled = session.compile_graph(session.read_graph(path), "CPU", exact=True)
+            whole = session.run_graph(compiled, ids[0].tolist())
+            request, parts = compiled.create_infer_request(), []
+            for part in np.split(ids.numpy(), PROOF_PARTS, 1):
+                request.infer([part])
+                parts.append(np.array(request.get_output_tensor(0).data[0]))
+    except TargetError as error:
+        raise UnsupportedError(refused + one_line(error)) from error
+    except Exception as error:  # whatever a model's code raises when it meets our cache
+        raise UnsupportedError(f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})") from error
+    off = max(float(np.abs(logits - expected).max()) for logits in (whole, np.concatenate(parts)))
+    if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
-            f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
-            f"families that can: {', '.join(FAMILIES)}"
+            f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
+            f"{float(np.ptp(expected)):.1e}"
         )
+
+
+def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
     tokens = static.tokens if static else SAMPLE_TOKENS
     with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
         converted = _convert(graph, example_inputs(graph, tokens))
@@ -182,12 +219,14 @@ def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
     if site.kind == "selective":
         channels, states = site.state_shape
         shape = scans.selective_state_shape(channels, states)
+    elif site.kind == "delta":
+        shape = site.state_shape
     else:
         heads, width, states = site.state_shape
         shape = scans.chunked_state_shape(heads, width, states, _groups(site))
     if static is not None:
         return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
-    return _variable(f"scan.{site.layer}", ov.PartialShape(list(shape)))
+    return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)))
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
@@ -204,6 +243,10 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
         return scans.unrolled_selective_scan(
             x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
         )
+    if site.kind == "delta":
+        if unroll:
+            raise TargetError("a gated delta rule has no form without a loop; use the profile cpu or gpu")
+        return scans.delta_scan(*arguments, state, shape=site.state_shape)
     heads, width, states = site.state_shape
     sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
     if static is None:

@@ -102,6 +102,37 @@ def unrolled_selective_scan(
     return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
 
 
+def delta_scan(
+    query: Value, key: Value, value: Value, g: Value, beta: Value, state: Value, *, shape: tuple[int, ...]
+) -> tuple[Value, Value]:
+    """Gated delta rule: S ← e^g·S, then S ← S + k ⊗ β(v − k·S), y = q·S, token by token in one TensorIterator.
+
+    query, key (time, heads, keys); value (time, heads, values); g (time, heads) or (time, heads, keys); beta
+    (time, heads); state (heads, keys, values). Returns y (time, heads, values) and the last state.
+    """
+    heads, keys, values = shape
+    widths = {"query": keys, "key": keys, "value": values, "beta": 1}
+    decays = keys if g.get_partial_shape().rank.get_length() == 3 else 1
+    tokens = {name: ops.parameter([1, heads, 1, width], np.float32) for name, width in widths.items()}
+    decay = ops.parameter([1, heads, decays, 1], np.float32)
+    before = ops.parameter([heads, keys, values], np.float32)
+    q, k, v, b = (reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items())
+    kept = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
+    news = ops.multiply(ops.subtract(v, ops.matmul(k, kept, False, False)), b)
+    after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
+    y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
+    body = ov.Model([ops.result(after), ops.result(y)], [*tokens.values(), decay, before], "delta_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items():
+        sliced = reshaped(whole, [-1, heads, 1, widths[name]])
+        iterator.set_sliced_input(tokens[name], _output(sliced), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(decay, _output(reshaped(ops.exp(g), [-1, heads, decays, 1])), 0, 1, 1, -1, 0)
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+
+
 def chunked_state_shape(heads: int, width: int, states: int, groups: int) -> tuple[int, ...]:
     return (1, groups, states, heads // groups, width)
 
