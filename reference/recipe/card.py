@@ -22,6 +22,9 @@ ARCHITECTURES = {
     ),
 }
 
+# Of the shipped folder, where they are not the defaults.
+OPTIONS = {"hymba": " --share 0.2 --minutes 2.2 --evaluations 5 --tokenizer reference/mamba/tokenizer.json"}
+
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     _write(path, json.dumps(content, indent=1) + "\n")
@@ -67,7 +70,7 @@ demonstrated offline. It writes English-looking text and knows next to nothing; 
 
 - {ARCHITECTURES[name]}; hidden size {128 if name == "hymba" else 256}.
 - {report["parameters"]:,} parameters, embedding and head tied, stored in FP16.
-- Byte-level BPE of 4,096 tokens trained on the training text below; `<|endoftext|>` is token 0.
+- Byte-level BPE of 4,096 tokens{" (that of the others)" if name == "hymba" else " trained on the training text below"}; `<|endoftext|>` is token 0.
 
 ## Quality
 
@@ -104,7 +107,7 @@ Validation at the kept step ({last["step"]:,} of {report["steps"]:,}), cross-ent
 - No validation or test text was trained on.
 
 ```
-python reference/recipe/train.py --corpus corpus.tar.xz --model {name} --out reference/{name}
+python reference/recipe/train.py --corpus corpus.tar.xz --model {name} --out reference/{name}{OPTIONS.get(name, "")}
 ```
 
 The code is Apache-2.0 and so are these weights, as far as that is ours to say; the texts keep their own licences.
