@@ -63,12 +63,21 @@ def main() -> None:
     kl_lens_models.register()
     hymba.mamba_selective_scan, hymba.causal_conv1d_fn = models._hymba_scan, models._hymba_convolution
     model = hymba.HymbaForCausalLM.from_pretrained(args.folder, dtype=torch.float32).to(args.device).eval()
-    texts = {name: torch.from_numpy(ids).long().to(args.device) for name, ids in np.load(args.windows).items()}
+    texts = {
+        name: torch.from_numpy(ids).long().to(args.device) for name, ids in np.load(args.windows).items()
+    }
     teachers = {
         name: [log_probabilities(model, block) for block in ids.split(BATCH)] for name, ids in texts.items()
     }
     base = {
-        name: float(-torch.cat([t[:, :-1].gather(-1, b[:, 1:, None]) for t, b in zip(teachers[name], ids.split(BATCH), strict=True)]).mean())
+        name: float(
+            -torch.cat(
+                [
+                    t[:, :-1].gather(-1, b[:, 1:, None])
+                    for t, b in zip(teachers[name], ids.split(BATCH), strict=True)
+                ]
+            ).mean()
+        )
         for name, ids in texts.items()
     }
     started = time.monotonic()

@@ -299,7 +299,9 @@ class HymbaLanguageModel(nn.Module):
                 if "dt_proj" in name:
                     steps = parameter.dim() == 1
                     rank = config.mamba_dt_rank
-                    parameter.copy_(initial_time_steps(inner) if steps else parameter.uniform_(-1, 1) * rank**-0.5)
+                    parameter.copy_(
+                        initial_time_steps(inner) if steps else parameter.uniform_(-1, 1) * rank**-0.5
+                    )
                 elif "_proj" in name:
                     parameter.normal_(std=0.6 * parameter.shape[1] ** -0.5)
                 elif name.endswith("conv1d.weight"):
@@ -319,7 +321,9 @@ class HymbaLanguageModel(nn.Module):
         return self.model(ids).last_hidden_state
 
 
-def _hymba_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, **_: Any) -> Tensor:
+def _hymba_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, **_: Any
+) -> Tensor:
     x, gate = x.mT.contiguous(), z.mT
     dt = F.softplus(dt.mT.float()).contiguous()
     y = selective_scan(x, dt, a, b.mT.to(x.dtype).contiguous(), c.mT.to(x.dtype).contiguous())

@@ -49,7 +49,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="keep the token ids and the n-gram result here")
     parser.add_argument("--share", type=float, default=1.0, help="of enwik8 and the books; WikiText-2 whole")
     parser.add_argument("--tokens", type=int, default=280_000_000, help="training tokens")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then, the rates decayed by time")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop then, the rates decayed by time"
+    )
     parser.add_argument("--batch", type=int, default=32, help="windows per step")
     parser.add_argument("--window", type=int, default=1024, help="tokens per window")
     parser.add_argument("--muon-rate", type=float, default=5e-3, help="0: AdamW for everything")

@@ -87,9 +87,7 @@ def straightforward_logits(model: HymbaForCausalLM, ids: list[int]) -> np.ndarra
                 norm(value, w[p + f"mamba.{name}_layernorm.weight"], c.rms_norm_eps)
                 for name, value in (("dt", step), ("B", b), ("C", out))
             )
-            dt = np.log1p(
-                np.exp(w[p + "mamba.dt_proj.0.weight"] @ step + w[p + "mamba.dt_proj.0.bias"])
-            )
+            dt = np.log1p(np.exp(w[p + "mamba.dt_proj.0.weight"] @ step + w[p + "mamba.dt_proj.0.bias"]))
             for channel in range(inner):
                 decay = np.exp(-dt[channel] * np.exp(w[p + "mamba.A_log.0"][channel]))
                 held[channel] = decay * held[channel] + dt[channel] * u[channel] * b

@@ -178,9 +178,7 @@ class HymbaBlock(nn.Module):
         self.scan_sizes = [rank, states, states]
         self.in_proj = nn.Linear(hidden, sum(self.sizes), bias=config.mamba_proj_bias)
         self.out_proj = nn.Linear(inner, hidden, bias=config.mamba_proj_bias)
-        self.conv1d = nn.Conv1d(
-            inner, inner, config.mamba_d_conv, groups=inner, bias=config.mamba_conv_bias
-        )
+        self.conv1d = nn.Conv1d(inner, inner, config.mamba_d_conv, groups=inner, bias=config.mamba_conv_bias)
         # Lists of one, as published.
         self.x_proj = nn.ModuleList([nn.Linear(inner, sum(self.scan_sizes), bias=False)])
         self.dt_proj = nn.ModuleList([nn.Linear(rank, inner)])
@@ -304,9 +302,7 @@ class HymbaModel(HymbaPreTrainedModel):
             self.memory_tokens = nn.Parameter(torch.randn(config.num_memory_tokens, config.hidden_size))
         self.post_init()
 
-    def forward(
-        self, input_ids: Tensor, past_key_values: Any = None, **_: Any
-    ) -> BaseModelOutputWithPast:
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> BaseModelOutputWithPast:
         """`past_key_values` is an exporter's: convolutions, keys and values; the scans' states are its own affair."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden = self.embed_tokens(input_ids)

@@ -44,6 +44,7 @@ _SCANS = {
     "mamba2_chunk_scan": "chunked",
     "torch_chunk_gated_delta_rule": "delta",
     "chunk_kimi_delta_attention": "delta",
+    "rwkv_linear_attention": "weighted",
 }
 _NO_STATE = torch.zeros(1)  # for callers that hand the last state to the cache, which does not want it
 SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
@@ -54,7 +55,7 @@ class ScanSite:
     """One scan that was cut out: what enters it, and the shape of what it has to return."""
 
     name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
-    kind: str  # selective (Mamba-1), chunked (Mamba-2, lightning attention) or delta (gated delta rule)
+    kind: str  # selective (Mamba-1), chunked (Mamba-2, lightning attention), delta (gated delta rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
     arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
     result_shape: tuple[int, ...] = ()  # without time, which comes first
@@ -96,7 +97,7 @@ class GraphCache:
         return False
 
     def update_conv_state(
-        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
+        self, new: torch.Tensor, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """(1, channels, time) → with the kernel's width − 1 columns before it."""
         past = conv_kernel_size - 1
@@ -152,12 +153,15 @@ class GraphForward(nn.Module):
         self._results: dict[str, torch.Tensor] = {}
         self._calls: Counter[int] = Counter()  # scans of each layer so far in this forward
         self._time: Any = 0
+        self._cache = GraphCache(None, shapes)
 
     @property
     def state_names(self) -> list[str]:
         if not self.stateful:
             return []
-        return list(self.shapes.convolutions) + [f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")]
+        return list(self.shapes.convolutions) + [
+            f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")
+        ]
 
     def forward(self, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = self.state_names
@@ -168,6 +172,7 @@ class GraphForward(nn.Module):
         self._time = ids.shape[1]
         self._calls.clear()
         cache = GraphCache(states if self.stateful and not self.probing else None, self.shapes)
+        self._cache = cache
         output = self._run_model(ids, cache)
         new_states = [cache.updated[name] for name in names] if not self.probing else []
         arguments = [argument for site in self.sites for argument in site.arguments]
@@ -176,9 +181,13 @@ class GraphForward(nn.Module):
     def _run_model(self, ids: torch.Tensor, cache: GraphCache) -> torch.Tensor:
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
-        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+        # MiniMax wants a cache of its own class, unless it is told not to use one.
+        own_cache = any(hasattr(module, "slope_rate") for module in self.model.modules())
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": not own_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache
+        elif "past_key_values" not in accepted:  # RWKV's state, which our replacements keep
+            arguments["use_cache"] = False
         else:
             past = cache.get_seq_length()
             positions = torch.arange(self._time, device=ids.device) + past
@@ -301,6 +310,45 @@ class GraphForward(nn.Module):
 
         return scan
 
+    def weighted(self, layer: int) -> Callable[..., Any]:
+        def scan(
+            time_decay: torch.Tensor,  # (channels,)
+            time_first: torch.Tensor,
+            key: torch.Tensor,  # (1, time, channels)
+            value: torch.Tensor,
+            **_: Any,
+        ) -> Any:
+            site = self._site(layer, "weighted")
+            site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
+            site.state_shape = (3, int(time_decay.shape[0]))  # numerator, denominator, largest exponent
+            site.result_shape = (int(time_decay.shape[0]),)
+            return self._result_of(site)[None], None
+
+        return scan
+
+    def shifted(self, name: str) -> Callable[..., torch.Tensor]:
+        """RWKV's time shift, a convolution that gives what came one token before."""
+
+        def forward(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            joined = self._cache.update_conv_state(hidden.transpose(1, 2), name, conv_kernel_size=2)
+            return joined[:, :, :-1].transpose(1, 2)
+
+        return forward
+
+    def lightning(self, layer: int) -> Callable[..., Any]:
+        """MiniMax's linear attention: Mamba-2's recurrence with steps of one and a decay for each head."""
+
+        def forward(module: Any, hidden_states: torch.Tensor, **_: Any) -> Any:
+            mixed = module.act_fn(module.qkv_proj(hidden_states))
+            mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
+            query, key, value = mixed.split(module.head_dim, -1)
+            steps = torch.ones_like(value[..., 0])
+            y = self.chunked(layer)(value, steps, -module.slope_rate.flatten(), key, query, chunk_size=0)
+            gate = torch.sigmoid(module.output_gate(hidden_states))
+            return module.out_proj(gate * module.norm(y.flatten(2))), None
+
+        return forward
+
     def _result_of(self, site: ScanSite) -> torch.Tensor:
         if self.probing:
             return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
@@ -373,6 +421,10 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
         if odd or not hasattr(module, "has_gate"):
             raise TargetError(f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported")
         return _dense_experts
+    if name.endswith("time_shift") and isinstance(module, nn.ZeroPad2d):
+        return graph.shifted(name)
+    if hasattr(module, "slope_rate"):
+        return graph.lightning(_layer(module))
     plain = inspect.unwrap(type(module).forward)
     called = set(plain.__code__.co_names)
     scans = [function for function in _SCANS if function in called & set(plain.__globals__)]
@@ -382,12 +434,15 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
             "install that version to export this model to OpenVINO"
         )
     ours: dict[str, Callable[..., Any]] = {
-        function: getattr(graph, _SCANS[function])(int(module.layer_idx))  # type: ignore[arg-type]
-        for function in scans
+        function: getattr(graph, _SCANS[function])(_layer(module)) for function in scans
     }
     if "causal_conv1d_fn" in called:
         ours["causal_conv1d_fn"] = _convolution
     return with_globals(plain, ours) if ours else None
+
+
+def _layer(module: Any) -> int:
+    return int(module.layer_idx if hasattr(module, "layer_idx") else module.layer_id)
 
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:

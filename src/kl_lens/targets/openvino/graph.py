@@ -33,8 +33,7 @@ from kl_lens.targets.openvino.capture import (
 )
 from kl_lens.weights import state_of
 
-SCAN_ARGUMENTS = 5  # x, Δ, A, B, C
-PROOF_TOKENS, PROOF_PARTS = 40, (7, 8, 9, 30)
+PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
 PROOF_SHARE = 1e-3  # of the logits' range
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
 
@@ -93,7 +92,9 @@ def _prove(model: nn.Module, family: str) -> None:
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
     except Exception as error:  # whatever a model's code raises when it meets our cache
-        raise UnsupportedError(f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})") from error
+        raise UnsupportedError(
+            f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})"
+        ) from error
     off = max(float(np.abs(logits - expected).max()) for logits in (whole, np.concatenate(parts)))
     if not off <= PROOF_SHARE * float(np.ptp(expected)):
         raise UnsupportedError(
@@ -146,7 +147,8 @@ def _stitch(
     names = graph.state_names
     parameters = converted.get_parameters()
     values = [result.input_value(0) for result in converted.get_results()]
-    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + SCAN_ARGUMENTS * len(graph.sites))
+    taken = [len(site.arguments) for site in graph.sites]
+    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(taken))
     if (len(parameters), len(values)) != expected:
         raise TargetError(
             f"the converted graph has {len(parameters)} inputs and {len(values)} outputs, expected {expected}"
@@ -161,8 +163,8 @@ def _stitch(
         _replace(parameter.output(0), read.output(0))
         sinks.append(_assign(value, variable))
     for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
-        first = 1 + len(names) + index * SCAN_ARGUMENTS
-        arguments = values[first : first + SCAN_ARGUMENTS]
+        first = 1 + len(names) + sum(taken[:index])
+        arguments = values[first : first + taken[index]]
         state, variable = _scan_state(site, static)
         y, last = _scan(site, arguments, state, static)
         _replace(result.output(0), y if isinstance(y, ov.Output) else y.output(0))
@@ -195,10 +197,10 @@ def _set_shapes(
         parameter.set_partial_shape(ov.PartialShape([positions, *site.result_shape]))
 
 
-def _variable(name: str, shape: ov.PartialShape) -> tuple[Any, Any]:
+def _variable(name: str, shape: ov.PartialShape, first: Any = None) -> tuple[Any, Any]:
     """A state that begins as zeros, or as nothing along an axis that grows: the node that reads it, and itself."""
     start = [axis.get_length() if axis.is_static else 0 for axis in shape]
-    zeros = ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
+    zeros = first or ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
     info = op.util.VariableInfo()
     info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, shape
     variable = op.util.Variable(info)
@@ -219,23 +221,31 @@ def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
     if site.kind == "selective":
         channels, states = site.state_shape
         shape = scans.selective_state_shape(channels, states)
-    elif site.kind == "delta":
+    elif site.kind in ("delta", "weighted"):
         shape = site.state_shape
     else:
         heads, width, states = site.state_shape
         shape = scans.chunked_state_shape(heads, width, states, _groups(site))
+    first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
-        return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
-    return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)))
+        return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
+    return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)), first)
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
-    x, dt, a, b, c = arguments
     unroll = static is not None and static.unroll
     if static is not None and unroll and static.tokens > MAX_UNROLLED:
         raise TargetError(
             f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
         )
+    if site.kind in ("delta", "weighted"):
+        if unroll:
+            raise TargetError(
+                f"this model's {site.kind} scan has no form without a loop; use the profile cpu or gpu"
+            )
+        scan = scans.delta_scan if site.kind == "delta" else scans.weighted_scan
+        return scan(*arguments, state, shape=site.state_shape)
+    x, dt, a, b, c = arguments
     if site.kind == "selective":
         channels, states = site.state_shape
         if static is None or not unroll:
@@ -243,10 +253,6 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
         return scans.unrolled_selective_scan(
             x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
         )
-    if site.kind == "delta":
-        if unroll:
-            raise TargetError("a gated delta rule has no form without a loop; use the profile cpu or gpu")
-        return scans.delta_scan(*arguments, state, shape=site.state_shape)
     heads, width, states = site.state_shape
     sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
     if static is None:

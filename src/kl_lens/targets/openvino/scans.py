@@ -133,6 +133,49 @@ def delta_scan(
     return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
 
 
+def weighted_start(channels: int) -> Value:
+    """RWKV's first state: nothing summed up, and a largest exponent below any other."""
+    start = np.zeros((3, channels), np.float32)
+    start[2] = -1e38
+    value = constant(start, np.float32)
+    value.set_friendly_name("kl_lens/first_state")
+    return value
+
+
+def weighted_scan(
+    key: Value, value: Value, decay: Value, first: Value, state: Value, *, shape: tuple[int, ...]
+) -> tuple[Value, Value]:
+    """RWKV-4: an average of values weighted by e^key, fading with `decay`; the present token's weight is e^(key+first).
+
+    key, value (time, channels); decay, first (channels,); state (3, channels): numerator and denominator, both
+    divided by e^m, and m. Returns y (time, channels) and the last state.
+    """
+    channels = shape[1]
+    k, v = (ops.parameter([1, channels], np.float32) for _ in range(2))
+    w, u = (ops.parameter([channels], np.float32) for _ in range(2))
+    before = ops.parameter([3, channels], np.float32)
+    top, bottom, most = (ops.gather(before, constant([row]), constant(0)) for row in range(3))
+
+    def joined(old: Value, new: Value) -> tuple[Value, Value, Value]:
+        largest = ops.maximum(old, new)
+        a, b = ops.exp(ops.subtract(old, largest)), ops.exp(ops.subtract(new, largest))
+        return ops.add(ops.multiply(a, top), ops.multiply(b, v)), ops.add(ops.multiply(a, bottom), b), largest
+
+    numerator, denominator, _ = joined(most, ops.add(k, u))
+    y = ops.divide(numerator, denominator)
+    after = ops.concat(list(joined(ops.add(most, w), k)), 0)
+    body = ov.Model([ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    iterator.set_sliced_input(k, _output(key), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(v, _output(value), 0, 1, 1, -1, 0)
+    iterator.set_invariant_input(w, _output(decay))
+    iterator.set_invariant_input(u, _output(first))
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+
+
 def chunked_state_shape(heads: int, width: int, states: int, groups: int) -> tuple[int, ...]:
     return (1, groups, states, heads // groups, width)
 

@@ -52,7 +52,9 @@ def _metadata(config: Any) -> Metadata:
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.embedding_norm.weight", "lm_head.weight", shapes)
-    rules[1] = TensorRule("token_embd_norm.weight", "model.embedding_norm.weight", float32=True)  # its place is the end
+    rules[1] = TensorRule(
+        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
+    )  # its place is the end
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += [
@@ -73,7 +75,9 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
             ]
             rules.append(TensorRule(f"{block}.attn_output.weight", f"{attention}.out_proj.weight"))
             rules += [
-                TensorRule(f"{block}.attn_{part}_norm.weight", f"{attention}.{part}_layernorm.weight", float32=True)
+                TensorRule(
+                    f"{block}.attn_{part}_norm.weight", f"{attention}.{part}_layernorm.weight", float32=True
+                )
                 for part in "qk"
             ]
         mlp = f"{layer}.feed_forward"
