@@ -24,13 +24,14 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests import families
+
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, one_line
 from kl_lens.records import Plan
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import ENGINES
 from kl_lens.sensitivity.perturbation import Perturbation, replacements
-from tests import families
 
 WINDOWS, TOKENS = 2, 24
 AGREE = 2e-3  # relative difference of two KL
@@ -48,10 +49,10 @@ tiny random model of that class, so that it says what is computed right, not how
 
 | column | what was compared |
 |---|---|
-| blocks | how many blocks were found; the chain of them has to give the logits of the model's own forward on a window of {tokens} tokens, in parts and stacked |
-| engines | largest relative difference between the KL of the plain engine and of the fast one, INT4, first component of every kind |
-| float64 | the same KL from a forward in float64 by transformers alone, largest relative difference ({agree:g} allowed) |
-| OpenVINO, GGUF | largest difference of the exported FP32 file's logits from PyTorch's, as a share of their range: a whole prompt, and token by token ({logits:g} allowed) |
+| blocks | how many were found; the chain of them gives the logits of the model's own forward, in parts and stacked |
+| engines | KL of the fast engine beside the plain one's, INT4, first component of every kind: relative difference |
+| float64 | the same KL from a forward in float64 by transformers alone: relative difference, {agree:g} allowed |
+| OpenVINO, GGUF | the FP32 file's logits beside PyTorch's, whole and token by token: share of their range |
 
 *plain* in the column *engines*: the blocks cannot be run in parts, so the plain engine measures, and says so.
 """
@@ -207,7 +208,7 @@ def page(chosen: list[str] | None = None) -> Iterator[str]:
 
     yield INTRODUCTION.format(
         transformers=transformers.__version__, torch=torch.__version__.split("+")[0], openvino=version("openvino"),
-        llama=version("xllamacpp"), tokens=TOKENS, agree=AGREE, logits=LOGITS,
+        llama=version("xllamacpp"), agree=AGREE,
     )  # fmt: skip
     yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | why not |"
     yield "|---|---|---|---|---|---|---|---|"

@@ -54,6 +54,7 @@ def card(report: dict[str, Any], ngram: dict[str, float]) -> str:
         else f"AdamW (rate {report['adam_rate']}, betas 0.9 and 0.95, weight decay 0.1)"
     )
     others = " and ".join(report["trained_beside"])
+    tokens_of = " (that of the others)" if name == "hymba" else " trained on the training text below"
     beside = f", shared with the training of {others}" if others else ""
     return f"""---
 license: apache-2.0
@@ -70,7 +71,7 @@ demonstrated offline. It writes English-looking text and knows next to nothing; 
 
 - {ARCHITECTURES[name]}; hidden size {128 if name == "hymba" else 256}.
 - {report["parameters"]:,} parameters, embedding and head tied, stored in FP16.
-- Byte-level BPE of 4,096 tokens{" (that of the others)" if name == "hymba" else " trained on the training text below"}; `<|endoftext|>` is token 0.
+- Byte-level BPE of 4,096 tokens{tokens_of}; `<|endoftext|>` is token 0.
 
 ## Quality
 

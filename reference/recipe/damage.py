@@ -2,7 +2,7 @@
 
     python reference/recipe/damage.py --folder reference/hymba --windows windows.npz --out damage.json
 
-What `kl-lens measure` and `kl-lens rank` do on any machine, without their CPU kernels' packages: for a GPU host that has
+What `kl-lens measure` and `kl-lens rank` do on any machine, without their CPU kernels' packages: for a GPU host with
 torch, triton and transformers alone. `windows.npz` holds token ids: `calibration` and `test`, (windows, tokens) each.
 Results are written after every format, so that a run that is cut short leaves what it has.
 """
@@ -14,13 +14,14 @@ import json
 import time
 from pathlib import Path
 
-import models
 import numpy as np
 import torch
+from torch import Tensor, nn
+
+import models
 from kl_lens import models as kl_lens_models
 from kl_lens.formats import get_format
 from kl_lens.models import hymba
-from torch import Tensor, nn
 
 BATCH = 64
 

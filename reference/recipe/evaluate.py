@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from models import LanguageModel, configuration, language_model, next_token_losses
 from safetensors.torch import load_file
+
+from models import LanguageModel, configuration, language_model, next_token_losses
 
 WINDOW = 512
 #: transformers' model type to the name used here.

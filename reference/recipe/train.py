@@ -26,10 +26,11 @@ import prepare
 import torch
 from check import check_scans
 from data import MIXTURE
-from models import configuration, language_model, next_token_losses
 from optimizer import Optimizer
 from publish import save_checkpoint, verify_checkpoint
 from torch import Tensor
+
+from models import configuration, language_model, next_token_losses
 
 MODELS = ("mamba", "mamba2", "hybrid", "hymba")
 # Set for the process of each model when several train side by side: the names of all of them.

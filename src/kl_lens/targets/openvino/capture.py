@@ -37,6 +37,14 @@ FAMILIES = (
     "nemotron_h",
     "granitemoehybrid",
     "hymba",
+    "zamba",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "minimax",
+    "rwkv",
 )
 # What mixers of transformers call for their scans → the scan of ours that it is cut out for.
 _SCANS = {
@@ -55,7 +63,7 @@ class ScanSite:
     """One scan that was cut out: what enters it, and the shape of what it has to return."""
 
     name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
-    kind: str  # selective (Mamba-1), chunked (Mamba-2, lightning attention), delta (gated delta rule), weighted (RWKV-4)
+    kind: str  # selective (Mamba-1), chunked (Mamba-2, MiniMax), delta (gated delta rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
     arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
     result_shape: tuple[int, ...] = ()  # without time, which comes first

@@ -70,7 +70,7 @@ def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_hea
 
 
 def _prove(model: nn.Module, family: str) -> None:
-    """For families that no test knows: the graph has to give the model's own logits, whole, in parts, token by token."""
+    """For families that no test knows: the graph has to give the model's own logits, whole and in parts."""
     refused = f"{family} cannot be exported to OpenVINO: "
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""LFM2, dense and with experts: llama.cpp's `lfm2` and `lfm2moe`. Short convolutions, and attention with normed heads."""
+"""LFM2, dense and with experts: llama.cpp's `lfm2` and `lfm2moe`. Short convolutions, and attention."""
 
 from __future__ import annotations
 
