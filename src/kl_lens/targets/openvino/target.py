@@ -74,9 +74,6 @@ class OpenVINOTarget(Target):
     def short_menu(self) -> tuple[str, ...]:
         return (*self.recipes(("int4-g128", "int4-g32")), "int8")
 
-    def unsupported(self, model_type: str) -> str | None:
-        return None  # what nobody tested is proven, or refused, on the model itself: `graph.build_graph`
-
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.openvino.stock import stock_recipes
 
