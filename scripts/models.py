@@ -122,11 +122,16 @@ def tried(family: str) -> Row:
         row.blocks = ""
         row.reasons.append(one_line(error))
         return row
+    except Exception as error:
+        row.reasons.append(f"**fails**: {type(error).__name__}: {one_line(error)}")
+        return row
     for target in ("openvino", "gguf"):
         try:
             setattr(row, target, _parity(target, model, ids[:1]))
         except KLLensError as error:
             row.reasons.append(one_line(error))
+        except Exception as error:
+            row.reasons.append(f"**fails** as {target}: {type(error).__name__}: {one_line(error)}")
     return row
 
 
@@ -159,6 +164,8 @@ def _apart(ours: list[float], theirs: list[float]) -> float:
 def _float64(model: LoadedModel, perturbations: list[Perturbation], ids: torch.Tensor) -> list[float]:
     """KL per token between two plain forwards of a copy in float64."""
     twin = copy.deepcopy(model.model).double()
+    with contextlib.suppress(Exception):  # the grouped products of experts know no float64
+        twin.set_experts_implementation("eager")
     places = {id(p): name for name, p in model.model.named_parameters()}
 
     def log_probabilities() -> torch.Tensor:

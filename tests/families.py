@@ -255,7 +255,9 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         "Qwen3NextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
         **_EXPERTS, **_DELTA,
     ),
-    "qwen3_5_text": _tiny("Qwen3_5TextConfig", layer_types=_HYBRID, head_dim=16, **_DELTA),
+    "qwen3_5_text": _tiny(
+        "Qwen3_5TextConfig", layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
+    ),
     "qwen3_5_moe_text": _tiny(
         "Qwen3_5MoeTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
         **_EXPERTS, **_DELTA,

@@ -35,7 +35,7 @@ PAGE = (ROOT / "docs/models.md").read_text("utf-8") if (ROOT / "docs/models.md")
 
 def test_no_row_is_wrong() -> None:
     assert _rows(PAGE), "docs/models.md has rows"
-    assert "**off by" not in PAGE
+    assert "**" not in PAGE
 
 
 def test_every_recurrent_class_of_transformers_has_a_row() -> None:
@@ -45,5 +45,5 @@ def test_every_recurrent_class_of_transformers_has_a_row() -> None:
 @pytest.mark.slow
 def test_the_page_is_what_the_script_finds() -> None:
     found = "\n".join(str(row) for row in _script().rows())
-    assert "**off by" not in found
+    assert "**" not in found
     assert _rows(found) == _rows(PAGE)

@@ -97,6 +97,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "lfm2": families.OTHERS["lfm2"],
     "lfm2_moe": families.OTHERS["lfm2_moe"],
+    "qwen3_5_text": families.OTHERS["qwen3_5_text"],
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
 }
