@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.formats import get_format

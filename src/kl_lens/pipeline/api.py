@@ -16,8 +16,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.calibrating import DEFAULT_SEED, DEFAULT_WINDOWS
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
-from kl_lens.pipeline.generating import generate as generate_text
+from kl_lens.pipeline.generating import GenerateResult, GenerateSettings, generate as generate_text
 from kl_lens.pipeline.measuring import chosen_methods, wanted_recipes
 from kl_lens.pipeline.planning import verified
 from kl_lens.pipeline.ranking import rank_run

@@ -16,8 +16,7 @@ from kl_lens.records import Component
 from kl_lens.runs import CALIBRATION, EVALUATION, WEIGHTS, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
-from kl_lens.sensitivity.ranking import Ranking
-from kl_lens.sensitivity.ranking import rank as compare_metrics
+from kl_lens.sensitivity.ranking import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, draw_windows, refuse_overlap
