@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 
@@ -20,11 +23,31 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        unknown = set(data) - known
-        if unknown:
+        known = _types_of(cls)
+        if unknown := set(data) - set(known):
             raise ValueError(f"{cls.__name__}: unknown fields {sorted(unknown)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        return cls(**{name: _decoded(known[name], value) for name, value in data.items()})
+
+
+@cache
+def _types_of(record: type[Record]) -> dict[str, Any]:
+    hints = typing.get_type_hints(record)
+    return {f.name: hints[f.name] for f in fields(record)}  # type: ignore[arg-type]
+
+
+def _decoded(hint: Any, value: Any) -> Any:
+    """What JSON has for a field of this type: it knows neither tuples nor records."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind is tuple:
+        return tuple(_decoded(inner[0], each) for each in value)
+    if kind is dict:
+        return {name: _decoded(inner[1], each) for name, each in dict(value).items()}
+    is_record = isinstance(hint, type) and issubclass(hint, Record)
+    return hint.from_json(value) if is_record and not isinstance(value, hint) else value
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,12 @@ class Estimate(Record):
     value: float
     standard_error: float = float("nan")
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """An error that is not defined is null in files: those are strict JSON."""
+        error = data.get("standard_error")
+        return super().from_json({**data, "standard_error": math.nan if error is None else error})
+
 
 @dataclass(frozen=True)
 class Measurement(Record):
@@ -64,11 +93,6 @@ class Measurement(Record):
     windows: int
     compute_dtype: str
     seconds: float
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        metrics = {name: Estimate(**value) for name, value in data["metrics"].items()}
-        return cls(**{**data, "metrics": metrics})
 
 
 # Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
@@ -92,21 +116,12 @@ class Measured(Record):
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
     def to_json(self) -> dict[str, Any]:
-        """An error that is not defined (one window has none) is null: files are strict JSON."""
+        """An error that is not defined (one window has none) is null."""
         data = asdict(self)
         for estimate in (data["kl"], data["perplexity"]):
             if not math.isfinite(estimate["standard_error"]):
                 estimate["standard_error"] = None
         return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        estimates = {
-            key: Estimate(data[key]["value"], math.nan if error is None else error)
-            for key in ("kl", "perplexity")
-            for error in [data[key].get("standard_error")]
-        }
-        return super().from_json({**data, **estimates})
 
 
 @dataclass(frozen=True)
@@ -135,11 +150,6 @@ class Plan(Record):
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        measured = data.get("measured")
-        return super().from_json({**data, "measured": Measured.from_json(measured) if measured else None})
-
 
 @dataclass(frozen=True)
 class SensitivityTable:
@@ -161,12 +171,6 @@ class SensitivityTable:
     def formats(self) -> tuple[str, ...]:
         """Formats that were measured, in the order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
-
-    def measurement(self, component: str, format_name: str) -> Measurement | None:
-        for measurement in self.measurements:
-            if (measurement.component, measurement.format) == (component, format_name):
-                return measurement
-        return None
 
 
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
@@ -209,11 +213,6 @@ class Artifact(Record):
     model: str
     model_fingerprint: str
     settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        tensors = tuple(ExportedTensor(**tensor) for tensor in data["tensors"])
-        return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})
 
 
 ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
@@ -270,10 +269,6 @@ def _bracketed(settings: Mapping[str, Any]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def subject_from(value: Subject | Mapping[str, Any]) -> Subject:
-    return value if isinstance(value, Subject) else Subject.from_json(value)
-
-
 @dataclass(frozen=True)
 class Score(Record):
     """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
@@ -286,11 +281,6 @@ class Score(Record):
     protocol: dict[str, Any]  # window, stride, limit, few-shot, …: what the number means
     runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
     seconds: float
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        values = {name: Estimate(**value) for name, value in data["values"].items()}
-        return cls(**{**data, "values": values, "subject": subject_from(data["subject"])})
 
 
 @dataclass(frozen=True)
@@ -320,10 +310,3 @@ class Profile(Record):
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        spreads = {
-            key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
-        }
-        return cls(**{**data, **spreads, "subject": subject_from(data["subject"])})

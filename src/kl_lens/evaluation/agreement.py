@@ -26,14 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import numpy as np
 from scipy.stats import t
 
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.records import Estimate, Record, Subject, subject_from
+from kl_lens.records import Estimate, Record, Subject
 
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
@@ -55,12 +54,6 @@ class Agreement(Record):
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        differences = {name: Estimate(**value) for name, value in data["differences"].items()}
-        subjects = {name: subject_from(data[name]) for name in ("subject", "counterpart", "compared_with")}
-        return cls(**{**data, **subjects, "differences": differences})
 
 
 def differences(

@@ -58,7 +58,6 @@ class Problem:
     fixed_bytes: int  # weights without a choice, and what the file needs besides
     fixed_seconds: float
     parameters: int
-    has_latency: bool = False
     besides_bytes: int = 0  # of the fixed ones: what is no weight, or more than plans count for one
     refused: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (component, recipe) → why not
 
@@ -68,32 +67,6 @@ class Problem:
             for group, index in zip(self.groups, selection, strict=True)
             for member in group.members
         }
-
-    def selection(self, assignment: Mapping[str, str]) -> list[int]:
-        """The inverse of `assignment`; fails where a group's members disagree or a recipe is no choice."""
-        indices = []
-        free = {member for group in self.groups for member in group.members}
-        for name, wanted in assignment.items():
-            if name not in free and wanted != FP16:
-                raise PlanError(f"{name}: {wanted} asked for, but it has no choice here and stays FP16")
-        for group in self.groups:
-            recipes = {assignment.get(member, FP16) for member in group.members}
-            if len(recipes) > 1:
-                raise PlanError(
-                    f"{' and '.join(group.members)} are fused by runtimes but have {', '.join(sorted(recipes))}; "
-                    "give them one format or plan without keeping them together"
-                )
-            wanted = recipes.pop()
-            names = [choice.recipe for choice in group.choices]
-            if wanted not in names:
-                if why := self.refused.get((group.members[0], wanted)):
-                    raise PlanError(f"{group.members[0]}: {why}; change the plan")
-                raise PlanError(
-                    f"{group.members[0]}: {wanted} is not among its measured formats ({', '.join(names)}); "
-                    "measure it first"
-                )
-            indices.append(names.index(wanted))
-        return indices
 
     def totals(self, selection: Sequence[int]) -> Totals:
         chosen = [group.choices[index] for group, index in zip(self.groups, selection, strict=True)]
@@ -151,7 +124,6 @@ def build_problem(
         fixed_bytes=fixed_bytes + sum(fp16_bytes(c) for c in fixed),
         fixed_seconds=math.fsum(latency.get((c.name, FP16), 0.0) for c in fixed) if latency else 0.0,
         parameters=sum(c.parameters for c in table.components),
-        has_latency=latency is not None,
         besides_bytes=fixed_bytes,
         refused=refused,
     )

@@ -173,10 +173,6 @@ class Target(ABC):
         """Whether a file, by its name, is of this target also without a record beside it."""
         return False
 
-    def record(self, place: Path) -> Artifact | None:
-        """The record of an exported folder; None for a bare file."""
-        return None if self.owns(place) else read_artifact(place)
-
     @abstractmethod
     def weight_file(self, place: Path) -> Path:
         """The file that holds the weights, of an exported folder or a bare file."""
