@@ -24,9 +24,9 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 from kl_lens.subjects import artifact_digest, file_digest, outside_path, plan_digest
-from kl_lens.targets import Session, read_artifact
+from kl_lens.targets import Session
 from kl_lens.targets.base import RuntimeSettings
-from kl_lens.targets.registry import get_target, target_of
+from kl_lens.targets.registry import get_target, locate, target_of
 
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9
@@ -110,7 +110,7 @@ class JudgedArtifact(Judged):
 
     def __init__(self, path: Path, settings: RuntimeSettings | None = None, plan: str | None = None) -> None:
         self.settings = settings or RuntimeSettings()
-        self.path, self.artifact = _located(path)
+        self.path, self.artifact = locate(path)
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
         outside = {} if plan is not None else {"path": outside_path(self.path)}
@@ -220,19 +220,6 @@ def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str,
                 f"{tensor.component} in {tensor.realised} is not the weight that was exported (another quantizer or "
                 "other statistics made it); export it again"
             )
-
-
-def _located(path: Path) -> tuple[Path, Artifact | None]:
-    """The folder and its record, or a file that has none; a file of an exported folder stands for the folder."""
-    if not path.is_file():
-        if path.suffix and not path.is_dir():
-            raise TargetError(f"{path}: no such file")
-        return path, read_artifact(path)
-    try:
-        artifact = read_artifact(path.parent)
-    except TargetError:
-        return path, None
-    return (path.parent, artifact) if path.name in artifact.files else (path, None)
 
 
 def _files(path: Path, artifact: Artifact | None) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""A checkpoint folder as the exporter reads it without opening the model: configuration and tokenizer."""
+"""A checkpoint folder's configuration, as the exporter reads it without opening the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,3 @@ def read_configuration(folder: Path) -> Any:
         return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
     get_architecture(str(raw.get("model_type")))  # a clear refusal before transformers looks at it
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
-def read_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
-        return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -8,12 +8,12 @@ python -m kl_lens.targets.gguf.glass FILE
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from kl_lens.environment import for_child
 from kl_lens.errors import KLLensError, TargetError, one_line
 from kl_lens.records import Artifact
 
@@ -42,8 +42,7 @@ def require_safe(path: Path, artifact: Artifact | None) -> None:
     stamp = (str(path.resolve()), status.st_size, status.st_mtime_ns)
     if stamp in _seen:
         return
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
-    environment["GGML_NO_BACKTRACE"] = "1"  # else it starts a debugger on itself, for seconds
+    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # else it starts a debugger on itself, for seconds
     limit = _SECONDS + status.st_size / _BYTES_PER_SECOND
     try:
         done = subprocess.run(
