@@ -149,7 +149,8 @@ def _learns(recipe: str) -> bool:
 def _named_model(settings: ExportSettings) -> str:
     if settings.model is None:
         raise PlanError(
-            "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
+            "--format exports a whole model: name it, as in: kl-lens export MODEL "
+            f"--target {settings.target} --format {settings.format}"
         )
     return settings.model
 

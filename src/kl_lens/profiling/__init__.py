@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Report as Report,
         Timing as Timing,
         quick as quick,
-        tag_of as tag_of,
     )
     from kl_lens.profiling.in_use import UseSettings as UseSettings
     from kl_lens.profiling.machine import Machine as Machine, measure_machine as measure_machine
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         run_places as run_places,
     )
     from kl_lens.targets.latency import LatencyProfile as LatencyProfile
+    from kl_lens.units import tag_of as tag_of
 else:
     # `peak`, which weighs a process, must not itself weigh what the benchmark does.
     __getattr__, __all__ = lazy_names(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,8 +199,3 @@ def quick(settings: UseSettings) -> UseSettings:
         new_tokens=min(settings.new_tokens, QUICK_TOKENS),
         quick=True,
     )
-
-
-def tag_of(model: str) -> str:
-    """A model's name as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
