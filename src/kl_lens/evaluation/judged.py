@@ -7,14 +7,11 @@ afresh; two plans with the same weights have the same, and are judged once.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +20,7 @@ from kl_lens.errors import FormatError, TargetError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
-from kl_lens.subjects import artifact_digest, file_digest, outside_path, plan_digest
+from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
 from kl_lens.targets import Session
 from kl_lens.targets.base import RuntimeSettings
 from kl_lens.targets.registry import get_target, locate, target_of
@@ -83,7 +80,7 @@ class JudgedModel(Judged):
     @cached_property
     def identity(self) -> str:
         parameter = next(self.model.model.parameters())
-        return _hash(
+        return content_digest(
             {
                 "model": self.model.fingerprint,
                 "weights": self.model.weights.digests(self.recipes),
@@ -123,7 +120,7 @@ class JudgedArtifact(Judged):
         )
         self.files = _files(self.path, self.artifact)
         self._seen = _stamps(self.label, self.files)
-        self._identity = _hash(
+        self._identity = content_digest(
             {
                 "files": [file_digest(file) for file in self.files],
                 "settings": self.settings.unusual,
@@ -238,7 +235,3 @@ def _stamps(name: str, files: tuple[Path, ...]) -> list[tuple[int, int]]:
             raise TargetError(f"{file} is gone; export {name} again") from None
         stamps.append((status.st_size, status.st_mtime_ns))
     return stamps
-
-
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -22,8 +22,8 @@ from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile, Spread
-from kl_lens.subjects import Subject, current_results
+from kl_lens.records import Profile, Spread, Subject
+from kl_lens.subjects import current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
 from kl_lens.units import tag_of
 from kl_lens.writing import write_text

@@ -71,9 +71,8 @@ def measure(
     candidates, _ = find_candidates(model.anatomy, recipes, components)
     drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
-        context = targets.deployed(as_deployed) if as_deployed else None
-        kind = as_deployed or "weights"
-        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind)
+        kernels = targets.deployed(as_deployed)
+        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels)
         sweep.identify(drawn)
         if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
             known = None if run is None else StoredStatistics.held_by(Path(run))

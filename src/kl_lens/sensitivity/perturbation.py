@@ -32,6 +32,10 @@ class Perturbation:
 class Kernels(Protocol):
     """What a runtime's kernels compute with; a target hands itself in as this."""
 
+    @property
+    def name(self) -> str:
+        """Of the target."""
+
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that they multiply with."""
 

@@ -95,6 +95,6 @@ def open_session(
     return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact))
 
 
-def deployed(target: str) -> Target:
+def deployed(target: str | None) -> Target | None:
     """What a PyTorch model needs to compute as the target's kernels do: `kernel_values` and `activations`."""
-    return get_target(target)
+    return get_target(target) if target else None

@@ -84,8 +84,17 @@ def export(
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
-    settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
-    settings |= {"statistics": learnt} if learnt else {}
+    settings: dict[str, Any] = {
+        "device_profile": device_profile,
+        "rewrites": list(chosen),
+        "static_tokens": static_tokens,
+        "with_head": with_head,
+        "unplanned": unplanned,
+        "folded_away": weight_map.folded,
+        "family": anatomy.model_type,
+        "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
+        **({"statistics": learnt} if learnt else {}),
+    }
 
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -130,31 +139,6 @@ def _name_head(graph: ov.Model) -> None:
             raise TargetError("no matrix product before the logits; this head is not understood")
         node = node.input_value(0).get_node()
     node.set_friendly_name(HEAD_NODE)
-
-
-def _settings(
-    model: LoadedModel,
-    profile: str,
-    chosen: tuple[str, ...],
-    static_tokens: int | None,
-    with_head: bool,
-    unplanned: str,
-    weight_map: constants.WeightMap,
-) -> dict[str, Any]:
-    return {
-        "device_profile": profile,
-        "rewrites": list(chosen),
-        "static_tokens": static_tokens,
-        "with_head": with_head,
-        "unplanned": unplanned,
-        "folded_away": weight_map.folded,
-        "family": model.anatomy.model_type,
-        "versions": {
-            "openvino": ov.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
 
 
 def _artifact(
