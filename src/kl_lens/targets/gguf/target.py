@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
-from kl_lens.records import Artifact, Plan
+from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
 from kl_lens.targets.session import Session
 
 if TYPE_CHECKING:
@@ -176,9 +176,15 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.latency import fitted_latency, require_artifacts
 
         require_artifacts(request, self.name)
-        file = check_file(self.weight_file(request.measured[0].place))
-        device = self.device_label(request.settings)
-        return fitted_latency(request, file, f"{self.name}-{device}", device)
+        # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
+        whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
+        file = self.weight_file(whole.place)
+        formats = storable(self, request.table, request.recipes)
+        name = f"{self.name}-{self.device_label(request.settings)}"
+        return fitted_latency(request, formats, file, whole.artifact, check_file(file), name)
+
+    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
+        return 2 * len(storable(self, table, recipes))
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
