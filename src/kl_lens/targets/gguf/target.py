@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +13,7 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import Health, RuntimeSettings, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
 from kl_lens.targets.session import Session
@@ -168,6 +168,36 @@ class GGUFTarget(Target):
     def device_label(self, settings: RuntimeSettings) -> str:
         """llama.cpp knows no device names: layers are on a GPU, or they are not."""
         return "GPU" if settings.gpu_layers else "CPU"
+
+    def health(self) -> Health:
+        from kl_lens.targets.gguf.instructions import used_instructions
+        from kl_lens.targets.gguf.library import find_library
+
+        basic = super().health()
+        if basic.problem:
+            return basic
+        try:
+            library = find_library()
+        except TargetError as error:
+            return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
+        used = ", ".join(sorted(used_instructions(library.system_info) - {"LLAMAFILE", "OPENMP", "REPACK"}))
+        facts = (f"from {library.origin}: {library.path}", f"uses {used or 'no special instructions'}")
+        if not (unused := library.unused):
+            return Health(library.version, facts)
+        problem = f"slow: the processor also has {', '.join(unused)}, which this build does not use"
+        return Health(library.version, facts, problem, "kl-lens runtime build")
+
+    def install_runtime(
+        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+    ) -> Path:
+        from kl_lens.targets.gguf.native import build_library, install_libraries
+
+        return build_library(advanced) if folder is None else install_libraries(folder)
+
+    def remove_runtime(self) -> bool:
+        from kl_lens.targets.gguf.native import remove_libraries
+
+        return remove_libraries()
 
     # -- timing --------------------------------------------------------------------------------------------
 
