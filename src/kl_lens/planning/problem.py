@@ -58,6 +58,7 @@ class Problem:
     fixed_bytes: int  # weights without a choice, and what the file needs besides
     fixed_seconds: float
     parameters: int
+    has_latency: bool = False
     besides_bytes: int = 0  # of the fixed ones: what is no weight, or more than plans count for one
     refused: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (component, recipe) → why not
 
@@ -124,6 +125,7 @@ def build_problem(
         fixed_bytes=fixed_bytes + sum(fp16_bytes(c) for c in fixed),
         fixed_seconds=math.fsum(latency.get((c.name, FP16), 0.0) for c in fixed) if latency else 0.0,
         parameters=sum(c.parameters for c in table.components),
+        has_latency=latency is not None,
         besides_bytes=fixed_bytes,
         refused=refused,
     )
