@@ -34,7 +34,7 @@ from kl_lens.records import (
 )
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.ranking import Point, Ranking, rank
+from kl_lens.sensitivity.correlation import Point, Ranking, rank
 from kl_lens.subjects import current_digest
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")

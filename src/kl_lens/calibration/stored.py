@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.quantizers import InputStatistics
 from kl_lens.text import Windows
-from kl_lens.writing import write_text
+from kl_lens.writing import whole, write_text
 
 FOLDER = "statistics"
 # Say here what changed when the same text begins to give other statistics.
@@ -179,15 +177,8 @@ class StoredStatistics:
         return True
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
-        os.close(handle)
-        try:
+        with whole(self.folder / file) as temporary:
             save_file(tensors, temporary)
-            os.replace(temporary, self.folder / file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     def _write_index(self) -> None:
         index = {"identity": self.identity, "digest": self.digest, "components": self._components}

@@ -24,10 +24,10 @@ from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan, Profile, Score, SensitivityTable
 from kl_lens.runs import Run
+from kl_lens.sensitivity.correlation import Ranking
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.ranking import Ranking
 from kl_lens.sensitivity.sweep import Progress, Sweep, model_identity
 from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.text.documents import TextSource

@@ -69,7 +69,7 @@ class RuntimeSettings(Settings):
         nargs="?",
         metavar="FOLDER",
     )
-    target: str = option("gguf", "whose runtime", choices=TARGETS)
+    target: str | None = option(None, "whose runtime (default: the one that can be built)", choices=TARGETS)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class RuntimeResult:
 
 
 def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
-    target = describe_target(settings.target)
+    buildable = (name for name in TARGETS if describe_target(name).builds)
+    target = describe_target(settings.target or next(buildable))
     if (settings.action == USE) != (settings.folder is not None):
         raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
     if settings.action == REMOVE:

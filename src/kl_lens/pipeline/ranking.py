@@ -14,9 +14,9 @@ from kl_lens.pipeline.settings import SIZE, Loading, OfRun, command_of, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.sensitivity.correlation import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
-from kl_lens.sensitivity.ranking import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, draw_windows, refuse_overlap

@@ -35,7 +35,7 @@ from kl_lens.records import (
 )
 from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.runs import Result, Run
-from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
+from kl_lens.sensitivity.correlation import Correlation, Point, Ranking, Reliability
 from kl_lens.subjects import current_results
 
 KL = "kl_teacher_to_student"

@@ -95,6 +95,7 @@ class Target(ABC):
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
     packages: ClassVar[tuple[str, ...]]  # that must be there; the last one's version is the runtime's
     options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    builds: ClassVar[bool] = False  # whether a runtime can be built for the processor and put in place
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
     published: PublishedProgram | None = None  # the benchmark that publications quote

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kl_lens.environment import for_child
 from kl_lens.errors import TargetError
 from kl_lens.targets.gguf.library import find_library, library_in, runtime_folder
 
@@ -37,18 +38,8 @@ def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         advanced(0, f"fetching {SOURCE}")
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "--dest",
-            temporary,
-        ]
-        _call([*pip, SOURCE], f"pip cannot fetch {SOURCE}")
+        words = f"pip download --no-deps --no-binary :all: {SOURCE} --dest".split()
+        _call([sys.executable, "-m", *words, temporary], f"pip cannot fetch {SOURCE}")
         (sdist,) = folder.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
@@ -65,23 +56,23 @@ def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
 
 def install_libraries(folder: Path, origin: str = "") -> Path:
     """Copies the libraries of a folder to where sessions find them, in place of earlier ones; tried before."""
-    found = library_in(folder) if folder.is_dir() else None
-    if found is None:
+    main = library_in(folder) if folder.is_dir() else None
+    if main is None:
         raise TargetError(f"{folder}: no llama.cpp library in it; name a folder with libllama.so")
     place = runtime_folder()
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".llama.cpp-") as temporary:
         copy = Path(temporary) / "new"
         copy.mkdir()
-        for library in _libraries(folder, found):
+        for library in _libraries(folder, main):
             shutil.copy2(library, copy / library.name, follow_symlinks=True)
         (copy / "ORIGIN").write_text(f"{origin or folder}\n", encoding="utf-8")
-        _require_working(copy / found.name)
+        _require_working(copy / main.name)
         if place.exists():
             place.rename(Path(temporary) / "old")
         copy.rename(place)
     find_library.cache_clear()
-    return place / found.name
+    return place / main.name
 
 
 def remove_libraries() -> bool:
@@ -94,9 +85,9 @@ def remove_libraries() -> bool:
     return False
 
 
-def _libraries(folder: Path, found: Path) -> list[Path]:
+def _libraries(folder: Path, main: Path) -> list[Path]:
     """All of a package's: those beside the library, or wherever a build left them."""
-    beside = [path for path in found.parent.iterdir() if _is_library(path)]
+    beside = [path for path in main.parent.iterdir() if _is_library(path)]
     return (
         beside if any("ggml" in p.name for p in beside) else [p for p in folder.rglob("*") if _is_library(p)]
     )
@@ -112,7 +103,8 @@ def _require_working(library: Path) -> None:
         "import sys; from pathlib import Path; from kl_lens.targets.gguf.library import open_library; "
         "open_library('', Path(sys.argv[1]))"
     )
-    result = subprocess.run([sys.executable, "-c", program, str(library)], capture_output=True, text=True)
+    command = [sys.executable, "-c", program, str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, env=for_child())
     if result.returncode:
         said = result.stderr.strip().splitlines()
         raise TargetError(

@@ -26,7 +26,7 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
-    streams = holds_vocabulary = True
+    builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
 
     def prepare(self) -> None:
