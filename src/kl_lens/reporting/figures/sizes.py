@@ -36,6 +36,7 @@ class SizePoint:
     bytes: int
     quality: Estimate
     recommended: bool = False
+    plan: str | None = None  # TARGET/PLAN: the script can pin it
 
 
 def unit_of(count: float) -> tuple[float, str]:
@@ -53,8 +54,13 @@ def size_plot(
     caption: object = None,
     frontier: Sequence[tuple[int, float]] = (),
     logarithmic_quality: bool = False,
+    target: str | None = None,
 ) -> Html:
-    """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier."""
+    """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier.
+
+    Args:
+        target: whose plans they are ("" for nobody's), where the script is to show its own plan among them.
+    """
     shown = [p for p in points if math.isfinite(p.quality.value)]
     divisor, unit = unit_of(max(p.bytes for p in shown))
     y = _quality_scale(shown, frontier, logarithmic_quality)
@@ -76,8 +82,11 @@ def size_plot(
                 y_error=ends(point.quality),
                 label=point.label,
                 emphasis=point.recommended,
+                plan=point.plan,
             )
         )
+    if target is not None:
+        plot.data = {"data_frame": plot.frame(divisor), "data_target": target}
     return figure(title, plot.render(), caption, _legend(shown, bool(frontier)))
 
 

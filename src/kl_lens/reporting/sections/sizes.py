@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from kl_lens.records import ORIGINAL, Estimate, Score, Subject
 from kl_lens.reporting.answer import recommended_names
@@ -28,7 +27,7 @@ def section(view: RunView) -> Section:
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("sizes", TITLE, None, line, "no plan has been made")
     recommended = recommended_names(view)
-    figures = [*_verified(view, recommended), *scored(view, recommended)]
+    figures = [*_verified(view, recommended), *_scored(view, recommended)]
     parts: list[Html | None] = [
         paragraph(
             "Every plan of the run: how many bytes it takes, and what it costs in quality. Lower and further left is "
@@ -77,11 +76,11 @@ def _verified(view: RunView, recommended: frozenset[str]) -> list[Html]:
                     points,
                     _NAMES["divergence"],
                     caption,
-                    view.frontiers.get(target, ()),
+                    view.frontier(target),
                     True,
                 )
             )
-    if not figures and view.frontier:
+    if not figures and view.frontier(None):
         points = [
             _point(p, Estimate(p.row.predicted_kl), recommended) for p in view.plans if p.row.predicted_kl
         ]
@@ -92,7 +91,7 @@ def _verified(view: RunView, recommended: frozenset[str]) -> list[Html]:
                     points,
                     "predicted KL, nats per token",
                     None,
-                    view.frontier,
+                    view.frontier(None),
                     True,
                 )
             )
@@ -103,63 +102,41 @@ def _point(plan: PlanView, quality: Estimate, recommended: frozenset[str]) -> Si
     return SizePoint(plan.name, plan.label, plan.family, plan.bytes, quality, plan.name in recommended)
 
 
-def scored(
-    view: RunView, recommended: frozenset[str], kinds: Sequence[str] = tuple(_VALUES), only: str | None = None
-) -> list[Html]:
+def _scored(view: RunView, recommended: frozenset[str]) -> list[Html]:
     """From `evaluate`: one figure for each text, protocol and runtime that judged at least two plans."""
-    groups: dict[tuple[str, str, str, str], list[Score]] = {}
-    originals: dict[tuple[str, str, str], Score] = {}
+    groups: dict[tuple[str, str, str], list[Score]] = {}
+    originals: dict[tuple[str, str], Score] = {}
     for score in view.scores:
-        if score.kind not in kinds or _VALUES[score.kind] not in score.values:
-            continue
-        if only is not None and runtime_of(score.subject) != only and score.subject.what != ORIGINAL:
+        if score.kind != "perplexity" or _VALUES[score.kind] not in score.values:
             continue
         protocol = json.dumps(score.protocol, sort_keys=True)
         if score.subject.what == ORIGINAL:
-            originals[score.kind, score.what, protocol] = score
+            originals[score.what, protocol] = score
         elif score.subject.is_usual:  # a stand-in in PyTorch, or a file in float32: in the table, not drawn
-            runtime = runtime_of(score.subject)
-            groups.setdefault((score.kind, score.what, protocol, runtime), []).append(score)
+            groups.setdefault((score.what, protocol, runtime_of(score.subject)), []).append(score)
     figures = []
-    for (kind, what, protocol, runtime), scores in sorted(groups.items(), key=_order):
+    for (what, protocol, runtime), scores in sorted(groups.items()):
         points = [p for s in scores if (p := _scored_point(view, s, recommended)) is not None]
         if len(points) < 2:  # one plan is no curve; the table has it
             continue
-        original = originals.get((kind, what, protocol))
-        if original is not None and kind == "perplexity":
-            value = original.values[_VALUES[kind]]
-            points.append(
-                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), Estimate(value.value))
-            )
-        title = "Size against perplexity" if kind == "perplexity" else "Size against KL"
+        if (original := originals.get((what, protocol))) is not None:
+            value = Estimate(original.values["token_perplexity"].value)
+            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), value))
+        caption = f"{what}: {_protocol(scores[0])} {_PAIRED}"
         figures.append(
-            size_plot(
-                f"{title}: {runtime}",
-                points,
-                _NAMES[kind],
-                f"{what}: {_protocol(scores[0])}" + (f" {_PAIRED}" if kind == "perplexity" else ""),
-                view.frontiers.get(runtime if runtime in view.frontiers else None, ())
-                if kind == "divergence"
-                else (),
-                kind == "divergence",
-            )
+            size_plot(f"Size against perplexity: {runtime}", points, _NAMES["perplexity"], caption)
         )
     return figures
 
 
-def _order(item: tuple[tuple[str, str, str, str], list[Score]]) -> tuple[str, str, str, bool]:
-    (kind, what, protocol, runtime), _ = item
-    return what, protocol, runtime, kind != "perplexity"
-
-
 def _scored_point(view: RunView, score: Score, recommended: frozenset[str]) -> SizePoint | None:
     count = view.subject_bytes(score.subject)
-    value = score.values[_VALUES[score.kind]]
-    if count is None or (score.kind == "divergence" and value.value < _NOTHING):
+    if count is None:
         return None
     change = score.values.get("token_perplexity_change")
-    if score.kind == "perplexity":
-        value = Estimate(value.value, change.standard_error if change else float("nan"))
+    value = Estimate(
+        score.values["token_perplexity"].value, change.standard_error if change else float("nan")
+    )
     name = plan_or_file(score.subject)
     plan = view.plan(name)
     family, label = (plan.family, plan.label) if plan else ("other", name)
