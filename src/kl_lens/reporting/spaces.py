@@ -12,7 +12,7 @@ import numpy as np
 
 from kl_lens import planning
 from kl_lens.errors import KLLensError, PlanError
-from kl_lens.planning.cost import recipe_of
+from kl_lens.planning.cost import FP16, recipe_of
 from kl_lens.planning.hull import hull_of
 from kl_lens.records import Artifact, SensitivityTable
 from kl_lens.reporting.plans import PlanView
@@ -42,11 +42,11 @@ class Space:
 def read_spaces(
     run: Run, plans: Sequence[PlanView], artifacts: Mapping[str, Artifact]
 ) -> dict[str | None, Space]:
-    """One for each target that the run has plans for, and one for what was measured of weights alone."""
+    """One for each target that the run has plans for, and one for plans that are nobody's in particular."""
     targets: list[str | None] = sorted({p.target for p in plans if p.target})
     if "components" not in run.identity:
         return {}
-    if not targets or run.usual_target is None:
+    if not targets or any(p.target is None and set(p.stored.values()) != {FP16} for p in plans):
         targets.append(None)
     spaces = {target: _space(run, target, plans, artifacts) for target in targets}
     return {target: space for target, space in spaces.items() if space is not None}

@@ -31,7 +31,7 @@
     const [unit, by] = size >= 1e9 ? ["GB", 1e9] : size >= 1e6 ? ["MB", 1e6] : size >= 1e3 ? ["kB", 1e3] : ["B", 1];
     return `${sign}${by === 1 ? size : (size / by).toFixed(2)} ${unit}`;
   };
-  const signed = (value, show) => (value > 0 ? "+" : "") + (value === 0 ? "0" : show(value));
+  const signed = (value, show) => (value > 0 ? "+" : "") + (value === 0 ? "0" : show(value).replace(/^-/, "−"));
   const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
   const parsed = (text) => {
     const match = /^\s*([\d.]+(?:e[-+]?\d+)?)\s*([kmg]?)/i.exec(text.replaceAll(",", ""));
@@ -154,7 +154,7 @@
   const dots = (list, scale) => {
     const width = 180, x = (value) => 6 + (width - 12) * scale(value);
     const svg = el("svg", { viewBox: `0 0 ${width} 18`, class: "dots", "aria-hidden": "true" }, el("path", { d: `M6 9H${width - 6}`, class: "grid" }));
-    for (const value of list.windows) svg.append(el("circle", { cx: x(value).toFixed(1), cy: 9, r: 2.6, class: `m ${list.colour}` }));
+    for (const value of list.windows) svg.append(el("circle", { cx: x(value).toFixed(1), cy: 9, r: 3.2, class: `m ${list.colour}` }));
     svg.append(el("path", { d: `M${x(list.mean).toFixed(1)} 2v14`, class: "mean" }));
     return svg;
   };
@@ -304,13 +304,13 @@
     const showRivals = () => {
       const others = space.plans.filter((other) => !other.ours && other.kl !== null && !other.codes.every((r) => r === space.none));
       const shown = [...nearest(others.filter((o) => o.bytes <= plan.bytes)).slice(0, 3), ...nearest(others.filter((o) => o.bytes > plan.bytes)).slice(0, 2)].sort((p, q) => q.bytes - p.bytes);
-      const better = (other) => (plan.kl < other.kl ? `${number(other.kl / plan.kl, 2)} × less loss here` : `${number(plan.kl / other.kl, 2)} × more loss here`);
+      const better = (other) => (plan.kl < other.kl ? `loses ${number(other.kl / plan.kl, 2)} times less` : `loses ${number(plan.kl / other.kl, 2)} times more`);
       rivals.replaceChildren(shown.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Rivals of about this size" }, el("table", {},
         el("caption", {}, "Others of about this size, as measured"),
-        el("thead", {}, el("tr", {}, ["recipe", "size", "against this", "KL, nats per token", "this plan, predicted"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
+        el("thead", {}, el("tr", {}, ["recipe", "size", "KL, nats per token", "this plan, predicted"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
         el("tbody", {}, shown.map((other) => el("tr", {},
           el("th", { scope: "row" }, el("button", { type: "button", class: "link", title: "pin it", onclick: () => pin(space, shownPlan(other), other.label, open) }, other.label)),
-          el("td", { class: "n" }, bytes(other.bytes)), el("td", { class: "n" }, signed(other.bytes - plan.bytes, bytes)),
+          el("td", { class: "n" }, bytes(other.bytes)),
           el("td", { class: "n" }, withError(other.kl, other.error)), el("td", { class: "n" }, better(other)))))))
         : el("p", { class: "note" }, "No stock recipe was measured for this target: kl-lens plan --rivals adds them."));
     };

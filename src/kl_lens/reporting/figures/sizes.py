@@ -64,7 +64,8 @@ def size_plot(
     shown = [p for p in points if math.isfinite(p.quality.value)]
     divisor, unit = unit_of(max(p.bytes for p in shown))
     y = _quality_scale(shown, frontier, logarithmic_quality)
-    x = linear([p.bytes / divisor for p in shown], margin=0.08)
+    smallest = [frontier[0][0]] if frontier and target is not None else []  # what is asked for may be smaller
+    x = linear([b / divisor for b in (*(p.bytes for p in shown), *smallest)], margin=0.08)
     plot = Plot(title, x, y, f"size, {unit}", quality + _kind(y))
     if frontier:
         plot.curve([(b / divisor, kl) for b, kl in frontier], "quiet dashed")
@@ -97,8 +98,8 @@ def _kind(scale: Scale) -> str:
 def _quality_scale(points: Sequence[SizePoint], frontier: Sequence[tuple[int, float]], as_log: bool) -> Scale:
     values = [p.quality.value for p in points]
     if as_log:
-        sizes = [p.bytes for p in points]
-        return logarithmic(values + [kl for b, kl in frontier if min(sizes) <= b <= max(sizes)])
+        largest = max(p.bytes for p in points)
+        return logarithmic(values + [kl for b, kl in frontier if b <= largest])
     # The ends of error bars belong into the frame, unless they would squeeze everything else.
     reach = [v for p in points for v in (ends(p.quality) or ()) if v > 0]
     spread = max(values) - min(values)

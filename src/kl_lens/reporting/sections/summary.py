@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kl_lens.planning.cost import FP16
 from kl_lens.records import Profile
 from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
@@ -28,15 +29,14 @@ def section(view: RunView) -> Section:
             reason = "no plan has been made"
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("answer", TITLE, None, line, reason)
-    parts: list[Html | None] = []
+    sentences = [tag("p", *_sentence(view, each.plan), class_="lead") for each in answers]
+    parts: list[Html | None] = [
+        tag("div", *sentences, class_="grid answers"),
+        explorer.explorer([view]),
+        tag("div", *_charts(view), class_="grid charts"),
+    ]
     for each in answers:
-        parts += [
-            tag("p", *_sentence(view, each.plan), class_="lead"),
-            note(each.rule),
-            _missing(view, each.plan),
-        ]
-    parts += [explorer.explorer([view]), tag("div", *_charts(view), class_="grid charts")]
-    parts += [_comparison(view, each.plan) for each in answers]
+        parts += [_comparison(view, each.plan), note(each.rule), _missing(view, each.plan)]
     return Section("answer", TITLE, join([*parts, _commands(view, answers[0].plan)]))
 
 
@@ -47,7 +47,7 @@ def _charts(view: RunView) -> list[Html]:
         points, texts = [], dict[str, None]()
         for plan in explorer.plans_of(view, space):
             kl, where = explorer.measured_kl(view, plan, target)
-            if kl is not None and kl.value > _NOTHING:
+            if kl is not None and kl.value > _NOTHING and set(plan.stored.values()) != {FP16}:
                 size_, star = (
                     explorer.bytes_of(view, plan, target),
                     plan.name in answer.recommended_names(view),
