@@ -32,6 +32,9 @@ class Events:
     def heading(self, text: str) -> None:
         """What `run` does next."""
 
+    def keep_in(self, folder: Path) -> None:
+        """The folder of a `run` that begins, for whoever keeps a log."""
+
     def stage(self, settings: Settings) -> AbstractContextManager[None]:
         """Around a stage of `run`."""
         return nullcontext()

@@ -145,6 +145,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
         journal.note_command(["kl-lens", *command_of(settings)])
+    events.keep_in(folder)
     stages = Stages(folder, bench, events, again=settings.again)
     with going_on(folder):
         plans, exported = _Course(settings, model, stages, events).run()

@@ -399,8 +399,8 @@
     }
     const byName = new Map(run.components.map((component, c) => [component[0], c]));
     for (const cell of document.querySelectorAll("#sensitivity .cell")) {
-      const c = byName.get(cell.querySelector("title")?.textContent.split("\n")[0].replace(/, block \d+$/, ""));
-      if (c !== undefined) cell.addEventListener("click", () => open(c));
+      const name = cell.querySelector("title")?.textContent.split("\n")[0].replace(/, block \d+$/, "");
+      if (byName.has(name)) { cell.dataset.name = name; cell.addEventListener("click", () => open(byName.get(name))); }
     }
     for (const row of document.querySelectorAll(".layers tbody tr")) {
       const cell = row.cells[0], c = byName.get(cell.textContent);
