@@ -9,7 +9,7 @@ import pytest
 
 from kl_lens.reporting import write_report
 from kl_lens.runs import Run
-from tests.reporting.sample import make_run, store_points
+from tests.reporting.sample import make_large_run, make_run
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +19,7 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many components and recipes as a hybrid of 2.7 billion weights has."""
-    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o")]
-    formats = ("int4", "int8", "int4-g32", "int4-g64", "q8_0", "q4_0", "q5_0", "q5_1")
-    folder = tmp_path_factory.mktemp("large") / "run"
-    make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
-    with Run.open(folder) as run:
-        store_points(run)
-    return folder
+    return make_large_run(tmp_path_factory.mktemp("large") / "run")
 
 
 @pytest.fixture(scope="session")

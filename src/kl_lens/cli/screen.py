@@ -57,6 +57,10 @@ class Screen(Terminal):
         if self._warnings <= WARNINGS:
             self._say(printable(f"kl-lens {self.verb}: {text}"))
 
+    def fail(self, text: str) -> None:
+        self._warnings = min(self._warnings, WARNINGS - 1)  # never one of those that only the log has
+        self.warn(text)
+
     def heading(self, text: str) -> None:
         self.note(f"\n== {text}")
         if text in PURPOSES:  # a stage that is no verb
@@ -81,7 +85,7 @@ class Screen(Terminal):
         self._say(f"{self._stage:18} {spent:>6} {PURPOSES.get(settings.verb, '')}")
         if self._warnings > WARNINGS:
             self._say(f"{'':18}        {self._warnings - WARNINGS} more remarks in the log")
-        self._stage = ""
+        self._stage, self._warnings = "", 0
 
     def result(self, result: object) -> None:
         self._done_already = result is None

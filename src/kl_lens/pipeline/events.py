@@ -21,6 +21,10 @@ class Events:
     def warn(self, text: str) -> None:
         """What a user should know even when nobody reads the results."""
 
+    def fail(self, text: str) -> None:
+        """Why something that others do not need ended badly."""
+        self.warn(text)
+
     def wrote(self, text: str) -> None:
         """A piece of generated text."""
 

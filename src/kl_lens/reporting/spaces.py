@@ -43,7 +43,7 @@ def read_spaces(
     run: Run, plans: Sequence[PlanView], artifacts: Mapping[str, Artifact]
 ) -> dict[str | None, Space]:
     """One for each target that the run has plans for, and one for plans that are nobody's in particular."""
-    targets: list[str | None] = sorted({p.target for p in plans if p.target})
+    targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
     if "components" not in run.identity:
         return {}
     if not targets or any(p.target is None and set(p.stored.values()) != {FP16} for p in plans):

@@ -315,7 +315,8 @@
         : el("p", { class: "note" }, "No stock recipe was measured for this target: kl-lens plan --rivals adds them."));
     };
     const showCommand = () => {
-      const name = `at-${plan.bytes}`;
+      // As long as `uniform_fp16`, whose file the sizes are reckoned from: a GGUF holds its plan's name.
+      const name = `at${String(plan.bytes).padStart(10, "0")}`;
       const how = mode === "speed" && space.latency ? `--max-latency ${+(1e3 / limit).toPrecision(6)}ms --profile ${space.latency[0]}` : `--max-bytes ${plan.bytes}`;
       command.textContent = `${space.command} ${how} --name ${name}` + (space.target ? `\n${space.export} --plan ${name}` : "");
     };
