@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.formats import get_format
-from kl_lens.planning import build_problem, pareto_frontier, plan_for_budget
+from kl_lens.planning import build_problem, pareto_frontier, pareto_surface, plan_for_budget
 from kl_lens.planning.proof import better_selection
 from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
@@ -182,6 +182,22 @@ def test_the_frontier_is_every_undominated_pair(instance: Instance) -> None:
     assert frontier.complete
     assert [b for b, _ in found] == [b for b, _ in expected]
     assert [k for _, k in found] == pytest.approx([k for _, k in expected], rel=1e-12, abs=1e-15)
+
+
+@settings(max_examples=30)
+@given(instances())
+def test_nothing_beats_the_surface_of_three_quantities(instance: Instance) -> None:
+    problem = build_problem(instance.table, latency=instance.latency)
+    surface = pareto_surface(problem, sizes=4, speeds=3)
+    plans = list(instance.brute_force())
+    for point in surface:
+        totals = problem.totals(point.selection)
+        assert (point.bytes, point.kl, point.seconds) == (totals.bytes, totals.kl, totals.seconds)
+        as_small = [p for p in plans if p.bytes <= point.bytes and p.seconds <= point.seconds * (1 - 1e-8)]
+        assert all(p.kl >= point.kl * (1 - 1e-9) - 1e-15 for p in as_small)
+    assert surface[0].bytes == min(p.bytes for p in plans)
+    with pytest.raises(PlanError, match="latency profile"):
+        pareto_surface(build_problem(instance.table))
 
 
 @quick

@@ -39,6 +39,8 @@ VERBS = {
     "generate": "generate text with an exported model",
     "report": "write the run as one HTML file, or several runs side by side",
     "import-legacy": "read published sensitivity files into a run",
+    "doctor": "say what is installed, what is slow here, and the one command that mends it",
+    "runtime": "put a faster llama.cpp in place: built for this processor, or from a folder",
 }
 
 

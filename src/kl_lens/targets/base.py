@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
@@ -74,6 +74,16 @@ class ExportOption:
     given: Any = True  # a switch: what the keyword becomes when the flag is there
 
 
+@dataclass(frozen=True)
+class Health:
+    """How a runtime stands on this machine."""
+
+    runtime: str  # library and version; empty where there is none
+    facts: tuple[str, ...] = ()
+    problem: str = ""  # empty: all is well
+    mend: str = ""  # the one command that mends it
+
+
 class Target(ABC):
     """One runtime: what it holds, how it is exported to, run, timed and understood.
 
@@ -103,6 +113,26 @@ class Target(ABC):
     def prepare(self) -> None:
         """Loads its libraries, so that what is weighed afterwards is the model alone."""
         self.require()
+
+    def health(self) -> Health:
+        """Whether it runs here, and as fast as it could."""
+        try:
+            self.require()
+        except UnsupportedError:
+            return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
+        return Health(f"{self.packages[-1]} {self.version}")
+
+    def install_runtime(
+        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+    ) -> Path:
+        """Puts a faster runtime in place: the libraries of a folder, or (None) built here."""
+        raise UnsupportedError(
+            f"{self.title}: its packages are as fast as they get; there is nothing to build"
+        )
+
+    def remove_runtime(self) -> bool:
+        """Undoes that; whether there was anything to remove."""
+        return False
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
