@@ -90,8 +90,17 @@ def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -
     titles = {t.words.partition("\n")[0] for t in found.all("title")}
     assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small_refined"} <= titles
     assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
-    assert "frontier, predicted" in found.words
     assert "Predicted against measured" in found.words
+
+
+def test_the_first_figure_is_size_against_kl_with_the_frontier_and_plans_that_can_be_pinned(
+    sample_page: str,
+) -> None:
+    found = section(sample_page, "answer").all("figure")[0]
+    assert "Size against KL: weights alone" in found.words
+    assert "frontier, predicted" in found.words
+    plans = {p.attributes["data-plan"] for p in found.all("path") if "data-plan" in p.attributes}
+    assert {"/recommended", "/uniform_int8", "/kl_point05"} <= plans
 
 
 def test_speed_is_drawn_per_target_with_the_bandwidth_bound(sample_page: str) -> None:

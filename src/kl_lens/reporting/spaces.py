@@ -74,7 +74,7 @@ def _space(
         problem = planning.build_problem(table, **choice)
     except KLLensError:  # too little was measured to plan with, or the target is no longer there
         return None
-    timed = [n for n in run.load_all("latency") if name and n.startswith(name)][-1:]
+    timed = [n for n in run.load_all("latency") if name and n.startswith(f"{name}-")][-1:]
     for profile in timed:
         stored = run.load("latency", profile) or {}
         seconds = {(c, f): float(s) for c, row in stored.items() for f, s in row.items()}

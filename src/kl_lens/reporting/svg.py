@@ -96,8 +96,7 @@ class Mark:
     colour: str  # a class of palette.py
     shape: str = "circle"
     radius: float = 4.5
-    x_error: tuple[float, float] | None = None  # low and high ends
-    y_error: tuple[float, float] | None = None
+    y_error: tuple[float, float] | None = None  # low and high ends
     label: str | None = None
     emphasis: bool = False
     plan: str | None = None  # TARGET/PLAN, for the script
@@ -162,16 +161,10 @@ class Plot:
         return titled(f"{kind} {mark.colour}", mark.title, path, mark.plan)
 
     def _errors(self, mark: Mark) -> list[Html]:
-        bars = []
-        if mark.y_error is not None:
-            low, high = (self._inside(self.y, v) for v in mark.y_error)
-            x = self.x(mark.x)
-            bars.append(line(x, self.y(low), x, self.y(high), f"err {mark.colour}"))
-        if mark.x_error is not None:
-            low, high = (self._inside(self.x, v) for v in mark.x_error)
-            y = self.y(mark.y)
-            bars.append(line(self.x(low), y, self.x(high), y, f"err {mark.colour}"))
-        return bars
+        if mark.y_error is None:
+            return []
+        x, (low, high) = self.x(mark.x), (self.y(self._inside(self.y, v)) for v in mark.y_error)
+        return [line(x, low, x, high, f"err {mark.colour}")]
 
     @staticmethod
     def _inside(scale: Scale, value: float) -> float:

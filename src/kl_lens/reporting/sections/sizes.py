@@ -16,9 +16,7 @@ from kl_lens.reporting.sections.words import fills, grid, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "Size against quality"
-_NAMES = {"perplexity": "token perplexity", "divergence": "KL from the original, nats per token"}
 _PAIRED = "Error bars: of the difference from the original, on the same text."
-_NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 _VALUES = {"perplexity": "token_perplexity", "divergence": "kl_mean"}
 
 
@@ -46,54 +44,25 @@ def section(view: RunView) -> Section:
 
 
 def _verified(view: RunView, recommended: frozenset[str]) -> list[Html]:
-    """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one pair per text."""
+    """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one for each text and target."""
     figures = []
-    texts = list(dict.fromkeys((p.measured_on, p.target) for p in view.plans if p.kl is not None))
+    texts = dict.fromkeys((p.measured_on, p.target) for p in view.plans if p.kl is not None)
     for text, target in texts:
         plans = [p for p in view.plans if p.measured_on == text and p.target == target]
         whose = f", computing as {target} does" if target else ""
         original = next((p.original_perplexity for p in plans if p.original_perplexity), None)
         points = [_point(p, p.perplexity, recommended) for p in plans if p.perplexity]
-        where = text or "held-out text"
         if points and original:
-            points.append(
-                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(target), Estimate(original))
-            )
-            figures.append(
-                size_plot(
-                    "Size against perplexity",
-                    points,
-                    _NAMES["perplexity"],
-                    f"In PyTorch{whose}, {where}. {_PAIRED}",
-                )
-            )
-        points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value >= _NOTHING]
-        if points:
-            caption = f"In PyTorch{whose}, {where}. The frontier is what the best plan of each size is predicted to do."
-            figures.append(
-                size_plot(
-                    "Size against KL",
-                    points,
-                    _NAMES["divergence"],
-                    caption,
-                    view.frontier(target),
-                    True,
-                )
-            )
+            fp16 = SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(target), Estimate(original))
+            caption = f"In PyTorch{whose}, {text or 'held-out text'}. {_PAIRED}"
+            figures.append(size_plot("Size against perplexity", [*points, fp16], "token perplexity", caption))
     if not figures and view.frontier(None):
-        points = [
-            _point(p, Estimate(p.row.predicted_kl), recommended) for p in view.plans if p.row.predicted_kl
-        ]
+        predicted = [(p, p.row.predicted_kl) for p in view.plans if p.row.predicted_kl]
+        points = [_point(p, Estimate(kl), recommended) for p, kl in predicted]
         if points:
+            axis = "predicted KL, nats per token"
             figures.append(
-                size_plot(
-                    "Size against predicted KL",
-                    points,
-                    "predicted KL, nats per token",
-                    None,
-                    view.frontier(None),
-                    True,
-                )
+                size_plot("Size against predicted KL", points, axis, None, view.frontier(None), True)
             )
     return figures
 
@@ -123,9 +92,7 @@ def _scored(view: RunView, recommended: frozenset[str]) -> list[Html]:
             value = Estimate(original.values["token_perplexity"].value)
             points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), value))
         caption = f"{what}: {_protocol(scores[0])} {_PAIRED}"
-        figures.append(
-            size_plot(f"Size against perplexity: {runtime}", points, _NAMES["perplexity"], caption)
-        )
+        figures.append(size_plot(f"Size against perplexity: {runtime}", points, "token perplexity", caption))
     return figures
 
 
