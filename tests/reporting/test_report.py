@@ -6,11 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kl_lens import planning
 from kl_lens.errors import RunError
 from kl_lens.planning import build_problem
 from kl_lens.records import ARTIFACT, Subject
@@ -19,6 +21,7 @@ from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
 from kl_lens.reporting.explorer import DIGITS, coded
 from kl_lens.runs import Run
+from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
 from tests.reporting.sample import NOISE, WINDOWS, about, make_run
 
@@ -179,6 +182,23 @@ def test_the_page_holds_every_choice_that_planning_has_to_the_byte(
         assert tuple(of_run["components"][m][0] for m in members) == group.members
         assert [recipes[c] for c in choices] == [c.recipe for c in group.choices]
         assert (sizes, kls) == ([c.bytes for c in group.choices], [c.kl for c in group.choices])
+
+
+def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
+    """Also where no FP16 file says what a file needs besides weights: a plan for the target does."""
+    folder, holding = make_run(tmp_path / "run", stages=()), planning.holding(get_target("openvino"))
+    with Run.open(folder) as run:
+        table = run.table()
+        asked: dict[str, Any] = {"max_bpw": 6, "name": "recommended-openvino", "fixed_bytes": 7000}
+        plan = replace(planning.plan_for_budget(table, **asked, **holding).plan, target="openvino")
+        planning.write_plan(plan, planning.plan_path(folder / "plans", plan.name), table.components)
+        spaces = collect(run).spaces
+    assert list(spaces) == ["openvino"]
+    expected = planning.build_problem(table, fixed_bytes=7000, **holding)
+    assert spaces["openvino"].problem.groups == expected.groups
+    assert spaces["openvino"].problem.fixed_bytes == expected.fixed_bytes
+    cheapest = {c.recipe: c.bytes for c in expected.groups[0].choices}
+    assert cheapest != {c.recipe: c.bytes for c in build_problem(table).groups[0].choices}
 
 
 def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:

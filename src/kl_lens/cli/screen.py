@@ -70,7 +70,8 @@ class Screen(Terminal):
         from kl_lens.cli.progress import sweep_progress
 
         what = PURPOSES.get(self.verb)
-        name = self._stage if title in self._stage else f"{self._stage}, {title}" if self._stage else title
+        same = not self._stage or title[:5] == self._stage[:5]  # measuring, of measure
+        name = (self._stage or title) if same else f"{self._stage}, {title}"
         return sweep_progress(f"{name} ({what})" if what else name, LINE_INTERVAL)
 
     @contextmanager

@@ -74,7 +74,7 @@
     } else if (line) {
       const rate = (size) => 1 / (line.a + line.b * size);
       s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [rate(space.fixed + high), rate(space.fixed + low)], show: number,
-        plan: (limit, quick) => s.bySize.at(Math.floor((1 / limit - line.a) / line.b) - space.fixed, quick) };
+        plan: (limit, quick) => s.bySize.at(Math.round((1 / limit - line.a) / line.b) - space.fixed, quick) };
       s.speed = (plan) => rate(plan.bytes);
       s.speedNote = `a line through ${line.n} timed files, at most ${percent(line.off)} off`;
     }
@@ -345,7 +345,7 @@
       slider.value = positionOf(chosen, limit);
       if (!typed) field.value = chosen.show(limit);
       const begin = performance.now();
-      const first = chosen.plan(limit, true) ?? chosen.plan(chosen.ends[mode === "speed" ? 1 : 0] * (1 + 1e-9));
+      const first = chosen.plan(limit, true) ?? chosen.plan(mode === "speed" ? chosen.ends[1] * (1 - 1e-6) : chosen.ends[0] * (1 + 1e-9));
       draw(first);
       place.dataset.ms = (performance.now() - begin).toFixed(1);
       clearTimeout(later);
