@@ -281,6 +281,14 @@ class Run:
         )
         return [WindowMetrics(*row) for row in rows]
 
+    def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
+        """(component, format) → mean KL per token of each window, in order."""
+        values: dict[tuple[str, str], list[float]] = {}
+        query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
+        for component, format_name, value in self._db.execute(query, (role,)):
+            values.setdefault((component, format_name), []).append(value)
+        return values
+
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order in which they were first measured."""
