@@ -29,7 +29,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_changed_configurations(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     known = json.loads((healthy / "config.json").read_text())
@@ -83,7 +83,7 @@ def test_changed_weight_files(cases: int, healthy: Path, tmp_path: Path, capsys)
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
-@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.slow)])
 def test_changed_plans(cases: int, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     run = make_run(tmp_path / "run", stages=("plan",))

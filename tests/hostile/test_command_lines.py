@@ -95,7 +95,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("cases", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_words_behind_every_flag(
     cases: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

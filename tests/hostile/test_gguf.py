@@ -83,6 +83,8 @@ def test_a_file_of_ours_is_not_opened_twice(healthy: Path, monkeypatch: pytest.M
 
 def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
     bad = with_number(healthy, tmp_path / "bad.gguf", *KILLERS["no blocks"])
+    text = tmp_path / "text.txt"
+    text.write_text("The history of the city begins with a river and a road. " * 40)
     good = tmp_path / "good.gguf"
     shutil.copy(healthy, good)
     words = [
@@ -92,7 +94,7 @@ def test_the_other_files_go_on(healthy: Path, tmp_path: Path, capsys) -> None:
         "--model",
         "reference:mamba",
         "--perplexity",
-        "wikitext2:test",
+        str(text),
     ]
     code = main([*words, "--limit", "1", "--window", "64"])
     printed = capsys.readouterr()
