@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kl_lens.cli.last_net import EXIT_CODE
 from kl_lens.cli.main import main
 
 TOLD: Counter[str] = Counter()  # how commands ended, for the summary
+MOST_MEMORY = 2 << 30
+PEAK = {"bytes": 0}  # the most memory that a command on hostile input took
+
+
+def cases(few: int, many: int) -> Callable[[Any], Any]:
+    """For a fuzzer: few cases in `./test`, many in `./test --all`, where they are 10,000 together."""
+    return pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = False) -> str:
     """Runs a command that is to fail; the line it says. Notes and warnings may stand before it."""
     capsys.readouterr()
+    before = _peak_from_now()
     try:
-        code = main(words)
+        code: object = main(words)
     except SystemExit as end:  # argparse
         code = end.code
     printed = capsys.readouterr()
+    took(max(0, _status("VmHWM") - before))
     assert "Traceback" not in printed.err + printed.out, (words, printed.err)
     if may_succeed and code == 0:
         TOLD["worked"] += 1
@@ -31,4 +44,25 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     assert last.startswith("kl-lens"), (words, printed.err)
     assert last.isprintable(), last
     TOLD["unexpected, one line" if code == EXIT_CODE else "one clear line"] += 1
+    assert code != EXIT_CODE, (words, last)
     return last
+
+
+def took(memory: int) -> None:
+    PEAK["bytes"] = max(PEAK["bytes"], memory)
+    assert memory < MOST_MEMORY
+
+
+def _peak_from_now() -> int:
+    """Makes the system forget the most that this process ever had; what it has now."""
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -21,6 +21,7 @@ from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SHARE,
+    THREADS,
     Loading,
     OfRun,
     chosen_targets,
@@ -79,7 +80,7 @@ class EvaluateSettings(Loading, OfRun):
     max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
     exact: bool = _running(False, "float32 arithmetic instead of the fastest")
     runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
-    threads: int | None = _running(None, "default: the runtime's own choice", kind=COUNT)
+    threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = _running(0, "llama.cpp: layers on a GPU", metavar="N")
     again: bool = _running(False, "measure afresh what the run holds already")
     tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
