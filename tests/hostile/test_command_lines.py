@@ -62,7 +62,7 @@ def test_settings_that_make_no_sense(content: str, tmp_path: Path, capsys) -> No
     assert "unexpected" not in line
 
 
-@cases(10, 300)
+@cases(10, 1000)
 def test_changed_settings_files(cases: int, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     names = [option.name for option in options_of(settings_of("run"))]
@@ -113,7 +113,7 @@ WORDS = [
 ]
 
 
-@cases(20, 1200)
+@cases(20, 2000)
 def test_random_words_behind_every_flag(
     cases: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

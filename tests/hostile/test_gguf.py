@@ -136,7 +136,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
     return bytes(content)
 
 
-@cases(3, 700)
+@cases(3, 400)
 def test_changed_files_never_end_the_process(cases: int, healthy: Path, tmp_path: Path) -> None:
     draw, data = random.Random(cases), healthy.read_bytes()
     with forked_glass("kl_lens.targets.gguf.session", "kl_lens.targets.gguf.glass", "gguf"):

@@ -88,7 +88,7 @@ def changed_graph(text: str, draw: random.Random) -> str:
     return text[: draw.randrange(len(text))]
 
 
-@cases(3, 250)
+@cases(2, 100)
 def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     text, weights = (healthy / GRAPH).read_text(), (healthy / WEIGHTS).read_bytes()
@@ -104,7 +104,7 @@ def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied:
             opens(copied)
 
 
-@cases(5, 350)
+@cases(3, 100)
 def test_changed_records_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     record = json.loads((healthy / RECORD_FILE).read_text())

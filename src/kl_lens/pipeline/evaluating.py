@@ -198,9 +198,14 @@ class _Evaluation:
     def _tokenizer(self) -> Any:
         if self.model is not None:
             return self.model.require_tokenizer()
-        first = self.selection.subjects[0]
-        assert isinstance(first, evaluation.JudgedArtifact)
-        return evaluation.artifact_tokenizer(first, self.settings.tokenizer)
+        failures: list[KLLensError] = []
+        for file in self.selection.subjects:  # one that is broken does not keep the others from being judged
+            assert isinstance(file, evaluation.JudgedArtifact)
+            try:
+                return evaluation.artifact_tokenizer(file, self.settings.tokenizer)
+            except KLLensError as error:
+                failures.append(error)
+        raise failures[0]
 
     def _texts(self) -> dict[str, set[str]]:
         """Text → what is measured on it; a text for both is read once."""
