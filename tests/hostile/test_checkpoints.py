@@ -124,6 +124,25 @@ def test_a_checkpoint_that_config_does_not_describe_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_with_code_of_its_own_is_refused_by_its_family(
+    remote_code_folder: Path, tmp_path: Path, capsys
+) -> None:
+    for target, reason in {
+        "openvino": "cannot be exported to OpenVINO",
+        "gguf": "knows no 'parallel_heads'",
+    }.items():
+        words = [
+            "--trust-remote-code",
+            "--target",
+            target,
+            "--format",
+            "fp16",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+        assert reason in says_one_line(["export", str(remote_code_folder), *words], capsys)
+
+
 @cases(6, 300)
 def test_changed_tokenizers(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
