@@ -93,7 +93,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
         "measure": ["measure", str(model), *of_run, *text, "--formats", "int4,int8"],
         "rank": ["rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
-        "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small"],
+        "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
         "export gguf": ["export", *of_run, "--target", "gguf", "--plan", "small", "--map",
                         "--without-tokenizer", *held],
         "evaluate": ["evaluate", *of_run, "--perplexity", f"{model}/judged.txt", "--divergence", "--window", "32",
