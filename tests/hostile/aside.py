@@ -12,7 +12,7 @@ import pytest
 from kl_lens.errors import TargetError
 from kl_lens.targets import glass, open_session
 from tests.forking import Forks
-from tests.hostile.saying import TOLD, took
+from tests.hostile.saying import told, took
 
 
 def look(words: list[str]) -> int:
@@ -30,9 +30,10 @@ def forked_glass(*modules: str) -> Iterator[None]:
             ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=60)
             took(ended.peak)
             if ended.code == -9:
-                TOLD["hangs, told"] += 1
+                told("(a hang aside)")
                 raise subprocess.TimeoutExpired(words, 60)
-            TOLD["ended by a signal aside"] += ended.code < 0
+            if ended.code < 0:
+                told("(ended by a signal aside)")
             return subprocess.CompletedProcess(words, ended.code, b"", ended.said.encode())
 
         patch.setattr(glass.subprocess, "run", run)
@@ -51,4 +52,4 @@ def opens(place: Any) -> None:
     if said is not None:
         assert str(place) in said
         assert "\n" not in said
-    TOLD["worked" if said is None else "one clear line"] += 1
+    told("worked" if said is None else "one clear line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 from kl_lens.cli.last_net import EXIT_CODE
 from kl_lens.cli.main import main
 
-TOLD: Counter[str] = Counter()  # how commands ended, for the summary
+TOLD: Counter[tuple[str, str]] = Counter()  # (test, how its commands ended), for the summary
 MOST_MEMORY = 2 << 30
 PEAK = {"bytes": 0}  # the most memory that a command on hostile input took
 
@@ -35,7 +36,7 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     took(max(0, _status("VmHWM") - before))
     assert "Traceback" not in printed.err + printed.out, (words, printed.err)
     if may_succeed and code == 0:
-        TOLD["worked"] += 1
+        told("worked")
         return ""
     assert code not in (0, None), (words, printed)
     assert isinstance(code, int)
@@ -43,9 +44,14 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     last = printed.err.rstrip("\n").split("\n")[-1]
     assert last.startswith("kl-lens"), (words, printed.err)
     assert last.isprintable(), last
-    TOLD["unexpected, one line" if code == EXIT_CODE else "one clear line"] += 1
+    told("unexpected, one line" if code == EXIT_CODE else "one clear line")
     assert code != EXIT_CODE, (words, last)
     return last
+
+
+def told(how: str) -> None:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].partition(" ")[0]
+    TOLD[test.partition("[")[0], how] += 1
 
 
 def took(memory: int) -> None:
