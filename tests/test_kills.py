@@ -39,7 +39,7 @@ WARM = (
     "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.stock", "kl_lens.targets.gguf.export", "gguf",
     "kl_lens.sensitivity.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
 )  # fmt: skip
-IN_A_ROW = 4  # kills before the command is let through
+IN_A_ROW = 8  # kills before the command is let through
 
 
 def command(words: list[str]) -> int:
@@ -108,8 +108,8 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
 
 
 KILLS = {
-    "measure": 40, "rank": 24, "plan": 24, "export openvino": 20, "export gguf": 20, "evaluate": 24, "benchmark": 16,
-    "report": 12, "run": 20,
+    "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24, "benchmark": 12,
+    "report": 12, "run": 8,
 }  # fmt: skip
 
 
