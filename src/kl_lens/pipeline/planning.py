@@ -144,6 +144,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         aim = Aim(settings, run, bench)
         if settings.frontier:
             return _frontier(settings, run, table, aim, events)
+        if not settings.dry_run:
+            run.note_command(["kl-lens", *command_of(settings)])
         plans = _made(settings, run, table, aim, events)
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, aim, events)
@@ -152,7 +154,6 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
-        run.note_command(["kl-lens", *command_of(settings)])
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
         return PlanResult(table, plans, folder)

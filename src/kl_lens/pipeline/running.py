@@ -37,6 +37,7 @@ from kl_lens.pipeline.settings import (
     NAMES,
     SHARE,
     SIZE,
+    THREADS,
     HeldOut,
     OfModel,
     chosen_targets,
@@ -102,7 +103,7 @@ class RunSettings(HeldOut, Calibration, OfModel):
     task_data: Path | None = _proof(None, "local task files, instead of the hub", metavar="DIR")
     task_limit: int | None = _proof(None, "examples of each task", kind=COUNT)
     repeats: int = _proof(3, "of timings", kind=COUNT)
-    threads: int | None = _proof(None, "of the runtimes (default: all)", kind=COUNT)
+    threads: int | None = _proof(None, "of the runtimes (default: all)", kind=THREADS)
     prompt: str | None = _proof(None, "for the samples of text (default: two of our own)")
     without: tuple[str, ...] = _proof(
         (), "of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
@@ -144,11 +145,11 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        journal.note_command(["kl-lens", *command_of(settings)])
-    events.keep_in(folder)
-    stages = Stages(folder, bench, events, again=settings.again)
-    with going_on(folder):
-        plans, exported = _Course(settings, model, stages, events).run()
+        journal.note_command(["kl-lens", *command_of(settings)])  # and keeps others out until the end
+        events.keep_in(folder)
+        stages = Stages(folder, bench, events, again=settings.again)
+        with going_on(folder):
+            plans, exported = _Course(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
     return RunResult(settings, folder, plans, exported, stages.seconds, stages.failures, seconds)
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from kl_lens.calibration import StoredStatistics
 from kl_lens.errors import RunError
+from kl_lens.journal import checks_rows
 from kl_lens.records import (
     ARTIFACT,
     ORIGINAL,
@@ -135,6 +136,7 @@ def plan_or_file(subject: Subject) -> str:
     return subject.own_plan or subject.label
 
 
+@checks_rows
 def collect(run: Run) -> RunView:
     """Reads a run. What is not there is None or empty; what cannot be read is an error that names it."""
     identity = run.identity
