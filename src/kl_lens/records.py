@@ -5,13 +5,13 @@ Nothing here imports another room of the house; every other room may import this
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Self
 
 
@@ -23,31 +23,49 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = _types_of(cls)
-        if unknown := set(data) - set(known):
-            raise ValueError(f"{cls.__name__}: unknown fields {sorted(unknown)}")
-        return cls(**{name: _decoded(known[name], value) for name, value in data.items()})
+        """Whoever wrote it: every field is known and of the kind that it says it is, or ValueError names it."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{cls.__name__}: expected a record, found {_shown(data)}")
+        kinds = _kinds(cls)  # type: ignore[arg-type]
+        if unknown := set(data) - set(kinds):
+            raise ValueError(f"{cls.__name__}: unknown fields {sorted(map(str, unknown))}")
+        if missing := [f.name for f in fields(cls) if f.name not in data and _is_required(f)]:  # type: ignore[arg-type]
+            raise ValueError(f"{cls.__name__}: {missing[0]} is missing")
+        return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
 
 
-@cache
-def _types_of(record: type[Record]) -> dict[str, Any]:
-    hints = typing.get_type_hints(record)
-    return {f.name: hints[f.name] for f in fields(record)}  # type: ignore[arg-type]
+@functools.cache
+def _kinds(record: type) -> dict[str, Any]:
+    return {f.name: typing.get_type_hints(record)[f.name] for f in fields(record)}
 
 
-def _decoded(hint: Any, value: Any) -> Any:
-    """What JSON has for a field of this type: it knows neither tuples nor records."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind is tuple:
-        return tuple(_decoded(inner[0], each) for each in value)
-    if kind is dict:
-        return {name: _decoded(inner[1], each) for name, each in dict(value).items()}
-    is_record = isinstance(hint, type) and issubclass(hint, Record)
-    return hint.from_json(value) if is_record and not isinstance(value, hint) else value
+def _is_required(entry: Any) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """A value from JSON as a field's type has it: lists are tuples, dictionaries of records are records."""
+    if kind is Any or (value is None and kind is types.NoneType):
+        return value
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        others = [each for each in inner if each is not types.NoneType]
+        return None if value is None and len(others) < len(inner) else _checked(value, others[0], name)
+    if origin in (tuple, Sequence) and isinstance(value, (list, tuple)):
+        return tuple(_checked(each, inner[0], name) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(each, inner[1], f"{name}[{key}]") for key, each in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return value if isinstance(value, kind) else kind.from_json(value)
+    plain = (int, float) if kind is float else kind
+    if origin is None and isinstance(value, plain) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{name}: expected {getattr(kind, '__name__', kind)}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 @dataclass(frozen=True)

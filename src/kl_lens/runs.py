@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kl_lens.errors import PlanError, RunError
+from kl_lens.holding import Hold
 from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
 from kl_lens.records import Component, Measurement, SensitivityTable, Subject
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
@@ -95,6 +96,7 @@ class Run:
     def __init__(self, folder: Path, connection: Journal) -> None:
         self.folder = folder
         self._db = connection
+        self._hold: Hold | None = None
 
     @classmethod
     def create(cls, folder: Path) -> Self:
@@ -136,6 +138,8 @@ class Run:
 
     def close(self) -> None:
         self._db.close()
+        if self._hold is not None:
+            self._hold.release()
 
     # -- what the run is about -------------------------------------------------------------------------
 
@@ -204,6 +208,8 @@ class Run:
         return [role for (role,) in self._db.execute("SELECT role FROM texts ORDER BY rowid")]
 
     def note_command(self, command: Sequence[str]) -> None:
+        """Of a verb that writes: until the run is closed, other processes that want to are refused."""
+        self._hold = self._hold or Hold(self.folder, command)
         row = (time.time(), json.dumps(list(command)), json.dumps(provenance()))
         self._write("INSERT INTO commands VALUES (?, ?, ?)", row)
 
@@ -280,6 +286,14 @@ class Run:
             (role, component, format_name),
         )
         return [WindowMetrics(*row) for row in rows]
+
+    def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
+        """(component, format) → mean KL per token of each window, in order."""
+        values: dict[tuple[str, str], list[float]] = {}
+        query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
+        for component, format_name, value in self._db.execute(query, (role,)):
+            values.setdefault((component, format_name), []).append(value)
+        return values
 
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:

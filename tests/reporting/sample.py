@@ -103,6 +103,16 @@ def make_run(
     return folder
 
 
+def make_large_run(folder: Path) -> Path:
+    """As many components and recipes as a hybrid of 2.7 billion weights has: 401 × 8."""
+    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o")]
+    formats = ("int4", "int8", "int4-g32", "int4-g64", "q8_0", "q4_0", "q5_0", "q5_1")
+    make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
+    with Run.open(folder) as run:
+        store_points(run)
+    return folder
+
+
 def about(run: Run, what: str, plan: str | None = None) -> Subject:
     """A subject as it is now: the original, a plan in `torch`, or the run's artifact of a target."""
     if what == "torch" or plan is None:

@@ -262,12 +262,13 @@ def _load_transformers(
     except CheckpointError:
         raise
     except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(_why_not_loaded(folder, config, error)) from error
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
     return model
 
 
-def _why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    """One line about what a library raised over a checkpoint's configuration or weights."""
     if isinstance(
         error, KeyError
     ):  # a table of names, such as that of activation functions, has no such name

@@ -6,6 +6,7 @@ names or store each expert apart; `CheckpointTensors` translates, so that nothin
 
 from __future__ import annotations
 
+import pickle
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 
 from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.files import check_weight_files, weight_files
-from kl_lens.errors import CheckpointError
+from kl_lens.errors import CheckpointError, one_line
 
 
 class TensorSource(ABC):
@@ -128,6 +130,7 @@ class CheckpointTensors(TensorSource):
                 f"{folder} has no lm_head.weight, and config.json does not tie it to the embedding"
             )
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+        _require_shapes(folder, config, self.shapes)
 
     def place(self, name: str) -> int:
         return self._assemblies[name].parts[0].file
@@ -172,10 +175,30 @@ class CheckpointTensors(TensorSource):
                     self._open = self._stack.enter_context(safe_open(path, framework="pt"))
                 else:
                     self._open = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+            except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read ({one_line(error)}); download it again"
+                ) from error
             self._open_index = index
         return self._open
+
+
+def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """What opening the model would find: weights that config.json has other shapes for."""
+    try:
+        with torch.device("meta"):
+            wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(
+            f"{folder}: config.json makes no model ({reason}); download it again"
+        ) from error
+    for name, shape in shapes.items():
+        if name in wanted and tuple(wanted[name].shape) != shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {shape}, config.json asks for {tuple(wanted[name].shape)}; "
+                "weights and config.json do not belong together"
+            )
 
 
 def _assemblies(stored: dict[str, _Stored]) -> dict[str, _Assembly]:

@@ -9,7 +9,7 @@ window; how much the text varies has no part in it. Two differences are looked a
 
 Rounding that falls out differently on every token scatters around nothing: a difference within three of its own
 standard errors (more where there are few windows, by Student's t) is such scatter, and may be up to twenty times as
-large as said above.
+large as said above. One window alone does not tell the two apart, and may differ that much.
 
 If both hold, the file *agrees*. Runtimes however also round activations to 8 bits on the way into their integer
 kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
@@ -82,6 +82,6 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
 
 
 def _limit(change: Estimate, floor: float, windows: int) -> float:
-    if math.isnan(change.standard_error):
-        return floor
+    if math.isnan(change.standard_error):  # one window does not tell scatter from a difference
+        return SCATTER * floor
     return min(max(floor, float(t.ppf(_THREE_SIGMA, windows - 1)) * change.standard_error), SCATTER * floor)

@@ -12,7 +12,7 @@ import numpy as np
 from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, Settings, option
+from kl_lens.pipeline.settings import COUNT, THREADS, Settings, option
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
@@ -34,7 +34,7 @@ class GenerateSettings(Settings):
         metavar="PLACE",
     )
     device: str = option("CPU", "OpenVINO device")
-    threads: int | None = option(None, "default: the runtime's own choice", kind=COUNT)
+    threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
 
 

@@ -27,8 +27,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Estimate, Measured, Plan, SensitivityTable
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
@@ -145,6 +144,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         aim = Aim(settings, run, bench)
         if settings.frontier:
             return _frontier(settings, run, table, aim, events)
+        if not settings.dry_run:
+            run.note_command(["kl-lens", *command_of(settings)])
         plans = _made(settings, run, table, aim, events)
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, aim, events)
@@ -153,7 +154,6 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
-        run.note_command(["kl-lens", *command_of(settings)])
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
         return PlanResult(table, plans, folder)
@@ -212,24 +212,7 @@ class Aim:
     @property
     def holding(self) -> dict[str, Any]:
         """What the target allows, as an argument of planners."""
-        target = self.target
-        if target is None:
-            return {}
-
-        def allowed(component: Component, recipe: str) -> bool | str:
-            fmt = Recipe.parse(recipe).grid
-            reason = target.holds(fmt, component.shape)
-            if (
-                reason is None
-                and fmt.bytes(component.shape) + target.overhead(fmt) > 2 * component.parameters
-            ):
-                reason = "the file would not become smaller"
-            return reason or True
-
-        def overhead(component: Component, recipe: str) -> int:
-            return target.overhead(Recipe.parse(recipe).grid)
-
-        return {"allowed": allowed, "overhead": overhead}
+        return planning.holding(self.target)
 
     def sized(self, plan: Plan) -> Plan:
         """The plan as one for this target: with the size of its file."""

@@ -37,7 +37,16 @@ def _positive(text: str) -> int:
     return value
 
 
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MOST_THREADS:
+        raise ValueError(f"{text} is more than {MOST_THREADS}")
+    return value
+
+
+MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
+THREADS = Kind(_threads, metavar="N")
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
 TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, recipe_of, stored_recipe
@@ -16,6 +17,9 @@ from kl_lens.planning.predict import (
     require_sane,
 )
 from kl_lens.records import Component, SensitivityTable
+
+if TYPE_CHECKING:
+    from kl_lens.targets import Target
 
 # Seconds that one component takes in one format (or recipe), measured on the target.
 LatencyTable = Mapping[tuple[str, str], float]
@@ -76,6 +80,24 @@ class Problem:
             kl=math.fsum(c.kl for c in chosen),
             seconds=math.fsum([self.fixed_seconds, *(c.seconds for c in chosen)]),
         )
+
+
+def holding(target: Target | None) -> dict[str, Any]:
+    """What a target allows and what its files need for it, as arguments of `build_problem` and of every planner."""
+    if target is None:
+        return {}
+
+    def allowed(component: Component, recipe: str) -> bool | str:
+        grid = recipe_of(recipe).grid
+        reason = target.holds(grid, component.shape)
+        if reason is None and grid.bytes(component.shape) + target.overhead(grid) > 2 * component.parameters:
+            reason = "the file would not become smaller"
+        return reason or True
+
+    def overhead(component: Component, recipe: str) -> int:
+        return target.overhead(recipe_of(recipe).grid)
+
+    return {"allowed": allowed, "overhead": overhead}
 
 
 def build_problem(

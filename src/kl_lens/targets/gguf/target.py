@@ -13,7 +13,7 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import Health, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, Health, RuntimeSettings, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
 from kl_lens.targets.session import Session
@@ -28,6 +28,11 @@ class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
+    options = (
+        ExportOption(
+            "include_tokenizer", "--without-tokenizer", "a file that works with token ids alone", given=False
+        ),
+    )
 
     def prepare(self) -> None:
         from kl_lens.targets.gguf.library import find_library

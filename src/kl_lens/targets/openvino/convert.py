@@ -18,7 +18,8 @@ from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.graph import StaticShape, graph_of
+from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
+from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
@@ -64,6 +65,7 @@ def export(
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
     """
     started = time.perf_counter()
+    require_family(model.model)
     profile = get_profile(device_profile)
     static = _static_shape(profile.static_only, profile.unrolled, profile.name, static_tokens)
     if not with_head and static is None:
@@ -113,6 +115,7 @@ def export(
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
+    settings[GRAPH_DIGEST] = graph_digest(place / IR_FILE)
     settings["export_seconds"] = round(time.perf_counter() - started, 2)
     settings["export_peak_bytes"] = peak_memory()
     return _artifact(model, plan, realised, placed, files, place, settings)

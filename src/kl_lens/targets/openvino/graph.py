@@ -60,16 +60,21 @@ def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: 
 
 def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
+    require_family(model)
+    tokens = static.tokens if static else SAMPLE_TOKENS
+    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
+        converted = _convert(graph, example_inputs(graph, tokens))
+        return _stitch(converted, graph, static, with_head)
+
+
+def require_family(model: nn.Module) -> None:
+    """Raises UnsupportedError for a family that nothing shows to come out right."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES:
         raise UnsupportedError(
             f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
             f"families that can: {', '.join(FAMILIES)}"
         )
-    tokens = static.tokens if static else SAMPLE_TOKENS
-    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
-        converted = _convert(graph, example_inputs(graph, tokens))
-        return _stitch(converted, graph, static, with_head)
 
 
 def _convert(graph: GraphForward, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
