@@ -5,13 +5,13 @@ Nothing here imports another room of the house; every other room may import this
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 
@@ -34,7 +34,7 @@ class Record:
         return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
 
 
-@functools.cache
+@cache
 def _kinds(record: type) -> dict[str, Any]:
     return {f.name: typing.get_type_hints(record)[f.name] for f in fields(record)}  # type: ignore[arg-type]
 
@@ -93,6 +93,12 @@ class Estimate(Record):
     value: float
     standard_error: float = float("nan")
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """An error that is not defined is null in files: those are strict JSON."""
+        error = data.get("standard_error")
+        return super().from_json({**data, "standard_error": math.nan if error is None else error})
+
 
 @dataclass(frozen=True)
 class Measurement(Record):
@@ -128,21 +134,12 @@ class Measured(Record):
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
     def to_json(self) -> dict[str, Any]:
-        """An error that is not defined (one window has none) is null: files are strict JSON."""
+        """An error that is not defined (one window has none) is null."""
         data = asdict(self)
         for estimate in (data["kl"], data["perplexity"]):
             if not math.isfinite(estimate["standard_error"]):
                 estimate["standard_error"] = None
         return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        estimates = {
-            key: Estimate(data[key]["value"], math.nan if error is None else error)
-            for key in ("kl", "perplexity")
-            for error in [data[key].get("standard_error")]
-        }
-        return super().from_json({**data, **estimates})
 
 
 @dataclass(frozen=True)
@@ -192,12 +189,6 @@ class SensitivityTable:
     def formats(self) -> tuple[str, ...]:
         """Formats that were measured, in the order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
-
-    def measurement(self, component: str, format_name: str) -> Measurement | None:
-        for measurement in self.measurements:
-            if (measurement.component, measurement.format) == (component, format_name):
-                return measurement
-        return None
 
 
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.

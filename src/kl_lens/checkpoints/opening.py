@@ -149,9 +149,8 @@ def load(
     """
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
-    name = str(source) if str(source).startswith("reference:") else folder.name
-    if not os.path.isdir(source) and not str(source).startswith("reference:"):
-        name = str(source)
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    name = folder.name if is_folder else str(source)
     chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
     if mamba_ssm.is_layout(config):
@@ -171,7 +170,7 @@ def load(
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if os.path.isdir(os.path.expanduser(source)) else str(source),
+        source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import COUNT, THREADS, Settings, option
@@ -109,7 +109,7 @@ def _generated(
         ms_per_token=1000 * seconds / max(1, len(new)),
         runtime=session.description,
         load_seconds=load_seconds,
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=peak_memory(),
     )
 
 

@@ -146,6 +146,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
         journal.note_command(["kl-lens", *command_of(settings)])  # and keeps others out until the end
+        events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
         with going_on(folder):
             plans, exported = _Course(settings, model, stages, events).run()
@@ -297,10 +298,10 @@ class _Course:
                 outputs=[f"artifacts/{target}/{name}/artifact.json" for name in plans],
             )
         except UnsupportedError as error:
-            self.events.warn(f"not exported to {target}: {error}")
+            self.events.fail(f"not exported to {target}: {error}")
             return False
         except TargetError as error:
-            self.events.warn(str(error))
+            self.events.fail(str(error))
             self.stages.failures.append(f"export --target {target}")
             return False
         return True
@@ -333,7 +334,7 @@ class _Course:
                 files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
                 store_continuations(journal, self.model, files, prompts)
         except (KLLensError, RuntimeError, OSError) as error:
-            self.events.warn(f"no samples of text: {error}")
+            self.events.fail(f"no samples of text: {error}")
             self.stages.failures.append("generate")
         self.stages.seconds["samples"] = time.perf_counter() - begin
 

@@ -5,7 +5,6 @@ The command line, a YAML file and Python fill the same dataclasses, and `command
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -236,7 +235,7 @@ class HeldOut(Settings):
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
     """--run DIR, or runs/<model>."""
-    return Path(run) if run else Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
+    return Path(run) if run else Path("runs") / units.tag_of(model_name)
 
 
 def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A checkpoint folder as the exporter reads it without opening the model: configuration and tokenizer."""
+"""A checkpoint folder's configuration, as the exporter reads it without opening the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.files import check_sizes, read_config
-from kl_lens.checkpoints.opening import load_tokenizer, why_not_loaded
+from kl_lens.checkpoints.opening import why_not_loaded
 from kl_lens.errors import CheckpointError
 from kl_lens.targets.gguf.architectures import get_architecture
 
@@ -26,8 +26,3 @@ def read_configuration(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # what a library raises over a strange setting can be anything
         raise CheckpointError(why_not_loaded(folder, raw, error)) from error
-
-
-def read_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    return load_tokenizer(folder, None, trust_remote_code=False)

@@ -183,42 +183,32 @@ def _assign(value: Any, variable: Any) -> Any:
 
 
 def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
-    if site.kind == "selective":
-        channels, states = site.state_shape
-        shape = scans.selective_state_shape(channels, states)
-    else:
-        heads, width, states = site.state_shape
-        shape = scans.chunked_state_shape(heads, width, states, _groups(site))
+    shape = site.state_shape[::-1] if site.kind == "selective" else _sizes(site).state_shape
     if static is not None:
         return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
     return _variable(f"scan.{site.layer}", ov.PartialShape(list(shape)))
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
-    x, dt, a, b, c = arguments
-    unroll = static is not None and static.unroll
-    if static is not None and unroll and static.tokens > MAX_UNROLLED:
-        raise TargetError(
-            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
-        )
+    inputs = (*arguments, state)
+    unrolled = static.tokens if static is not None and static.unroll else 0
+    if unrolled > MAX_UNROLLED:
+        raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
     if site.kind == "selective":
         channels, states = site.state_shape
-        if static is None or not unroll:
-            return scans.selective_scan(x, dt, a, b, c, state, channels=channels, states=states)
-        return scans.unrolled_selective_scan(
-            x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
-        )
-    heads, width, states = site.state_shape
-    sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
+        if not unrolled:
+            return scans.selective_scan(inputs, channels, states)
+        return scans.unrolled_selective_scan(inputs, states, unrolled)
     if static is None:
-        return scans.one_or_many_scan(x, dt, a, b, c, state, **sizes)
+        return scans.one_or_many_scan(inputs, _sizes(site))
     if static.tokens == 1:
-        return scans.one_token_scan(x, dt, a, b, c, state, **sizes)
-    return scans.chunked_scan(x, dt, a, b, c, state, **sizes, single=static.tokens <= scans.CHUNK)
+        return scans.one_token_scan(inputs, _sizes(site))
+    return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)
 
 
-def _groups(site: ScanSite) -> int:
-    return int(site.arguments[3].shape[1])
+def _sizes(site: ScanSite) -> scans.Sizes:
+    heads, width, states = site.state_shape
+    return scans.Sizes(heads, width, states, groups=int(site.arguments[3].shape[1]))
 
 
 def _replace(old: ov.Output, new: ov.Output) -> None:
