@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import transformers
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.environment import peak_memory
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, last_line
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
@@ -102,12 +103,12 @@ def export(
     place.mkdir(parents=True, exist_ok=True)
     plain = graph.clone() if "actiba" in chosen else None
     settings["rewritten"] = _rewrites.apply(graph, chosen)
-    ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
+    _save(graph, place / IR_FILE)
     if plain is not None:
         _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
         with tempfile.TemporaryDirectory(dir=place) as beside:
             without = Path(beside) / "without_actiba.xml"
-            ov.save_model(plain, without, compress_to_fp16=False)
+            _save(plain, without)
             settings["actiba"] = _actiba_cost(without, place / IR_FILE, model, static_tokens, with_head)
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)
@@ -122,6 +123,17 @@ def export(
 
 
 _rewrites = rewrites  # `export` has an argument of that name, as the command line does
+
+
+def _save(graph: ov.Model, path: Path) -> None:
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:  # it does not say why
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise TargetError(
+            f"{path.parent.parent}: OpenVINO cannot write there ({last_line(error)}); is the disk full? "
+            f"{free:.1f} MB are free"
+        ) from error
 
 
 def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | None) -> StaticShape | None:
