@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
@@ -56,9 +56,6 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = (
-        WEIGHTS  # the target whose activations these are: part of the role they are filed under
-    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -67,7 +64,7 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
-        text, role = role, role_as(role, self.deployed_as)
+        text, role = role, self._role(role)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
         )
@@ -119,24 +116,22 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
+            samples = self.run.samples(self._role(role), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
 
+    def _role(self, text: str) -> str:
+        """What is measured on a text is filed under whose activations it was measured with."""
+        return role_as(text, self.deployed.name if self.deployed else None)
+
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify(model_identity(self.model))
-        identity = {
-            "source": windows.source,
-            "split": windows.split,
-            "order": windows.order,
-            "length": windows.length,
-            "seed": windows.seed,
-            "stride": windows.stride,
-        }
+        known = windows.provenance()
+        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
-        self.run.store("text", role, windows.provenance())
+        self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
         """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
@@ -224,12 +219,8 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
         metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
     summary = summarise(metrics)
-    return {
-        "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
-        "kl_student_to_teacher": summary["kl_student_to_teacher"].value,
-        "mse": summary["mse"].value,
-        "kl_max": summary["kl_max"].value,
-    }
+    shown = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
+    return {name: summary[name].value for name in shown}
 
 
 def _key(candidate: Candidate) -> tuple[str, str]:
@@ -241,4 +232,4 @@ def _hash(ids: torch.Tensor) -> str:
 
 
 def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
-    return WindowMetrics(**{**vars(window), "window": index})
+    return replace(window, window=index)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import openvino as ov
@@ -48,6 +48,7 @@ class StaticShape:
 
 # Converted graphs of models that are in memory. Tracing takes seconds, and plans differ in their constants alone.
 _converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
+_proven: WeakSet[nn.Module] = WeakSet()
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
@@ -63,14 +64,20 @@ def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: 
 
 def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
-    family = str(getattr(model.config, "model_type", type(model).__name__))
-    if family not in FAMILIES:
-        _prove(model, family)
+    require_family(model)
     return _build(model, static, with_head)
 
 
+def require_family(model: nn.Module) -> None:
+    """Raises UnsupportedError for a model that nothing shows to come out right: no test, nor a proof here and now."""
+    family = str(getattr(model.config, "model_type", type(model).__name__))
+    if family not in FAMILIES and model not in _proven:
+        _prove(model, family)
+        _proven.add(model)
+
+
 def _prove(model: nn.Module, family: str) -> None:
-    """For families that no test knows: the graph has to give the model's own logits, whole and in parts."""
+    """The graph has to give the model's own logits, whole and in parts."""
     refused = f"{family} cannot be exported to OpenVINO: "
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -218,52 +225,44 @@ def _assign(value: Any, variable: Any) -> Any:
 
 
 def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
+    shape, first = site.state_shape, None
     if site.kind == "selective":
-        channels, states = site.state_shape
-        shape = scans.selective_state_shape(channels, states)
-    elif site.kind in ("delta", "weighted"):
-        shape = site.state_shape
-    else:
-        heads, width, states = site.state_shape
-        shape = scans.chunked_state_shape(heads, width, states, _groups(site))
-    first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
+        shape = shape[::-1]
+    elif site.kind == "chunked":
+        shape = _sizes(site).state_shape
+    elif site.kind == "weighted":
+        first = scans.weighted_start(shape[1])
     if static is not None:
         return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
     return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)), first)
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
-    unroll = static is not None and static.unroll
-    if static is not None and unroll and static.tokens > MAX_UNROLLED:
-        raise TargetError(
-            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
-        )
+    inputs = (*arguments, state)
+    unrolled = static.tokens if static is not None and static.unroll else 0
+    if unrolled > MAX_UNROLLED:
+        raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
     if site.kind in ("delta", "weighted"):
-        if unroll:
+        if unrolled:
             raise TargetError(
-                f"this model's {site.kind} scan has no form without a loop; use the profile cpu or gpu"
+                f"the {site.kind} scan of this model has no form without a loop; use the profile cpu or gpu"
             )
-        scan = scans.delta_scan if site.kind == "delta" else scans.weighted_scan
-        return scan(*arguments, state, shape=site.state_shape)
-    x, dt, a, b, c = arguments
+        return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(inputs, site.state_shape)
     if site.kind == "selective":
         channels, states = site.state_shape
-        if static is None or not unroll:
-            return scans.selective_scan(x, dt, a, b, c, state, channels=channels, states=states)
-        return scans.unrolled_selective_scan(
-            x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
-        )
-    heads, width, states = site.state_shape
-    sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
+        if not unrolled:
+            return scans.selective_scan(inputs, channels, states)
+        return scans.unrolled_selective_scan(inputs, states, unrolled)
     if static is None:
-        return scans.one_or_many_scan(x, dt, a, b, c, state, **sizes)
+        return scans.one_or_many_scan(inputs, _sizes(site))
     if static.tokens == 1:
-        return scans.one_token_scan(x, dt, a, b, c, state, **sizes)
-    return scans.chunked_scan(x, dt, a, b, c, state, **sizes, single=static.tokens <= scans.CHUNK)
+        return scans.one_token_scan(inputs, _sizes(site))
+    return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)
 
 
-def _groups(site: ScanSite) -> int:
-    return int(site.arguments[3].shape[1])
+def _sizes(site: ScanSite) -> scans.Sizes:
+    heads, width, states = site.state_shape
+    return scans.Sizes(heads, width, states, groups=int(site.arguments[3].shape[1]))
 
 
 def _replace(old: ov.Output, new: ov.Output) -> None:
