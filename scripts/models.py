@@ -129,7 +129,7 @@ def tried(family: str) -> Row:
         try:
             setattr(row, target, _parity(target, model, ids[:1]))
         except KLLensError as error:
-            row.reasons.append(one_line(error))
+            row.reasons.append(one_line(error).partition("; it knows")[0])
         except Exception as error:
             row.reasons.append(f"**fails** as {target}: {type(error).__name__}: {one_line(error)}")
     return row
