@@ -32,18 +32,18 @@ def show(result: RunResult) -> None:
     lines += [f"Failed, see above: kl-lens {command}" for command in result.failed]
     if (report := result.folder / "report.html").is_file():
         lines.append(f"Report: {report}")
-    for place in list(result.exported.values())[:1]:
+    for place in list(result.exported.values())[: int(result.generates)]:
         lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
-    for line in [*lines, _shortened(result.settings)]:
+    for line in [*lines, _shortened(result.settings, result.window)]:
         out.print(line, soft_wrap=True)
 
 
-def _shortened(settings: RunSettings) -> str:
+def _shortened(settings: RunSettings, window: str) -> str:
     menu = "short menus (--menu full has all formats), " if settings.menu == SHORT else ""
     rivals = "a few rivals (--rivals all), " if settings.rivals == USUAL else ""
     return (
         f"Short for a first look: {menu}{rivals}{settings.windows} calibration windows (kl-lens measure takes 64), "
-        f"{settings.evaluation_windows} of {settings.window_length} tokens for evaluation (evaluate takes the whole "
+        f"{settings.evaluation_windows} of {window} for evaluation (evaluate takes the whole "
         f"text in windows of 2048), {settings.held_out_windows} held-out ones (plan takes 32), {settings.repeats} "
         "rounds of timing with 32 new tokens (benchmark takes 5 with 64). The flags of kl-lens run raise them."
     )

@@ -136,9 +136,5 @@ class TorchSession:
         tokens = [int(token) for token in ids]
         if not tokens:
             raise TargetError("no tokens to feed; give at least one")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise TargetError(
-                f"{self._model.name}: token {max(tokens)} is outside the vocabulary of {self._vocabulary}; "
-                "the text was tokenized for another model"
-            )
+        self._model.task.check(self._model.name, tokens, self._vocabulary)
         return tokens

@@ -20,6 +20,7 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, graph_of
+from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
@@ -68,7 +69,9 @@ def export(
     """
     started = time.perf_counter()
     profile = get_profile(device_profile)
-    static = _static_shape(profile.static_only, profile.unrolled, profile.name, static_tokens)
+    task = model.classifier
+    needs_length = profile.static_only and task is None
+    static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
     if not with_head and static is None:
         raise TargetError("a graph without its head makes sense only with --static-tokens N")
     if unplanned not in UNPLANNED:
@@ -78,17 +81,27 @@ def export(
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    graph = graph_of(model.model, static=static, with_head=with_head)
+    if task is None:
+        graph = graph_of(model.model, static=static, with_head=with_head)
+    elif static is not None or not with_head or "actiba" in chosen:
+        raise TargetError(
+            "--static-tokens, --without-head and actiba are for language models, not for images"
+        )
+    else:
+        graph = image_graph_of(model.model, task)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     anatomy = model.anatomy
-    weight_map = constants.map_weights(graph, model.model, anatomy, without_head=not with_head)
+    weight_map = constants.map_weights(
+        graph, model.model, anatomy, without_head=not with_head, may_fold=task is not None
+    )
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
     settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
     settings |= {"statistics": learnt} if learnt else {}
+    settings |= {} if task is None else {"task": task.name}
 
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -108,6 +121,8 @@ def export(
     model.config.save_pretrained(place)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(place)
+    if task is not None:
+        task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
     settings["export_seconds"] = round(time.perf_counter() - started, 2)
     settings["export_peak_bytes"] = _peak_memory()
