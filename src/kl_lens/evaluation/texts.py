@@ -84,6 +84,7 @@ class EvaluationText:
             "tokens": self.targets,
             "words": sum(item.words for item in self.items),
             "fingerprint": self.windows.fingerprint,
+            **({} if self.task == TEXT else {"task": self.task}),
         }
 
     @property
