@@ -162,9 +162,8 @@ def load(
     """
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
-    name = str(source) if str(source).startswith("reference:") else folder.name
-    if not os.path.isdir(source) and not str(source).startswith("reference:"):
-        name = str(source)
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    name = folder.name if is_folder else str(source)
     chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
     models.register()
@@ -186,7 +185,7 @@ def load(
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if os.path.isdir(os.path.expanduser(source)) else str(source),
+        source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
         classifier=_classifier(folder, config, images or _IMAGES.get(str(source))) if kind == IMAGE else None,
@@ -283,12 +282,13 @@ def _load_transformers(
     except CheckpointError:
         raise
     except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(_why_not_loaded(folder, config, error)) from error
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
     return model
 
 
-def _why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    """One line about what a library raised over a checkpoint's configuration or weights."""
     if isinstance(
         error, KeyError
     ):  # a table of names, such as that of activation functions, has no such name

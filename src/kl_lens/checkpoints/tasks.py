@@ -8,7 +8,7 @@ true class loses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kl_lens.errors import CheckpointError, TargetError, TextError
+from kl_lens.errors import CheckpointError, TextError
 from kl_lens.images import (
     ImageSource,
     Picture,
@@ -96,8 +96,8 @@ class Task(ABC):
         """Rows of one forward: enough for products to run at full speed, few enough for the caches."""
 
     @abstractmethod
-    def check(self, model: str, ids: Sequence[int], classes: int) -> None:
-        """Raises TargetError for ids that the model cannot be given."""
+    def id_limit(self, classes: int) -> int:
+        """What ids lie below, for a model of so many classes."""
 
     # -- what the head gives -------------------------------------------------------------------------------
 
@@ -190,12 +190,8 @@ class LanguageTask(Task):
     def rows_at_once(self) -> int:
         return 4096
 
-    def check(self, model: str, ids: Sequence[int], classes: int) -> None:
-        if min(ids) < 0 or max(ids) >= classes:
-            raise TargetError(
-                f"{model}: token {max(ids)} is outside the vocabulary of {classes}; "
-                "the text was tokenized for another model"
-            )
+    def id_limit(self, classes: int) -> int:
+        return classes
 
     def embedding(self, model: nn.Module) -> nn.Module | None:
         return model.get_input_embeddings()  # type: ignore[operator]
@@ -320,8 +316,8 @@ class ImageTask(Task):
     def rows_at_once(self) -> int:
         return max(1, min(4096, 2**20 // (self.preparation.height * self.preparation.width)))
 
-    def check(self, model: str, ids: Sequence[int], classes: int) -> None:
-        labels_of(ids)
+    def id_limit(self, classes: int) -> int:
+        return 2**63
 
     def embedding(self, model: nn.Module) -> nn.Module | None:
         return None

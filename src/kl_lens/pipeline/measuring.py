@@ -102,17 +102,9 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     )
     folder = new_run_folder(settings.run, model.name)
     target = settings.as_deployed
-    context = deployed(target) if target else None
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
-        sweep = Sweep(
-            model,
-            run,
-            settings.engine,
-            settings.memory_budget,
-            deployed=context,
-            deployed_as=target or "weights",
-        )
+        sweep = Sweep(model, run, settings.engine, settings.memory_budget, deployed=deployed(target))
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
             events.note(f"not measured: {reason}")

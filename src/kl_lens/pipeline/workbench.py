@@ -118,7 +118,7 @@ class Workbench:
         """What measures whole plans on a text; `target`: with the activations that its kernels see."""
         key = (id(model), windows.fingerprint, target)
         if key not in self._meters:
-            self._meters[key] = PlanMeter(model, windows, deployed=deployed(target) if target else None)
+            self._meters[key] = PlanMeter(model, windows, deployed=deployed(target))
             while len(self._meters) > KEPT_METERS:
                 self._meters.popitem(last=False)
         self._meters.move_to_end(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import ClassVar
 
@@ -25,9 +25,9 @@ from kl_lens.sensitivity.perturbation import (
     Kernels,
     Perturbation,
     Replacement,
+    applied,
     first_block,
     replacements,
-    swapped,
 )
 from kl_lens.sensitivity.teacher import Batch, Teacher, window_bytes
 
@@ -48,15 +48,11 @@ class Engine(ABC):
         self.memory_budget = memory_budget
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
 
-    @contextmanager
-    def perturbed(self, perturbation: Perturbation, weights: Sequence[Replacement]) -> Iterator[None]:
+    def perturbed(
+        self, perturbation: Perturbation, weights: Sequence[Replacement]
+    ) -> AbstractContextManager[None]:
         """The model with the perturbation's weights and, as deployed, with its activations too."""
-        with swapped(weights):
-            if self.deployed is None:
-                yield
-            else:
-                with self.deployed.activations(self.model, perturbation.recipes):
-                    yield
+        return applied(self.model, perturbation.recipes, weights, self.deployed)
 
     @property
     def states_budget(self) -> int:

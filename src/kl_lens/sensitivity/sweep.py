@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
@@ -56,9 +56,6 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = (
-        WEIGHTS  # the target whose activations these are: part of the role they are filed under
-    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -67,7 +64,7 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
-        text, role = role, role_as(role, self.deployed_as)
+        text, role = role, self._role(role)
         engine = engine_for(
             self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
         )
@@ -119,10 +116,14 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
+            samples = self.run.samples(self._role(role), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
+
+    def _role(self, text: str) -> str:
+        """What is measured on a text is filed under whose activations it was measured with."""
+        return role_as(text, self.deployed.name if self.deployed else None)
 
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""

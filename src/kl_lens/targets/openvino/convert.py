@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,10 +14,12 @@ import torch
 import transformers
 
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.graph import StaticShape, graph_of
+from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
+from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
 from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
@@ -47,7 +47,6 @@ def export(
     with_head: bool = True,
     fallback: bool = False,
     unplanned: str = "fp16",
-    sample_ids: Sequence[int] | None = None,
 ) -> Artifact:
     """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
     puts them in their place together with their record.
@@ -62,14 +61,15 @@ def export(
         with_head: without it the graph ends in the last hidden states (static graphs only).
         fallback: put substitutes where a format does not fit, and say so in the record, instead of refusing.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
-        sample_ids: tokens on which ActiBA's cost in KL is measured; random ones when not given.
 
     Raises:
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
     """
     started = time.perf_counter()
-    profile = get_profile(device_profile)
     task = model.classifier
+    if task is None:
+        require_family(model.model)
+    profile = get_profile(device_profile)
     needs_length = profile.static_only and task is None
     static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
     if not with_head and static is None:
@@ -99,9 +99,18 @@ def export(
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
-    settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
-    settings |= {"statistics": learnt} if learnt else {}
-    settings |= {} if task is None else {"task": task.name}
+    settings: dict[str, Any] = {
+        "device_profile": device_profile,
+        "rewrites": list(chosen),
+        "static_tokens": static_tokens,
+        "with_head": with_head,
+        "unplanned": unplanned,
+        "folded_away": weight_map.folded,
+        "family": anatomy.model_type,
+        "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
+        **({"statistics": learnt} if learnt else {}),
+        **({} if task is None else {"task": task.name}),
+    }
 
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -113,9 +122,7 @@ def export(
         with tempfile.TemporaryDirectory(dir=place) as beside:
             without = Path(beside) / "without_actiba.xml"
             ov.save_model(plain, without, compress_to_fp16=False)
-            settings["actiba"] = _actiba_cost(
-                without, place / IR_FILE, model, static_tokens, with_head, sample_ids
-            )
+            settings["actiba"] = _actiba_cost(without, place / IR_FILE, model, static_tokens, with_head)
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)
     model.config.save_pretrained(place)
@@ -124,8 +131,9 @@ def export(
     if task is not None:
         task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
+    settings[GRAPH_DIGEST] = graph_digest(place / IR_FILE)
     settings["export_seconds"] = round(time.perf_counter() - started, 2)
-    settings["export_peak_bytes"] = _peak_memory()
+    settings["export_peak_bytes"] = peak_memory()
     return _artifact(model, plan, realised, placed, files, place, settings)
 
 
@@ -150,31 +158,6 @@ def _name_head(graph: ov.Model) -> None:
             raise TargetError("no matrix product before the logits; this head is not understood")
         node = node.input_value(0).get_node()
     node.set_friendly_name(HEAD_NODE)
-
-
-def _settings(
-    model: LoadedModel,
-    profile: str,
-    chosen: tuple[str, ...],
-    static_tokens: int | None,
-    with_head: bool,
-    unplanned: str,
-    weight_map: constants.WeightMap,
-) -> dict[str, Any]:
-    return {
-        "device_profile": profile,
-        "rewrites": list(chosen),
-        "static_tokens": static_tokens,
-        "with_head": with_head,
-        "unplanned": unplanned,
-        "folded_away": weight_map.folded,
-        "family": model.anatomy.model_type,
-        "versions": {
-            "openvino": ov.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
 
 
 def _artifact(
@@ -227,34 +210,19 @@ def _artifact(
 
 
 def _actiba_cost(
-    plain: Path,
-    rewritten: Path,
-    model: LoadedModel,
-    static_tokens: int | None,
-    with_head: bool,
-    sample_ids: Sequence[int] | None,
+    plain: Path, rewritten: Path, model: LoadedModel, static_tokens: int | None, with_head: bool
 ) -> dict[str, Any]:
     """The tables' error bound, and the KL per token between the graphs without and with them (on this CPU)."""
     cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
     if not with_head:
         return cost
     tokens = static_tokens or ACTIBA_TOKENS
-    if sample_ids is None:
-        generator = np.random.default_rng(0)
-        sample_ids = generator.integers(0, int(model.config.vocab_size), tokens).tolist()
-        cost["measured_on"] = f"{tokens} random tokens"
-    else:
-        sample_ids = list(sample_ids)[: static_tokens or len(sample_ids)]
-        cost["measured_on"] = f"{len(sample_ids)} given tokens"
+    ids = np.random.default_rng(0).integers(0, int(model.config.vocab_size), tokens).tolist()
+    cost["measured_on"] = f"{tokens} random tokens"
     before, after = (
-        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), sample_ids))
+        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), ids))
         for path in (plain, rewritten)
     )
     per_token = (np.exp(before) * (before - after)).sum(-1)
     cost["kl_nats_per_token"] = float(per_token.mean())
     return cost
-
-
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

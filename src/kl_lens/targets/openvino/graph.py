@@ -67,16 +67,21 @@ def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -
 
 def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
+    require_family(model)
+    tokens = static.tokens if static else SAMPLE_TOKENS
+    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
+        converted = convert_quietly(graph, example_inputs(graph, tokens))
+        return _stitch(converted, graph, static, with_head)
+
+
+def require_family(model: nn.Module) -> None:
+    """Raises UnsupportedError for a family that nothing shows to come out right."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES:
         raise UnsupportedError(
             f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
             f"families that can: {', '.join(FAMILIES)}"
         )
-    tokens = static.tokens if static else SAMPLE_TOKENS
-    with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
-        converted = convert_quietly(graph, example_inputs(graph, tokens))
-        return _stitch(converted, graph, static, with_head)
 
 
 def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
@@ -185,42 +190,32 @@ def _assign(value: Any, variable: Any) -> Any:
 
 
 def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
-    if site.kind == "selective":
-        channels, states = site.state_shape
-        shape = scans.selective_state_shape(channels, states)
-    else:
-        heads, width, states = site.state_shape
-        shape = scans.chunked_state_shape(heads, width, states, _groups(site))
+    shape = site.state_shape[::-1] if site.kind == "selective" else _sizes(site).state_shape
     if static is not None:
         return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
     return _variable(f"scan.{site.layer}", ov.PartialShape(list(shape)))
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
-    x, dt, a, b, c = arguments
-    unroll = static is not None and static.unroll
-    if static is not None and unroll and static.tokens > MAX_UNROLLED:
-        raise TargetError(
-            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
-        )
+    inputs = (*arguments, state)
+    unrolled = static.tokens if static is not None and static.unroll else 0
+    if unrolled > MAX_UNROLLED:
+        raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
     if site.kind == "selective":
         channels, states = site.state_shape
-        if static is None or not unroll:
-            return scans.selective_scan(x, dt, a, b, c, state, channels=channels, states=states)
-        return scans.unrolled_selective_scan(
-            x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
-        )
-    heads, width, states = site.state_shape
-    sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
+        if not unrolled:
+            return scans.selective_scan(inputs, channels, states)
+        return scans.unrolled_selective_scan(inputs, states, unrolled)
     if static is None:
-        return scans.one_or_many_scan(x, dt, a, b, c, state, **sizes)
+        return scans.one_or_many_scan(inputs, _sizes(site))
     if static.tokens == 1:
-        return scans.one_token_scan(x, dt, a, b, c, state, **sizes)
-    return scans.chunked_scan(x, dt, a, b, c, state, **sizes, single=static.tokens <= scans.CHUNK)
+        return scans.one_token_scan(inputs, _sizes(site))
+    return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)
 
 
-def _groups(site: ScanSite) -> int:
-    return int(site.arguments[3].shape[1])
+def _sizes(site: ScanSite) -> scans.Sizes:
+    heads, width, states = site.state_shape
+    return scans.Sizes(heads, width, states, groups=int(site.arguments[3].shape[1]))
 
 
 def _replace(old: ov.Output, new: ov.Output) -> None:

@@ -25,7 +25,7 @@ from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches
-from kl_lens.targets.session import Logits, Session
+from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -200,8 +200,11 @@ class OpenVINOSession:
             raise TargetError("this session is closed")
         return self._compiled
 
+    def _tokens(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array([checked_tokens(ids, self._vocabulary, self._artifact.plan)], np.int64)
+
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
-        tokens = _tokens(ids, self._vocabulary)
+        tokens = self._tokens(ids)
         self._open()
         self._request.infer([tokens, rows])
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
@@ -209,7 +212,7 @@ class OpenVINOSession:
     def _run_static(self, ids: Sequence[int]) -> Logits:
         """Shorter prompts are padded behind: a causal model does not see it."""
         assert self._static is not None
-        tokens = _tokens(ids, self._vocabulary)
+        tokens = self._tokens(ids)
         if tokens.shape[1] > self._static:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
@@ -217,15 +220,6 @@ class OpenVINOSession:
         self._open()
         self._request.infer([padded])
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
-
-
-def _tokens(ids: Sequence[int], vocabulary: int) -> npt.NDArray[np.int64]:
-    tokens = np.asarray(ids, np.int64).reshape(1, -1)
-    if tokens.size == 0:
-        raise TargetError("no tokens to feed")
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise TargetError(f"token {int(tokens.max())} is outside the vocabulary of {vocabulary}")
-    return tokens
 
 
 def _choose_rows(graph: ov.Model) -> None:
