@@ -170,7 +170,7 @@ def _read(path: Path) -> Pixels:
                 image.height, image.width, -1
             )
     except ImportError as error:
-        raise TextError(f"{path} is no plain PNG; for other images: pip install pillow") from error
+        raise TextError(f"{path} is no plain PNG; for other images: pip install 'kl-lens[images]'") from error
     except Exception as error:  # Pillow raises many kinds over damaged files
         raise TextError(f"{path} is no readable image: {one_line(error)}") from error
 
