@@ -37,7 +37,6 @@ from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "vision")
-_IMAGES = {"reference:vision": DIGITS}  # that come with a model
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
@@ -188,12 +187,13 @@ def load(
         source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
-        classifier=_classifier(folder, config, images or _IMAGES.get(str(source))) if kind == IMAGE else None,
+        classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
     )
 
 
-def _classifier(folder: Path, config: dict[str, Any], images: str | None) -> ImageTask:
-    return ImageTask.of(folder, config, images and os.path.expanduser(images))
+def own_images(source: str | Path) -> str | None:
+    """The images that come with a model, by the name that it was opened by."""
+    return DIGITS if str(source) == "reference:vision" else None
 
 
 def model_folder(source: str | Path, *, revision: str | None = None) -> Path:

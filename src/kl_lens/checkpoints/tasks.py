@@ -298,6 +298,8 @@ class ImageTask(Task):
                 f"{opened.label}: judging needs labels; sort the images into folders by class, or give a labels.csv"
             )
         length = length or self.judged_length
+        if stride not in (None, length):
+            raise TextError(f"{opened.label}: windows of images do not overlap; --stride is for text")
         return images_in_order(
             opened, self.preparation, self.label_names, self.classes, length=length, limit=limit
         )

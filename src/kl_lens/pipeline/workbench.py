@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kl_lens.checkpoints import LoadedModel, Task, load
+from kl_lens.checkpoints import LoadedModel, Task, load, own_images
 from kl_lens.errors import RunError
 from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
 from kl_lens.pipeline.events import Events
@@ -46,6 +46,7 @@ class Workbench:
         """The model that these settings name."""
         name = loading.model
         assert name is not None
+        loading = replace(loading, images=loading.images or own_images(name))
         place = os.path.expanduser(name)
         key = (os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
         return self._once(("model", key), lambda: load(name, **loading.how))

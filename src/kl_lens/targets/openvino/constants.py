@@ -81,7 +81,9 @@ def map_weights(
         names = names or _scaled_names(node.data, convolutions)
         if names:
             constants[_nearest(node, names, weights)].append(node)
-        elif _digest(node.data) in buffers or (may_fold and max(node.data.shape) == node.data.size):
+        elif _digest(node.data) in buffers or (
+            may_fold and max(node.data.shape, default=1) == node.data.size
+        ):
             other.append(node)  # where norms are folded, what they add to each channel is left
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
