@@ -90,12 +90,12 @@ class Chain:
             self.model, lambda: self._first_forward(ids), self.task.lists, self.head
         )
         calls, outputs, self._boards = self._record(ids)
+        check_linked(self.model, self.blocks_name, calls, outputs)
         hidden = [_hidden(*call) for call in calls]
         self.state_size = sum(map(self.task.state_size, hidden))  # numbers of a row in what enters all blocks
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
-        check_linked(self.model, self.blocks_name, calls, outputs)
         self._head_scale = self._find_head_scale(ids)
 
     def _first_forward(self, ids: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
-from kl_lens.checkpoints.tasks import IMAGE, TEXT, ImageTask, LanguageTask, Task, task_of
+from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
 from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
 from kl_lens.records import Component
@@ -250,7 +250,7 @@ def _download(repo: str, revision: str | None) -> Path:
 def _load_transformers(
     folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
 ) -> torch.nn.Module:
-    kind = config.get("model_type")
+    kind = config.get("model_type", TIMM if is_timm(config) else None)
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{folder} brings its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "

@@ -31,7 +31,8 @@ from kl_lens.images.windows import draw_images, images_in_order
 from kl_lens.text import KNOWN_NAMES, Windows, draw_windows, evaluation_windows
 from kl_lens.text.documents import TextSource
 
-TEXT, IMAGE = TASKS = ("text", "image")
+TEXT, IMAGE = "text", "image"
+TIMM = "timm_wrapper"  # transformers' model type
 Source = TextSource | ImageSource | str
 
 
@@ -369,14 +370,15 @@ def _text(source: Source) -> TextSource | str:
     return source
 
 
+def is_timm(config: Mapping[str, Any]) -> bool:
+    """A folder as timm saves it, without a model_type; transformers opens it, where timm is installed."""
+    return "pretrained_cfg" in config and "architecture" in config
+
+
 def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
     """`text` or `image`: what was asked for, or what config.json's architectures say."""
     if wanted is not None:
         return wanted
     names = [str(name) for name in config.get("architectures") or ()]
-    is_classifier = any(name.endswith("ForImageClassification") for name in names)
-    return (
-        IMAGE
-        if is_classifier or "pretrained_cfg" in config or config.get("model_type") == "mambavision"
-        else TEXT
-    )
+    is_classifier = is_timm(config) or any(name.endswith("ForImageClassification") for name in names)
+    return IMAGE if is_classifier or config.get("model_type") == "mambavision" else TEXT
