@@ -5,13 +5,13 @@ Nothing here imports another room of the house; every other room may import this
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 
@@ -34,7 +34,7 @@ class Record:
         return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
 
 
-@functools.cache
+@cache
 def _kinds(record: type) -> dict[str, Any]:
     return {f.name: typing.get_type_hints(record)[f.name] for f in fields(record)}
 

@@ -13,10 +13,12 @@ import yaml
 from kl_lens import planning
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.pipeline import command_of
+from kl_lens.profiling import in_use
+from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import read_artifact
+from kl_lens.targets import RuntimeSettings, read_artifact
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -36,7 +38,16 @@ def words(folder: Path, tiny: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(words(folder, tiny_folder, "--paper")) == 0
+    weighed: dict[str, MemoryUse] = {}
+
+    def weigh(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
+        """One process that loads a file is enough here: each takes seconds to load its libraries."""
+        return weighed.get(target) or weighed.setdefault(target, fresh_process(place, target, settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "fresh_process", weigh)
+        patch.setattr(in_use, "LOADS", 1)
+        assert main(words(folder, tiny_folder, "--paper")) == 0
     return folder
 
 

@@ -36,6 +36,7 @@ from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.correlation import Point, Ranking, rank
 from kl_lens.subjects import current_digest
+from kl_lens.targets import get_target
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 WINDOWS, TOKENS = 4, 64
@@ -110,6 +111,21 @@ def make_large_run(folder: Path) -> Path:
     make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
     with Run.open(folder) as run:
         store_points(run)
+    return folder
+
+
+BESIDES = 7000  # bytes of a target's file that are no weights
+
+
+def add_target(folder: Path, target: str = "openvino") -> Path:
+    """A recommendation for a target, in bytes of its file."""
+    with Run.open(folder) as run:
+        table, holding = run.table(), planning.holding(get_target(target))
+        name = f"recommended-{target}"
+        made = planning.plan_for_budget(table, max_bpw=10, name=name, fixed_bytes=BESIDES, **holding).plan
+        planning.write_plan(
+            replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
+        )
     return folder
 
 

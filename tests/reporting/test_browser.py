@@ -19,7 +19,8 @@ from kl_lens import planning
 from kl_lens.cli.main import main
 from kl_lens.reporting import write_comparison, write_report
 from kl_lens.runs import Run
-from tests.reporting.sample import make_run
+from kl_lens.targets import get_target
+from tests.reporting.sample import BESIDES, add_target, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -197,16 +198,39 @@ def test_the_slider_moves_by_mouse_and_by_keyboard(desktop: Opened) -> None:
     assert desktop.messages == []
 
 
-def test_an_allowed_loss_and_a_speed_are_budgets_too(desktop: Opened) -> None:
+def test_an_allowed_loss_is_a_budget_too(desktop: Opened) -> None:
     page = desktop.page
-    page.get_by_text("Allowed loss", exact=True).click()
+    page.get_by_label("Allowed loss").check()
     _, kl = ask(page, 0.05)
     assert 0.02 < kl <= 0.05
-    page.get_by_text("Tokens per second", exact=True).click()
-    slow, _ = ask(page, 60_000)
-    fast, _ = ask(page, 90_000)
+    assert page.get_by_label("Tokens per second").is_disabled()  # no runtime, no speed
+
+
+def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_path: Path) -> None:
+    folder, holding = make_run(tmp_path / "run"), planning.holding(get_target("openvino"))
+    with Run.open(add_target(folder)) as run:
+        table, path = run.table(), write_report(run)
+    found = opened(browser, path, DESKTOP)
+    page = found.page
+    assert page.get_by_role("radio", name="OpenVINO").is_checked()
+    least, most = planning.achievable_range(
+        planning.build_problem(table, fixed_bytes=BESIDES, **holding)
+    ).bytes
+    for budget in (least, least + (most - least) // 3, most):
+        limits: dict[str, Any] = {"max_bytes": budget, "fixed_bytes": BESIDES}
+        expected = planning.plan_for_budget(table, **limits, **holding).totals
+        assert ask(page, budget) == (expected.bytes, pytest.approx(expected.kl, rel=1e-9))
+    page.get_by_label("Tokens per second").check()
+    slow, _ = ask(page, 30_000)
+    fast, _ = ask(page, 50_000)
     assert fast < slow
     assert "timed files" in page.locator(".tile", has_text="Speed").inner_text()
+    assert f"--target openvino --max-bytes {fast} " in page.locator(".copy code").inner_text()
+    page.get_by_role("radio", name="weights alone").check()
+    page.locator("#explorer[data-settled]").wait_for()
+    assert "--target" not in page.locator(".copy code").inner_text()
+    assert found.messages == []
+    page.context.close()
 
 
 def test_two_pinned_plans_are_compared_component_by_component(desktop: Opened) -> None:
@@ -328,9 +352,9 @@ def _clipped(page: Any) -> list[str]:
 def test_the_button_switches_between_light_and_dark(desktop: Opened) -> None:
     page = desktop.page
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.locator(".toggle").click()
+    page.locator("header .toggle").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
-    assert page.locator(".toggle").inner_text() == "Light"
+    assert page.locator("header .toggle").inner_text() == "Light"
 
 
 def test_a_finger_gets_the_numbers_too(browser: Any, report: Path) -> None:
@@ -345,11 +369,11 @@ def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -
     page = found.page
     assert page.locator("section").count() == 7
     assert page.locator("#layers tbody tr").count() == 17
-    assert page.locator("#answer .charts svg").count() == 1
+    assert page.locator("#answer .charts figure").count() == 1
     assert page.locator("#explorer").inner_text() == ""
     assert page.locator("#sensitivity figure .cell").first.locator("title").count() == 1
     assert page.locator(".controls").is_hidden()
-    assert page.locator(".toggle").is_hidden()
+    assert page.locator("header .toggle").is_hidden()
     page.context.close()
 
 
@@ -377,7 +401,7 @@ def test_runs_side_by_side_open_as_quietly(browser: Any, report: Path, tmp_path:
         found.page.keyboard.press("ArrowRight")
     found.page.locator("#explorer[data-settled]").wait_for()
     assert all(one != two for one, two in zip(before, rows.all_inner_texts(), strict=True))
-    found.page.get_by_text("Allowed loss", exact=True).click()
+    found.page.get_by_label("Allowed loss").check()
     assert "nats per token" in found.page.locator("#explorer output").inner_text()
     assert found.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
     assert found.requests == [path.as_uri()]
@@ -408,8 +432,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         return member.read().decode()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
 def test_axe_finds_nothing_serious(
     browser: Any, report: Path, axe: str, size: dict[str, int], scheme: str
 ) -> None:

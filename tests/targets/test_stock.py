@@ -141,7 +141,8 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     for name in found.menu:
         assert found.holds(Recipe.parse(name).grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None
-    assert "bert" in (describe_target(target).unsupported("bert") or "")
+    if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
+        assert "bert" in (describe_target(target).unsupported("bert") or "")
 
 
 @pytest.mark.parametrize(

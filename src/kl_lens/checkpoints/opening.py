@@ -36,7 +36,7 @@ from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
-REFERENCES = ("mamba", "mamba2", "hybrid", "vision")
+REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
@@ -142,7 +142,7 @@ def load(
     """Opens a causal language model, or an image classifier.
 
     Args:
-        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|vision`.
+        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
         device: where to put it.
         revision: branch, tag or commit of a hub id.
@@ -216,16 +216,16 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
     return _download(text, revision)
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    """The hub's snapshot folder: safetensors when the repository has them, else its .bin files."""
+def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
+    """The hub's snapshot folder, with weights: safetensors when the repository has them, else its .bin files."""
 
     def snapshot(patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
     at = f" at revision {revision}" if revision else ""
     try:
-        folder = snapshot([*_SMALL_FILES, "*.safetensors"])
-        if not any(folder.glob("*.safetensors")):
+        folder = snapshot([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+        if weights and not any(folder.glob("*.safetensors")):
             folder = snapshot([*_SMALL_FILES, "*.bin"])
         return folder
     except LocalEntryNotFoundError as error:
@@ -351,7 +351,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         except Exception as error:  # as below
             raise CheckpointError(f"{place} is no tokenizer.json: {one_line(error)}") from error
     if override is not None and not os.path.isdir(place):
-        place = _download(str(override), None)
+        place = _download(str(override), None, weights=False)  # of a model that may have gigabytes of them
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
             raise CheckpointError(

@@ -74,14 +74,9 @@ class BenchmarkSettings(OfRun):
 
     @property
     def use(self) -> profiling.UseSettings:
-        settings = profiling.UseSettings(
-            prompt_lengths=self.prompt_lengths,
-            new_tokens=self.new_tokens,
-            repeats=self.repeats,
-            device=self.device.upper(),
-            threads=self.threads,
-            gpu_layers=self.gpu_layers,
-        )
+        shared = ("prompt_lengths", "new_tokens", "repeats", "threads", "gpu_layers")
+        how = {name: getattr(self, name) for name in shared}
+        settings = profiling.UseSettings(device=self.device.upper(), **how)
         return profiling.quick(settings) if self.quick else settings
 
 

@@ -71,9 +71,9 @@ class LearningText(Settings):
         }
         windows = self.windows
         if windows is None:
-            available = bench.drawn(text, model, windows=1, **how).stream_tokens // how["length"]
+            available = bench.drawn(text, model.task, windows=1, **how).stream_tokens // how["length"]
             windows = min(DEFAULT_WINDOWS, available)
-        return bench.drawn(text, model, windows=windows, **how)
+        return bench.drawn(text, model.task, windows=windows, **how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model,
+        model.task,
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,

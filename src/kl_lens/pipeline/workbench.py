@@ -68,11 +68,11 @@ class Workbench:
         model.weights.keep_in(run.folder / WEIGHTS)
         model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
 
-    def drawn(self, text: str, model: LoadedModel, **how: Any) -> Windows:
+    def drawn(self, text: str, task: Task, **how: Any) -> Windows:
         """Windows at random places of a text, as `Task.drawn` takes them."""
-        how["length"] = how.get("length") or model.task.window_length
-        key = ("drawn", text, model.task.key, *sorted(how.items()))
-        return self._once(key, lambda: model.task.drawn(text, **how))
+        how["length"] = how.get("length") or task.window_length
+        key = ("drawn", text, task.key, *sorted(how.items()))
+        return self._once(key, lambda: task.drawn(text, **how))
 
     def in_order(self, text: str, task: Task, **how: Any) -> Windows:
         """Windows from the beginning of a text on, as `Task.in_order` takes them."""
@@ -94,8 +94,7 @@ class Workbench:
     def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
         """Windows as a record of them says."""
         how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
-        key = ("drawn", identity["source"], task.key, *sorted(how.items()))
-        return self._once(key, lambda: task.drawn(identity["source"], **how))
+        return self.drawn(identity["source"], task, **how)
 
     def held_out(self, settings: HeldOut, run: Run, task: Task) -> Windows:
         """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""

@@ -95,7 +95,8 @@ class RunView:
 
     @property
     def fp16_bytes(self) -> int:
-        return sum(2 * c.parameters for c in self.components)
+        """Known as soon as the model is, also before anything is measured."""
+        return sum(2 * int(c["parameters"]) for c in self.identity.get("components", ()))
 
     def frontier(self, target: str | None) -> Line:
         """The target's own; of what it has none, that of weights alone."""
@@ -144,9 +145,10 @@ def collect(run: Run) -> RunView:
     if table is not None and not table.measurements:
         table = None
     noise = run.load("noise", run.measured_role()) or {}
-    plans = read_plans(
-        run.folder / "plans", tuple(Component.from_json(c) for c in identity.get("components", []))
-    )
+    components = tuple(Component.from_json(c) for c in identity.get("components", []))
+    if any(component.parameters < 1 for component in components):
+        raise ValueError("a component without parameters")
+    plans = read_plans(run.folder / "plans", components)
     artifacts = {
         name: _record(run, "artifact", name, value, Artifact)
         for name, value in run.load_all("artifact").items()

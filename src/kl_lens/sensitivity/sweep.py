@@ -128,16 +128,10 @@ class Sweep:
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify(model_identity(self.model))
-        identity = {
-            "source": windows.source,
-            "split": windows.split,
-            "order": windows.order,
-            "length": windows.length,
-            "seed": windows.seed,
-            "stride": windows.stride,
-        }
+        known = windows.provenance()
+        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
-        self.run.store("text", role, windows.provenance())
+        self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
         """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
@@ -228,12 +222,8 @@ def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
         metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
     summary = summarise(metrics)
-    return {
-        "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
-        "kl_student_to_teacher": summary["kl_student_to_teacher"].value,
-        "mse": summary["mse"].value,
-        "kl_max": summary["kl_max"].value,
-    }
+    shown = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
+    return {name: summary[name].value for name in shown}
 
 
 def _key(candidate: Candidate) -> tuple[str, str]:
@@ -245,4 +235,4 @@ def _hash(ids: torch.Tensor) -> str:
 
 
 def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
-    return WindowMetrics(**{**vars(window), "window": index})
+    return replace(window, window=index)

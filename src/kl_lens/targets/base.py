@@ -166,9 +166,9 @@ class Target(ABC):
         """What recipes of other targets become here (int8 → q8_0): other numbers, to be measured again."""
         return {}
 
-    @abstractmethod
     def unsupported(self, model_type: str) -> str | None:
-        """None, or why this runtime cannot run such models."""
+        """Why this runtime cannot run such models; None also where only trying shows it (`UnsupportedError`)."""
+        return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         """The runtime's own well-known mixtures for this model."""

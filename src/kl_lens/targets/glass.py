@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kl_lens.environment import for_child
 from kl_lens.errors import TargetError, one_line
 
 # Opening is reading: a second for every so many bytes, and enough for the libraries to load on a busy machine.
@@ -30,8 +31,7 @@ def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str)
     stamp = (str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
     if stamp in _stood:
         return
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment |= {"GGML_NO_BACKTRACE": "1"}  # else llama.cpp starts a debugger on itself, for seconds
+    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # else it starts a debugger on itself, for seconds
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # each has its own memory
     limit = _SECONDS + sum(state.st_size for state in states) / _BYTES_PER_SECOND
     again = "export or download it again"

@@ -180,10 +180,10 @@
     const heads = ["recipe", "bytes", "KL, nats per token", "on each window (log)", "instead: bytes", "instead: KL", "SQNR, dB", "Δ cross-entropy", "same top token", "KL, 99 % of tokens"];
     const [, , sqnr, change, same, p99] = metrics.map((_, i) => 5 + i);
     const table = el("table", {},
-      el("caption", {}, `Every recipe it was measured in, ${space.title}`),
+      el("caption", {}, `Every recipe it was measured in, ${space.title} (✓: in the plan)`),
       el("thead", {}, el("tr", {}, heads.map((words, i) => el("th", { scope: "col", class: i === 0 || i === 3 ? null : "n" }, words)))),
       el("tbody", {}, all.map(({ row, windows, mean }) => el("tr", { class: row[0] === mine ? "loud" : null },
-        el("th", { scope: "row" }, el("span", { class: `swatch ${space.colours[row[0]]}` }), space.recipes[row[0]] + (row[0] === mine ? " (in the plan)" : "")),
+        el("th", { scope: "row" }, el("span", { class: `swatch ${space.colours[row[0]]}` }), space.recipes[row[0]] + (row[0] === mine ? " ✓" : "")),
         el("td", { class: "n" }, bytes(row[1])), el("td", { class: "n" }, withError(row[2], row[3])),
         el("td", {}, windows.length ? dots({ windows, mean, colour: space.colours[row[0]] }, scale) : "–"),
         el("td", { class: "n" }, row[0] === mine ? "" : signed(row[1] - size, bytes)),
@@ -304,10 +304,10 @@
     const showRivals = () => {
       const others = space.plans.filter((other) => !other.ours && other.kl !== null && !other.codes.every((r) => r === space.none));
       const shown = [...nearest(others.filter((o) => o.bytes <= plan.bytes)).slice(0, 3), ...nearest(others.filter((o) => o.bytes > plan.bytes)).slice(0, 2)].sort((p, q) => q.bytes - p.bytes);
-      const better = (other) => (plan.kl < other.kl ? `loses ${number(other.kl / plan.kl, 2)} times less` : `loses ${number(plan.kl / other.kl, 2)} times more`);
+      const better = (other) => (plan.kl < other.kl ? `${number(other.kl / plan.kl, 2)} × less` : `${number(plan.kl / other.kl, 2)} × more`);
       rivals.replaceChildren(shown.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Rivals of about this size" }, el("table", {},
-        el("caption", {}, "Others of about this size, as measured"),
-        el("thead", {}, el("tr", {}, ["recipe", "size", "KL, nats per token", "this plan, predicted"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
+        el("caption", {}, "Others of about this size, KL as measured"),
+        el("thead", {}, el("tr", {}, ["recipe", "size", "KL", "this plan loses"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
         el("tbody", {}, shown.map((other) => el("tr", {},
           el("th", { scope: "row" }, el("button", { type: "button", class: "link", title: "pin it", onclick: () => pin(space, shownPlan(other), other.label, open) }, other.label)),
           el("td", { class: "n" }, bytes(other.bytes)),

@@ -67,7 +67,7 @@ def map_weights(
         by_digest[_digest(_numbers(value))].append(component.name)
         if may_fold and value.dim() == 4:
             convolutions[component.name] = _numbers(value)
-        if component.weight.endswith("A_log"):
+        if component.kind == "A_log":
             decays[component.name] = torch.exp(value.float()).numpy()
     buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
 

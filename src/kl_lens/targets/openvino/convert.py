@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import transformers
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.environment import peak_memory
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, last_line
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
@@ -33,7 +34,6 @@ from kl_lens.targets.openvino.session import (
 IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
 UNPLANNED = ("fp16", "fp32")
 ACTIBA_TOKENS = 128
-_NONE = torch.empty(0, 0)
 
 
 def export(
@@ -76,7 +76,7 @@ def export(
         raise TargetError("a graph without its head makes sense only with --static-tokens N")
     if unplanned not in UNPLANNED:
         raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
-    chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
+    chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
@@ -116,12 +116,12 @@ def export(
     place.mkdir(parents=True, exist_ok=True)
     plain = graph.clone() if "actiba" in chosen else None
     settings["rewritten"] = _rewrites.apply(graph, chosen)
-    ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
+    _save(graph, place / IR_FILE)
     if plain is not None:
         _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
         with tempfile.TemporaryDirectory(dir=place) as beside:
             without = Path(beside) / "without_actiba.xml"
-            ov.save_model(plain, without, compress_to_fp16=False)
+            _save(plain, without)
             settings["actiba"] = _actiba_cost(without, place / IR_FILE, model, static_tokens, with_head)
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)
@@ -138,6 +138,17 @@ def export(
 
 
 _rewrites = rewrites  # `export` has an argument of that name, as the command line does
+
+
+def _save(graph: ov.Model, path: Path) -> None:
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:  # it does not say why
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise TargetError(
+            f"{path.parent.parent}: OpenVINO cannot write there ({last_line(error)}); is the disk full? "
+            f"{free:.1f} MB are free"
+        ) from error
 
 
 def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | None) -> StaticShape | None:

@@ -14,7 +14,7 @@ import openvino.opset13 as ops
 
 CHUNK = 64  # tokens per chunk of Mamba-2's matrix form
 Value = Any  # an ov.Output or ov.Node
-Inputs = tuple[Value, ...]  # x, Δ, A, B, C and the state before
+Inputs = tuple[Value, ...]  # x, Δ, A, B, C, or what else a scan takes; and the state before
 
 
 class Sizes(NamedTuple):
@@ -100,6 +100,78 @@ def unrolled_selective_scan(inputs: Inputs, states: int, tokens: int) -> tuple[V
         state = ops.add(ops.multiply(ops.exp(ops.multiply(step, rates)), state), added)
         outputs.append(ops.matmul(out_of, state, False, False))
     return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
+
+
+def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
+    """Gated delta rule: S ← e^g·S, then S ← S + k ⊗ β(v − k·S), y = q·S, token by token in one TensorIterator.
+
+    query, key (time, heads, keys); value (time, heads, values); g (time, heads) or (time, heads, keys); beta
+    (time, heads); state (heads, keys, values). Returns y (time, heads, values) and the last state.
+    """
+    query, key, value, g, beta, state = inputs
+    heads, keys, values = shape
+    widths = {"query": keys, "key": keys, "value": values, "beta": 1}
+    decays = keys if g.get_partial_shape().rank.get_length() == 3 else 1
+    tokens = {name: ops.parameter([1, heads, 1, width], np.float32) for name, width in widths.items()}
+    decay = ops.parameter([1, heads, decays, 1], np.float32)
+    before = ops.parameter([heads, keys, values], np.float32)
+    q, k, v, b = (reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items())
+    kept = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
+    news = ops.multiply(ops.subtract(v, ops.matmul(k, kept, False, False)), b)
+    after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
+    y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
+    body = ov.Model([ops.result(after), ops.result(y)], [*tokens.values(), decay, before], "delta_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items():
+        sliced = reshaped(whole, [-1, heads, 1, widths[name]])
+        iterator.set_sliced_input(tokens[name], _output(sliced), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(decay, _output(reshaped(ops.exp(g), [-1, heads, decays, 1])), 0, 1, 1, -1, 0)
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+
+
+def weighted_start(channels: int) -> Value:
+    """RWKV's first state: nothing summed up, and a largest exponent below any other."""
+    start = np.zeros((3, channels), np.float32)
+    start[2] = -1e38
+    value = constant(start, np.float32)
+    value.set_friendly_name("kl_lens/first_state")
+    return value
+
+
+def weighted_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
+    """RWKV-4: an average of values weighted by e^key, fading with `decay`; the present token's weight is e^(key+first).
+
+    key, value (time, channels); decay, first (channels,); state (3, channels): numerator and denominator, both
+    divided by e^m, and m. Returns y (time, channels) and the last state.
+    """
+    key, value, decay, first, state = inputs
+    channels = shape[1]
+    k, v = (ops.parameter([1, channels], np.float32) for _ in range(2))
+    w, u = (ops.parameter([channels], np.float32) for _ in range(2))
+    before = ops.parameter([3, channels], np.float32)
+    top, bottom, most = (ops.gather(before, constant([row]), constant(0)) for row in range(3))
+
+    def joined(old: Value, new: Value) -> tuple[Value, Value, Value]:
+        largest = ops.maximum(old, new)
+        a, b = ops.exp(ops.subtract(old, largest)), ops.exp(ops.subtract(new, largest))
+        return ops.add(ops.multiply(a, top), ops.multiply(b, v)), ops.add(ops.multiply(a, bottom), b), largest
+
+    numerator, denominator, _ = joined(most, ops.add(k, u))
+    y = ops.divide(numerator, denominator)
+    after = ops.concat(list(joined(ops.add(most, w), k)), 0)
+    body = ov.Model([ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    iterator.set_sliced_input(k, _output(key), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(v, _output(value), 0, 1, 1, -1, 0)
+    iterator.set_invariant_input(w, _output(decay))
+    iterator.set_invariant_input(u, _output(first))
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
 
 
 def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple[Value, Value]:

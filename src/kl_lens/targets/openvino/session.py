@@ -94,6 +94,11 @@ def open_session(
     equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
     of_images = artifact.settings.get("task") == "image"
+    length = graph.inputs[0].get_partial_shape()[1]
+    if not of_images and static != (length.get_length() if length.is_static else None):
+        raise TargetError(
+            f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
+        )
     if static is None and not of_images:
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
@@ -111,7 +116,7 @@ def open_session(
     if of_images:
         description = {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
         return ImageSession(compiled, Preparation.of(folder, {}), describe(compiled, device) | description)
-    return OpenVINOSession(compiled, artifact, device, exact, static)
+    return OpenVINOSession(compiled, artifact, device, exact, static, folder)
 
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
@@ -143,8 +148,15 @@ class OpenVINOSession:
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, artifact: Artifact, device: str, exact: bool, static: int | None
+        self,
+        compiled: ov.CompiledModel,
+        artifact: Artifact,
+        device: str,
+        exact: bool,
+        static: int | None,
+        place: Path,
     ) -> None:
+        self._place = place
         self._compiled: ov.CompiledModel | None = compiled
         self._request: Any = compiled.create_infer_request()
         self._artifact = artifact
@@ -205,9 +217,15 @@ class OpenVINOSession:
 
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
         tokens = self._tokens(ids)
-        self._open()
-        self._request.infer([tokens, rows])
+        self._infer([tokens, rows])
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+
+    def _infer(self, inputs: list[npt.NDArray[np.int64]]) -> None:
+        self._open()
+        try:
+            self._request.infer(inputs)
+        except RuntimeError as error:
+            raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
 
     def _run_static(self, ids: Sequence[int]) -> Logits:
         """Shorter prompts are padded behind: a causal model does not see it."""
@@ -217,8 +235,7 @@ class OpenVINOSession:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        self._open()
-        self._request.infer([padded])
+        self._infer([padded])
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
 
 

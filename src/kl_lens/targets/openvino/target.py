@@ -74,12 +74,6 @@ class OpenVINOTarget(Target):
     def short_menu(self) -> tuple[str, ...]:
         return (*self.recipes(("int4-g128", "int4-g32")), "int8")
 
-    def unsupported(self, model_type: str) -> str | None:
-        from kl_lens.targets.openvino.capture import FAMILIES
-
-        known = ", ".join(FAMILIES)
-        return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
-
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.openvino.stock import stock_recipes
 
