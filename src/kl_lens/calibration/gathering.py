@@ -22,8 +22,6 @@ from kl_lens.quantizers import InputStatistics
 from kl_lens.records import Component
 from kl_lens.text import Windows
 
-_TOKENS_AT_ONCE = 4096
-
 
 def gather(
     model: LoadedModel,
@@ -61,7 +59,7 @@ class _Gathering:
         self._stored = stored
         self._missing = missing
         self._tokens = windows.tokens
-        size = max(1, _TOKENS_AT_ONCE // windows.length)
+        size = max(1, self._chain.task.rows_at_once // windows.length)
         self._batches = [windows.ids[first : first + size] for first in range(0, len(windows), size)]
         self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
         self._moments: dict[str, Moments] = {}

@@ -44,7 +44,7 @@ class Calibration(Settings):
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
     windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int = calibration_text(512, "tokens each", kind=COUNT)
+    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=COUNT)
     seed: int = calibration_text(42, "chooses the windows")
 
 
@@ -83,6 +83,7 @@ class MeasureResult:
     measurements: list[Measurement]
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
+    unit: str = "tokens"  # what windows are made of
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
@@ -93,7 +94,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model.require_tokenizer(),
+        model.task,
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,
@@ -126,7 +127,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result)
+    return MeasureResult(folder, measurements, noise, result, model.task.unit)
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

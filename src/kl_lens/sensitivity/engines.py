@@ -29,13 +29,13 @@ from kl_lens.sensitivity.perturbation import (
     first_block,
     replacements,
 )
-from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
+from kl_lens.sensitivity.teacher import Batch, Teacher, window_bytes
 
 DEFAULT_MEMORY = 8 * 10**9
 
 
 class Engine(ABC):
-    """Measures perturbations on windows of token ids."""
+    """Measures perturbations on windows of ids."""
 
     name: ClassVar[str]
 
@@ -99,11 +99,9 @@ class PlainEngine(Engine):
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
-        targets = torch.full_like(self.ids, -1)
-        targets[:, :-1] = self.ids[:, 1:]
-        self.targets = targets
+        self.targets = self.chain.task.targets(self.ids)
         # A few windows at a time, so that whole logits fit.
-        self.per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        self.per_batch = max(1, self.chain.task.rows_at_once // ids.shape[1])
         limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
         self.per_batch = min(self.per_batch, limit)
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
@@ -143,9 +141,9 @@ class PlainEngine(Engine):
                 student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
             rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
-            for offset, (values, power) in enumerate(zip(rows, signal, strict=True)):
+            for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
                 metrics.append(
-                    window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary)
+                    window_metrics(window, values, power, _count(self.targets[window]), self.vocabulary)
                 )
         return metrics
 
@@ -211,7 +209,7 @@ class FastEngine(Engine):
     def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
         rows = max(batch.rows for batch in self.teacher.batches)
-        most = max(1, BATCH_TOKENS // rows)
+        most = max(1, self.chain.task.rows_at_once // rows)
         group: list[int] = []
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
@@ -292,9 +290,14 @@ class FastEngine(Engine):
         time = batch.targets.shape[1]
         by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
         return [
-            window_metrics(window, by_window[k], power[k], time - 1, self.vocabulary)
+            window_metrics(window, by_window[k], power[k], _count(batch.targets[k]), self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
+
+
+def _count(targets: torch.Tensor) -> int:
+    """Rows that have a true class."""
+    return int((targets >= 0).sum())
 
 
 ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}

@@ -14,8 +14,6 @@ from kl_lens.sensitivity.input_major import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 
-# Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
-BATCH_TOKENS = 4096
 # Logits formed at once: at most so many bytes and rows. Three hundred rows are enough for the product to run at full
 # speed; with a small vocabulary, more than a thousand only leave the caches.
 LOGIT_BYTES, LOGIT_ROWS = 64 << 20, 1024
@@ -35,7 +33,7 @@ class Batch:
     inputs: list[States]  # what enters each block
     memos: list[BlockMemo | None]  # what each block's parts gave, where memory sufficed
     states: torch.Tensor  # (windows, time, width): what enters the head
-    targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
+    targets: torch.Tensor  # (windows, time): the true classes, -1 where there is none
     logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
     lse: torch.Tensor | None = None
     top: torch.Tensor | None = None
@@ -63,7 +61,7 @@ class Teacher:
         self.chain = chain
         self._layout = layout
         self.row_chunk = logit_rows(vocabulary)
-        per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        per_batch = max(1, chain.task.rows_at_once // ids.shape[1])
         # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
         self.keep_logits = ids.numel() * vocabulary * 4 <= budget
         width = int(chain.head.weight.shape[1])  # type: ignore[index]
@@ -92,7 +90,7 @@ class Teacher:
                 entering, memo = self._run_block(index, entering, calls)
                 memos.append(memo)
             states = self.chain.finish(entering, calls)
-        targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
+        targets = self.chain.task.targets(part).to(states.device)
         batch = Batch(windows, calls, inputs, memos, states, targets)
         if self.keep_logits:
             self._keep(batch)
@@ -160,4 +158,4 @@ class Teacher:
 
 def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:
     """What keeping one window's block inputs, final states and logits costs."""
-    return time * ((len(chain) + 2) * width + vocabulary) * 4
+    return time * (chain.state_size + 2 * width + vocabulary) * 4
