@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.input_major import InputMajor, gains_by_input_major
-from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, mended, window_metrics
 from kl_lens.sensitivity.perturbation import (
     Kernels,
     Perturbation,
@@ -29,23 +30,35 @@ from kl_lens.sensitivity.perturbation import (
     replacements,
     swapped,
 )
-from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
+from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, batch_tokens, window_bytes
 
-DEFAULT_MEMORY = 8 * 10**9
+DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
+
+
+def memory_on(device: torch.device, budget: int) -> int:
+    """The budget, or what stands for the default on a GPU."""
+    return int(free_memory(device) * 0.85) if device.type == "cuda" and budget == DEFAULT_MEMORY else budget
 
 
 class Engine(ABC):
     """Measures perturbations on windows of token ids."""
 
     name: ClassVar[str]
+    precision = FLOAT32
 
     def __init__(
-        self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY, deployed: Kernels | None = None
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
     ) -> None:
+        """`precision`: of products, see `precision.py`; those of the plain engine are float32 whatever is wanted."""
         self.model = model
         self.deployed = deployed
         self.chain = model.chain
-        self.memory_budget = memory_budget
+        self.memory_budget = memory_on(self.chain.device, memory_budget)
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
 
     @contextmanager
@@ -57,6 +70,10 @@ class Engine(ABC):
             else:
                 with self.deployed.activations(self.model, perturbation.recipes):
                     yield
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The original's, in this engine's precision."""
+        return self.chain.full_logits(ids)
 
     @property
     def states_budget(self) -> int:
@@ -171,12 +188,30 @@ class FastEngine(Engine):
     name = "fast"
     _teacher: Teacher | None = None
 
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
+    ) -> None:
+        super().__init__(model, memory_budget, deployed)
+        # As deployed, others say what products compute with.
+        self.precision = FLOAT32 if deployed is not None else precision_for(precision, model.model)
+        self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
+
     @cached_property
-    def _layout(self) -> InputMajor:
-        """Copies of weights for faster products. They depend on model and budget only, never on the windows: a resumed
-        sweep must repeat the same arithmetic."""
+    def _layout(self) -> InputMajor | TensorCores:
+        """What makes products faster: tensor cores, or copies of weights. They depend on model and budget only, never on
+        the windows: a resumed sweep must repeat the same arithmetic."""
+        if self.precision != FLOAT32:
+            return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
         useful = self.deployed is None and gains_by_input_major(self.chain.device)
         return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        with self._layout.active() if self.precision != FLOAT32 else nullcontext():
+            return self.chain.full_logits(ids)
 
     @property
     def states_budget(self) -> int:
@@ -192,6 +227,7 @@ class FastEngine(Engine):
             vocabulary=self.vocabulary,
             layout=self._layout,
             remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
+            tokens=self.batch_tokens,
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 
@@ -215,7 +251,7 @@ class FastEngine(Engine):
     def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
         rows = max(batch.rows for batch in self.teacher.batches)
-        most = max(1, BATCH_TOKENS // rows)
+        most = max(1, self.batch_tokens // rows)
         group: list[int] = []
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
@@ -279,12 +315,49 @@ class FastEngine(Engine):
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None
     ) -> list[Floats]:
         """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
+        if self.precision != FLOAT32 and self.chain.head_scale is not None:
+            return self._compare_states(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for member, entering in enumerate(states):
                 logits = self._logits(entering.flatten(0, 1)[rows], own_head)
                 parts[member].append(compare(teacher, logits))
         return [np.concatenate(part) for part in parts]
+
+    def _compare_states(
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None
+    ) -> list[Floats]:
+        """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
+        from kl_lens.checkpoints.kernels.triton_products import linear
+        from kl_lens.sensitivity.triton_metrics import StateMetrics
+
+        head, scale = self.chain.head, self.chain.head_scale
+        weight, bias = head.weight, getattr(head, "bias", None)
+        for parameter, other in own_head.weights if own_head else ():
+            weight = other if parameter is head.weight else weight
+        assert isinstance(weight, torch.Tensor) and scale is not None
+        metrics = StateMetrics(weight, bias, scale, self.precision)
+        flat = [entering.flatten(0, 1) for entering in states]
+        parts: list[list[torch.Tensor]] = [[] for _ in states]
+        for rows, teacher in self.teacher.rows(batch):
+            for part, entering in zip(parts, flat, strict=True):
+                part.append(
+                    metrics.compare(entering[rows], teacher.logits, teacher.lse, teacher.top, teacher.targets)
+                )
+
+        def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
+            at = bad.to(entering.device)
+            with self.teacher.running():
+                original = self.chain.logits(batch.states.flatten(0, 1)[at])
+            return (
+                TeacherRows.of(original, batch.targets.flatten()[at]),
+                linear(entering[at], weight, bias, self.precision) * scale,
+            )
+
+        return [
+            mended(torch.cat(part).cpu().numpy(), partial(both, entering))
+            for part, entering in zip(parts, flat, strict=True)
+        ]
 
     def _logits(self, states: torch.Tensor, own_head: _Student | None) -> torch.Tensor:
         if own_head is None:
@@ -311,10 +384,11 @@ def engine_for(
     memory_budget: int = DEFAULT_MEMORY,
     deployed: Kernels | None = None,
     say: Callable[[str], None] = lambda text: None,
+    precision: str | None = None,
 ) -> Engine:
     """The engine of this name; the plain one, and a line that says why, where a model cannot be run in parts."""
     doubt = model.chain.doubt(ids) if name == FastEngine.name else None
     if doubt is not None:
         say(f"{model.name}: {doubt}; measured with the plain engine, which runs the whole model each time")
         name = PlainEngine.name
-    return ENGINES[name](model, memory_budget, deployed)
+    return ENGINES[name](model, memory_budget, deployed, precision)

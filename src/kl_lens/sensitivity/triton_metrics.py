@@ -1,5 +1,4 @@
-"""All metrics of perturbed states in one pass on a GPU: product with the head and sums over the vocabulary in one kernel,
-so that a student's logits are never in memory.
+"""All metrics of a row of logits in one pass over it, on a GPU.
 
 With p the teacher's probabilities, δ the difference of the logits and u = δ − c for any constant c of a row, four sums
 
@@ -10,9 +9,12 @@ give everything: x = U + F = Σ p (eᵘ − 1), the shift of the log-sum-exp is 
     KL(teacher ‖ student) = F − (x − log(1 + x))
     KL(student ‖ teacher) = G/(1 + x) − (log(1 + x) − x/(1 + x))
 
-F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a tile and double
-across tiles. What is taken off is of second order in x. c is δ at the teacher's top token, so that x is as small
+F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a tile and
+double across tiles. What is taken off is of second order in x. c is δ at the teacher's top token, so that x is as small
 as u is; then nothing cancels that counts. Rows where eᵘ overflows come out as NaN or infinity, for others to do again.
+
+The sums need no log-sum-exp of the student, so they could be the end of the product with the head, and its logits never
+be in memory. Tried: that kernel runs out of registers and takes a seventh longer than product and pass one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kl_lens.checkpoints.kernels.triton_products import place_of, split, tile_product, tiles
+from kl_lens.checkpoints.kernels.triton_products import product, split
 
 _SUMS = 7  # F, G, U, E, δ at the target, the student's logit at the teacher's top token, its largest logit
 
@@ -45,37 +47,6 @@ def _terms(t, s, lse, c, inside):  # type: ignore[no-untyped-def]
     forward = tl.where(is_small, small, q - p - p * u)
     backward = tl.where(is_small, u * (p * u + small) - small, q * u - q + p)
     return forward, backward, p * u, difference * difference, difference
-
-
-@triton.jit
-def _from_states(a, a_low, a_scale, b, b_low, b_scale, bias, factor, teacher, lse, shift, top, target, out, rows, columns, depth, stride, BIAS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """out: (_SUMS, tiles of columns, rows), float32."""
-    column_tiles = tl.cdiv(columns, BN)
-    m, n = place_of(tl.program_id(0), tl.cdiv(rows, BM), column_tiles, GROUP)
-    row, column = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
-    r, c = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1)
-    s = tile_product(a, a_low, b, b_low, r, c, depth, PARTS, BM, BN, BK)
-    s = s * tl.load(a_scale + r)[:, None] * tl.load(b_scale + c)[None, :]
-    if BIAS:
-        s += tl.load(bias + c)[None, :]
-    s = s * factor
-    inside = (column < columns)[None, :]
-    t = tl.load(teacher + r.to(tl.int64)[:, None] * stride + c[None, :])
-    forward, backward, linear, error, difference = _terms(
-        t, s, tl.load(lse + r)[:, None], tl.load(shift + r)[:, None], inside
-    )
-    place = out + n.to(tl.int64) * rows + row
-    step = column_tiles.to(tl.int64) * rows
-    valid = row < rows
-    tl.store(place, tl.sum(forward, 1), mask=valid)
-    tl.store(place + step, tl.sum(backward, 1), mask=valid)
-    tl.store(place + 2 * step, tl.sum(linear, 1), mask=valid)
-    tl.store(place + 3 * step, tl.sum(error, 1), mask=valid)
-    wanted = column[None, :] == tl.load(target + r)[:, None]
-    tl.store(place + 4 * step, tl.sum(tl.where(wanted, difference, 0.0), 1), mask=valid)
-    wanted = column[None, :] == tl.load(top + r)[:, None]
-    tl.store(place + 5 * step, tl.sum(tl.where(wanted, s, 0.0), 1), mask=valid)
-    tl.store(place + 6 * step, tl.max(tl.where(inside, s, float("-inf")), 1), mask=valid)
 
 
 @triton.jit
@@ -132,35 +103,21 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-def compare_states(
-    states: torch.Tensor,
-    head: torch.Tensor,
-    bias: torch.Tensor | None,
-    factor: float,
-    teacher: torch.Tensor,
-    lse: torch.Tensor,
-    top: torch.Tensor,
-    targets: torch.Tensor,
-    precision: str,
-) -> torch.Tensor:
-    """Of students' states (rows, width) with a head (vocabulary, width): (rows, 5) in double, on the device."""
-    rows, vocabulary = teacher.shape
-    logits_at_top = (states * head[top]).sum(-1)
-    if bias is not None:
-        logits_at_top += bias[top]
-    shift = logits_at_top * factor - teacher.gather(1, top[:, None])[:, 0]
-    a, b = split(states, precision), split(head, precision)
-    sizes = tiles(states.device, a.parts)
-    column_tiles = triton.cdiv(vocabulary, sizes["BN"])
-    out = torch.empty(_SUMS, column_tiles, rows, dtype=torch.float32, device=states.device)
-    grid: Any = (triton.cdiv(rows, sizes["BM"]) * column_tiles,)
-    _from_states[grid](
-        a.high, a.low, a.inverses, b.high, b.low, b.inverses, b.inverses if bias is None else bias, factor,
-        teacher, lse.float(), shift, top, targets, out, rows, vocabulary, a.high.shape[1], teacher.stride(0),
-        BIAS=bias is not None, PARTS=a.parts, **sizes,
-    )  # fmt: skip
-    sums = torch.cat([out[:-1].sum(1, dtype=torch.float64), out[-1:].amax(1).double()])
-    return _finished(sums, shift, targets)
+class StateMetrics:
+    """A head (vocabulary, width), split once; students' states are compared behind it, some rows at a time."""
+
+    def __init__(self, head: torch.Tensor, bias: torch.Tensor | None, factor: float, precision: str) -> None:
+        self._head, self._bias, self._factor, self._precision = head, bias, factor, precision
+        self._halves = split(head, precision)
+
+    def compare(
+        self, states: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        """Of students' states (rows, width) and the teacher's logits: (rows, 5) in double, on the device."""
+        student = product(split(states, self._precision), self._halves, self._bias)
+        if self._factor != 1.0:
+            student *= self._factor
+        return compare_logits(teacher, lse, top, targets, student)
 
 
 def compare_logits(
@@ -172,7 +129,7 @@ def compare_logits(
     grid: Any = (rows,)
     _from_logits[grid](
         teacher, student, lse.float(), top, targets, out, vocabulary, teacher.stride(0), student.stride(0),
-        BLOCK=1024, num_warps=4,
+        BLOCK=2048, num_warps=4,
     )  # fmt: skip
     shift = (student.gather(1, top[:, None]) - teacher.gather(1, top[:, None]))[:, 0]
     return _finished(out, shift, targets)

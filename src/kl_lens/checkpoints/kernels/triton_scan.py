@@ -32,6 +32,21 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _turn(dt, bias, y, time, channels, s, d, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(sequences, channels, time) → (sequences, time, channels), with bias and softplus."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sequence = tl.program_id(2).to(tl.int64)
+    inside = (channel < channels)[:, None] & (t < time)[None, :]
+    step = tl.load(dt + sequence * s + channel[:, None] * d + t[None, :], mask=inside, other=0.0)
+    step += tl.load(bias + channel, mask=channel < channels, other=0.0)[:, None]
+    if SOFTPLUS:
+        step = _softplus(step)
+    place = y + (sequence * time + t)[:, None] * channels + channel[None, :]
+    tl.store(place, tl.trans(step), mask=tl.trans(inside))
+
+
+@triton.jit
 def _selective(x, dt, bias, a, b, c, skip, gate, start, y, last, time, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, z_s, z_t, D: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program owns one sequence and a block of channels; their states stay in registers while it walks through
     time. Strides are those of sequences (_s) and time (_t)."""
@@ -53,7 +68,7 @@ def _selective(x, dt, bias, a, b, c, skip, gate, start, y, last, time, x_s, x_t,
     c += sequence * c_s + n
     gate += sequence * z_s + channel
     y += sequence * time * D + channel
-    for t in range(time):
+    for t in tl.range(time, num_stages=5):  # what comes is loaded while the present step is computed
         step = tl.load(dt + t * dt_t, mask=inside, other=0.0) + offset
         value = tl.load(x + t * x_t, mask=inside, other=0.0)
         b_now = tl.load(b + t * b_t)
@@ -96,12 +111,20 @@ def selective_scan_gpu(
     batch, time, channels = x.shape
     states = a.shape[1]
     none = x.new_zeros(channels, dtype=torch.float32)
+    if dt.stride(1) == 1 and dt.dtype == torch.float32:  # as Mamba-1's projection leaves it: time innermost
+        turned = torch.empty(batch, time, channels, dtype=torch.float32, device=x.device)
+        grid: Any = (triton.cdiv(channels, 64), triton.cdiv(time, 64), batch)
+        _turn[grid](
+            dt, none if dt_bias is None else dt_bias.float(), turned, time, channels, dt.stride(0), dt.stride(2),
+            SOFTPLUS=dt_softplus, BLOCK=64, num_warps=4,
+        )  # fmt: skip
+        dt, dt_bias, dt_softplus = turned, None, False
     x, dt, b, c = (_rows(tensor) for tensor in (x, dt, b, c))
     z = x if gate is None else _rows(gate)
     y = torch.empty(batch, time, channels, dtype=torch.float32, device=x.device)
     last = torch.empty(batch, channels, states, dtype=torch.float32, device=x.device)
     strides = [tensor.stride(axis) for tensor in (x, dt, b, c, z) for axis in (0, 1)]
-    grid: Any = (triton.cdiv(channels, CHANNELS), batch)
+    grid = (triton.cdiv(channels, CHANNELS), batch)
     _selective[grid](
         x, dt, none if dt_bias is None else dt_bias.float(), a.float().contiguous(), b, c,
         none if skip is None else skip.float(), z,
@@ -110,6 +133,23 @@ def selective_scan_gpu(
         BLOCK=CHANNELS, num_warps=1,
     )  # fmt: skip
     return y, last
+
+
+@triton.jit
+def _split(x):  # type: ignore[no-untyped-def]
+    """x = (high + low) · inverse, both halves: see `triton_products`; here with one scale for the whole tile."""
+    exponent = (tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.maximum(exponent, 27)
+    x = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, a_low, b, b_low):  # type: ignore[no-untyped-def]
+    total = tl.dot(a_low, b)
+    total = tl.dot(a, b_low, total)
+    return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -142,23 +182,31 @@ def _chunks(x, dt, bias, a, b, c, skip, start, y, last, time, lowest, highest, p
         values = tl.load(x + t[:, None] * x_t + p[None, :], mask=inside[:, None], other=0.0)
         inputs = tl.load(b + t[:, None] * b_t + n[None, :], mask=inside[:, None], other=0.0)
         outputs = tl.load(c + t[:, None] * c_t + n[None, :], mask=inside[:, None], other=0.0)
+        b_high, b_low, b_scale = _split(inputs)
+        c_high, c_low, c_scale = _split(outputs)
         decay = step * rate
         so_far = tl.cumsum(decay, 0)
         whole = tl.sum(decay, 0)
         distance = tl.where(q[:, None] >= q[None, :], so_far[:, None] - so_far[None, :], float("-inf"))
-        scores = tl.dot(outputs, tl.trans(inputs), input_precision="tf32x3")
-        scores *= tl.exp2(distance) * step[None, :]
-        result = tl.dot(outputs, state, input_precision="tf32x3") * tl.exp2(so_far)[:, None]
-        result += tl.dot(scores, values, input_precision="tf32x3") + through * values
+        scores = _product(c_high, c_low, tl.trans(b_high), tl.trans(b_low))
+        scores *= tl.exp2(distance) * (step * (b_scale * c_scale))[None, :]
+        high, low, scale = _split(state)
+        result = _product(c_high, c_low, high, low) * (tl.exp2(so_far) * (scale * c_scale))[:, None]
+        s_high, s_low, s_scale = _split(scores)
+        v_high, v_low, v_scale = _split(values)
+        result += _product(s_high, s_low, v_high, v_low) * (s_scale * v_scale) + through * values
         tl.store(y + t[:, None] * (H * P) + p[None, :], result, mask=inside[:, None])
-        kept = values * (tl.exp2(whole - so_far) * step)[:, None]
-        state = state * tl.exp2(whole) + tl.dot(tl.trans(inputs), kept, input_precision="tf32x3")
+        high, low, scale = _split(values * (tl.exp2(whole - so_far) * step)[:, None])
+        added = _product(tl.trans(b_high), tl.trans(b_low), high, low) * (scale * b_scale)
+        state = state * tl.exp2(whole) + added
     tl.store(last + at_state, state)
 
 
 def fits_chunks(width: int, states: int) -> bool:
     """Tensor cores take powers of two, from sixteen up; a state has to stay in registers."""
-    return all(size >= 16 and size & (size - 1) == 0 for size in (width, states)) and width * states <= 1 << 14
+    return (
+        all(size >= 16 and size & (size - 1) == 0 for size in (width, states)) and width * states <= 1 << 14
+    )
 
 
 def head_scan_gpu(
@@ -191,7 +239,7 @@ def head_scan_gpu(
         none if initial_state is None else initial_state.float().contiguous(), y, last, time,
         float(dt_limit[0]), float(dt_limit[1]), heads // groups, *strides,
         H=heads, P=width, N=states, SOFTPLUS=dt_softplus, START=initial_state is not None, Q=CHUNK,
-        num_warps=4 if width * states <= 1 << 12 else 8, num_stages=1,
+        num_warps=4 if width * states <= 1 << 13 else 8, num_stages=1,
     )  # fmt: skip
     return y, last
 
