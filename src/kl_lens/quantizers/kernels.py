@@ -1,4 +1,4 @@
-"""The two inner loops of error feedback, over the columns of one block: numba on the CPU, Triton on a GPU, torch elsewhere.
+"""The two inner loops of error feedback, over the columns of one block: numba on the CPU, Triton on a GPU, else torch.
 
 Rows do not depend on each other. Both loops change `codes` and `errors` in place and leave what sits outside the
 block to matrix products.
@@ -58,7 +58,8 @@ def descend(
     if runs_triton(pull.device):
         from kl_lens.quantizers import triton_columns
 
-        return triton_columns.descend(pull, moments, codes, errors, levels, columns)
+        triton_columns.descend(pull, moments, codes, errors, levels, columns)
+        return
     if pull.device.type == "cpu":
         arrays = [t.numpy() for t in (pull, moments)], levels.arrays(columns)
         _descend(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]

@@ -16,7 +16,9 @@ _ROWS = 16
 
 
 @triton.jit
-def _nearest(x, inverse, shift, lowest, highest, table, ENTRIES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nearest(  # type: ignore[no-untyped-def]
+    x, inverse, shift, lowest, highest, table, ENTRIES: tl.constexpr,
+):  # fmt: skip
     scaled = (x - shift) * inverse
     if ENTRIES > 1:
         code = tl.zeros_like(scaled)
@@ -37,7 +39,10 @@ def _value(code, scale, shift, table, ENTRIES: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _round(wanted, weight, mixing, groups, scales, inverses, shifts, table, codes, errors, rows, width, group_count, lowest, highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _round(  # type: ignore[no-untyped-def]
+    wanted, weight, mixing, groups, scales, inverses, shifts, table, codes, errors, rows, width,
+    group_count, lowest, highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
@@ -66,7 +71,10 @@ def _round(wanted, weight, mixing, groups, scales, inverses, shifts, table, code
 
 
 @triton.jit
-def _descend(pull, moments, groups, scales, inverses, shifts, table, codes, errors, rows, width, group_count, lowest, highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _descend(  # type: ignore[no-untyped-def]
+    pull, moments, groups, scales, inverses, shifts, table, codes, errors, rows, width, group_count, lowest,
+    highest, ENTRIES: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, W)
     valid = row < rows
     inside = valid[:, None] & (column < width)[None, :]
@@ -81,7 +89,8 @@ def _descend(pull, moments, groups, scales, inverses, shifts, table, codes, erro
         code = tl.load(codes + row.to(tl.int64) * width + j, mask=valid, other=0.0)
         before = _value(code, scale, shift, table, ENTRIES)
         x = before + tl.sum(tl.where(column[None, :] == j, own, 0.0), 1) / tl.load(moments + j * width + j)
-        step = _value(_nearest(x, inverse, shift, lowest, highest, table, ENTRIES), scale, shift, table, ENTRIES) - before  # fmt: skip
+        code = _nearest(x, inverse, shift, lowest, highest, table, ENTRIES)
+        step = _value(code, scale, shift, table, ENTRIES) - before
         later = tl.load(moments + j * width + column, mask=(column > j) & (column < width), other=0.0)
         own -= step[:, None] * later[None, :]
     at = at_row[:, None] + tl.load(groups + column, mask=column < width, other=0)[None, :]
@@ -98,7 +107,10 @@ def _descend(pull, moments, groups, scales, inverses, shifts, table, codes, erro
     tl.store(errors + place, error - step, mask=inside)
 
 
-def _launch(kernel: Any, first: list[torch.Tensor], levels: Any, columns: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor) -> None:  # fmt: skip
+def _launch(
+    kernel: Any, first: list[torch.Tensor], levels: Any, columns: torch.Tensor, codes: torch.Tensor,
+    errors: torch.Tensor,
+) -> None:  # fmt: skip
     rows, width = codes.shape
     groups = (columns // levels.group).to(torch.int32)
     kernel[(triton.cdiv(rows, _ROWS),)](

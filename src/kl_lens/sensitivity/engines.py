@@ -202,8 +202,8 @@ class FastEngine(Engine):
 
     @cached_property
     def _layout(self) -> InputMajor | TensorCores:
-        """What makes products faster: tensor cores, or copies of weights. They depend on model and budget only, never on
-        the windows: a resumed sweep must repeat the same arithmetic."""
+        """What makes products faster: tensor cores, or copies of weights. Those depend on model and budget only, never
+        on the windows: a resumed sweep must repeat the same arithmetic."""
         if self.precision != FLOAT32:
             return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
         useful = self.deployed is None and gains_by_input_major(self.chain.device)
@@ -335,7 +335,8 @@ class FastEngine(Engine):
         weight, bias = head.weight, getattr(head, "bias", None)
         for parameter, other in own_head.weights if own_head else ():
             weight = other if parameter is head.weight else weight
-        assert isinstance(weight, torch.Tensor) and scale is not None
+        assert isinstance(weight, torch.Tensor)
+        assert scale is not None
         metrics = StateMetrics(weight, bias, scale, self.precision)
         flat = [entering.flatten(0, 1) for entering in states]
         parts: list[list[torch.Tensor]] = [[] for _ in states]

@@ -61,5 +61,10 @@ class TensorCores:
 
 
 def fastest_within(noise: float, medians: Sequence[float]) -> str:
-    """`tf32` where its noise lies a factor of 100 under the median candidate of every format; else float32's accuracy."""
+    """`tf32` where its noise lies a factor of 100 under every format's median candidate; else float32's accuracy."""
     return TF32 if medians and noise * 100 <= min(medians) else TF32X3
+
+
+def accuracy_of(precision: str) -> str:
+    """What a run remembers: float32 and `tf32x3` are two ways to the same numbers, as two machines are."""
+    return FLOAT32 if precision == TF32X3 else precision

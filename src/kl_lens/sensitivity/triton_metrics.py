@@ -50,7 +50,9 @@ def _terms(t, s, lse, c, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _from_logits(teacher, student, lse, top, target, out, columns, teacher_stride, student_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _from_logits(  # type: ignore[no-untyped-def]
+    teacher, student, lse, top, target, out, columns, teacher_stride, student_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out: (_SUMS, rows), float64; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)

@@ -36,7 +36,10 @@ class Halves:
 
 
 @triton.jit
-def _split(x, high, low, inverses, stride, columns, padded, SCALED: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _split(  # type: ignore[no-untyped-def]
+    x, high, low, inverses, stride, columns, padded, SCALED: tl.constexpr, LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     values = tl.load(x + row * stride + k, mask=k < columns, other=0.0)
@@ -81,7 +84,10 @@ def place_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def tile_product(a, a_low, b, b_low, r, c, depth, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def tile_product(  # type: ignore[no-untyped-def]
+    a, a_low, b, b_low, r, c, depth, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
     """a·bᵀ of rows r of a and c of b (their scales not yet taken back), in float32."""
     k = tl.arange(0, BK)
     left = r.to(tl.int64)[:, None] * depth + k[None, :]
@@ -98,7 +104,10 @@ def tile_product(a, a_low, b, b_low, r, c, depth, PARTS: tl.constexpr, BM: tl.co
 
 
 @triton.jit
-def _linear(a, a_low, a_scale, b, b_low, b_scale, bias, y, rows, columns, depth, stride, BIAS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _linear(  # type: ignore[no-untyped-def]
+    a, a_low, a_scale, b, b_low, b_scale, bias, y, rows, columns, depth, stride, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     m, n = place_of(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(columns, BN), GROUP)
     row, column = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     # Beyond the edges the last row and column are computed again, and not stored.

@@ -18,7 +18,7 @@ CHUNK = 32  # tokens that Mamba-2's scan takes at once
 
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
-    """max(x, 0) + log(1 + e) with e = exp(-|x|), by the series of 2·artanh(e/(2 + e)): nothing is lost where e is small."""
+    """max(x, 0) + log(1 + e), e = exp(-|x|), by the series of 2·artanh(e/(2 + e)): nothing is lost where e is small."""
     e = tl.exp(-tl.abs(x))
     z = e / (2 + e)
     s = z * z
@@ -32,7 +32,9 @@ def _silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(dt, bias, y, time, channels, s, d, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _turn(  # type: ignore[no-untyped-def]
+    dt, bias, y, time, channels, s, d, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(sequences, channels, time) → (sequences, time, channels), with bias and softplus."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +49,11 @@ def _turn(dt, bias, y, time, channels, s, d, SOFTPLUS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _selective(x, dt, bias, a, b, c, skip, gate, start, y, last, time, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, z_s, z_t, D: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _selective(  # type: ignore[no-untyped-def]
+    x, dt, bias, a, b, c, skip, gate, start, y, last, time, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, z_s,
+    z_t, D: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr, START: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program owns one sequence and a block of channels; their states stay in registers while it walks through
     time. Strides are those of sequences (_s) and time (_t)."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -142,7 +148,11 @@ def _split(x):  # type: ignore[no-untyped-def]
     exponent = tl.maximum(exponent, 27)
     x = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (
+        high,
+        (x - high.to(tl.float32)).to(tl.float16),
+        ((exponent - 14) << 23).to(tl.float32, bitcast=True),
+    )
 
 
 @triton.jit
@@ -153,7 +163,11 @@ def _product(a, a_low, b, b_low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _chunks(x, dt, bias, a, b, c, skip, start, y, last, time, lowest, highest, per_group, x_s, x_t, dt_s, dt_t, b_s, b_t, c_s, c_t, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr, START: tl.constexpr, Q: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _chunks(  # type: ignore[no-untyped-def]
+    x, dt, bias, a, b, c, skip, start, y, last, time, lowest, highest, per_group, x_s, x_t, dt_s, dt_t, b_s,
+    b_t, c_s, c_t, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SOFTPLUS: tl.constexpr,
+    START: tl.constexpr, Q: tl.constexpr,
+):  # fmt: skip
     """One program owns one head of one sequence; its state (N, P) stays in registers while it walks through chunks of Q
     tokens, each of them four small products. Formulas as in `chunked_scan`."""
     head = tl.program_id(0)
@@ -245,7 +259,10 @@ def head_scan_gpu(
 
 
 @triton.jit
-def _convolve(x, taps, bias, y, time, channels, x_s, x_t, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _convolve(  # type: ignore[no-untyped-def]
+    x, taps, bias, y, time, channels, x_s, x_t, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     d = tl.program_id(0) * BC + tl.arange(0, BC)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     sequence = tl.program_id(2).to(tl.int64)
@@ -280,7 +297,9 @@ def causal_convolution_gpu(
 
 
 @triton.jit
-def _normalise(x, gate, weight, y, columns, x_stride, gate_stride, epsilon, GATE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _normalise(  # type: ignore[no-untyped-def]
+    x, gate, weight, y, columns, x_stride, gate_stride, epsilon, GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < columns
