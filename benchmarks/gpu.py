@@ -4,9 +4,9 @@
     python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
     python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]
 
-Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain engine
-measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Floors are the products alone, at
-the rates of torch's own.
+Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
+engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Floors are the products
+alone, at the rates of torch's own.
 """
 
 from __future__ import annotations

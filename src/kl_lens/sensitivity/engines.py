@@ -9,7 +9,8 @@ when batches are small, and forms logits and all metrics a chunk of rows at a ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import ClassVar
@@ -32,6 +33,9 @@ from kl_lens.sensitivity.perturbation import (
 )
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, batch_tokens, window_bytes
+
+Finish = Callable[[], list[list[WindowMetrics]]]
+Rows = Callable[[], Floats]  # those of `compare`, once they are wanted
 
 DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
 
@@ -97,14 +101,27 @@ class Engine(ABC):
             yield [index]
 
     @abstractmethod
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        """The windows of each perturbation of one group."""
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        """Measures one group; what is called in the end gives the windows of each of its perturbations."""
+
+    def in_turn(
+        self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
+    ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
+        """These groups with their results. A GPU has the next group to do while the last one's numbers are summed."""
+        behind = 1 if self.chain.device.type == "cuda" else 0
+        waiting: deque[tuple[list[int], Finish]] = deque()
+        for group in groups:
+            waiting.append((group, self.started([perturbations[index] for index in group])))
+            while len(waiting) > behind:
+                done, finish = waiting.popleft()
+                yield done, finish()
+        for done, finish in waiting:
+            yield done, finish()
 
     def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
         """The windows of each perturbation."""
         measured: dict[int, list[WindowMetrics]] = {}
-        for group in self.groups(perturbations):
-            results = self.measure_group([perturbations[index] for index in group])
+        for group, results in self.in_turn(perturbations, self.groups(perturbations)):
             measured.update(zip(group, results, strict=True))
         return [measured[index] for index in range(len(perturbations))]
 
@@ -151,8 +168,9 @@ class PlainEngine(Engine):
             ]
         )
 
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        return [self._measure_one(perturbation) for perturbation in perturbations]
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        results = [self._measure_one(perturbation) for perturbation in perturbations]
+        return lambda: results
 
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
         time = self.ids.shape[1]
@@ -240,13 +258,19 @@ class FastEngine(Engine):
     def teacher_cross_entropy(self) -> Floats:
         return self.teacher.cross_entropy()
 
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
-        metrics: list[list[WindowMetrics]] = [[] for _ in students]
-        for batch, signal in zip(self.teacher.batches, self._signal, strict=True):
-            for member, rows in enumerate(self._measure_batch(batch, students)):
-                metrics[member] += self._windows(batch, rows, signal)
-        return metrics
+        batches, signals = self.teacher.batches, self._signal
+        measured = [self._measure_batch(batch, students) for batch in batches]
+
+        def finish() -> list[list[WindowMetrics]]:
+            metrics: list[list[WindowMetrics]] = [[] for _ in students]
+            for batch, signal, members in zip(batches, signals, measured, strict=True):
+                for windows, rows in zip(metrics, members, strict=True):
+                    windows += self._windows(batch, rows(), signal)
+            return metrics
+
+        return finish
 
     def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
@@ -272,12 +296,12 @@ class FastEngine(Engine):
             blocks.update(component.blocks)
         return blocks.pop() if len(blocks) == 1 else None
 
-    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
+    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
         """(rows, 5) for each student."""
         with self.teacher.running():
             return self._measure_running(batch, students)
 
-    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
+    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
         if len(students) == 1:
             states = self._states(batch, students[0])
             return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
@@ -313,7 +337,7 @@ class FastEngine(Engine):
 
     def _compare(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None
-    ) -> list[Floats]:
+    ) -> list[Rows]:
         """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
         if self.precision != FLOAT32 and self.chain.head_scale is not None:
             return self._compare_states(batch, states, own_head)
@@ -322,11 +346,11 @@ class FastEngine(Engine):
             for member, entering in enumerate(states):
                 logits = self._logits(entering.flatten(0, 1)[rows], own_head)
                 parts[member].append(compare(teacher, logits))
-        return [np.concatenate(part) for part in parts]
+        return [partial(np.concatenate, part) for part in parts]
 
     def _compare_states(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None
-    ) -> list[Floats]:
+    ) -> list[Rows]:
         """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
         from kl_lens.checkpoints.kernels.triton_products import linear
         from kl_lens.sensitivity.triton_metrics import StateMetrics
@@ -355,10 +379,20 @@ class FastEngine(Engine):
                 linear(entering[at], weight, bias, self.precision) * scale,
             )
 
-        return [
-            mended(torch.cat(part).cpu().numpy(), partial(both, entering))
-            for part, entering in zip(parts, flat, strict=True)
-        ]
+        def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
+            """On its way to the host already, and waited for when it is wanted; what is computed by then goes on."""
+            there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            there.copy_(rows, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+            def wait() -> Floats:
+                arrived.synchronize()
+                return mended(there.numpy(), partial(both, entering))
+
+            return wait
+
+        return [later(torch.cat(part), entering) for part, entering in zip(parts, flat, strict=True)]
 
     def _logits(self, states: torch.Tensor, own_head: _Student | None) -> torch.Tensor:
         if own_head is None:

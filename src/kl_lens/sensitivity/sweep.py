@@ -187,13 +187,16 @@ class Sweep:
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
         measured = 0
         # Groups depend on the full list, never on what is left of it: a resumed sweep repeats the same arithmetic.
-        for group in engine.groups([c.perturbation for c in candidates]):
+        every = [c.perturbation for c in candidates]
+        groups = [
+            group
+            for group in engine.groups(every)
+            if any(not set(missing) <= done.get(_key(candidates[index]), set()) for index in group)
+        ]
+        begin = time.perf_counter()
+        for group, results in engine.in_turn(every, groups):
             members = [candidates[index] for index in group]
-            if all(set(missing) <= done.get(_key(c), set()) for c in members):
-                continue
-            begin = time.perf_counter()
-            results = engine.measure_group([c.perturbation for c in members])
-            seconds = (time.perf_counter() - begin) / len(members)
+            seconds, begin = (time.perf_counter() - begin) / len(members), time.perf_counter()
             for candidate, metrics in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
                 check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])

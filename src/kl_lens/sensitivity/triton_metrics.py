@@ -95,7 +95,9 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
     log = torch.log1p(x)
     return torch.stack(
         (
-            forward - (x - log),
+            torch.where(
+                x.abs() < 1, forward - (x - log), log - linear
+            ),  # far apart, F and x are huge and alike
             backward / (1 + x) - (log - x / (1 + x)),
             error,
             torch.where(targets >= 0, shift.double() + log - at_target, 0.0),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 PRECISIONS = ("tf32x3", "tf32", "bf16")
 _DEPTH = 64  # of the split matrices, columns are a multiple of this; the rest is zeros
@@ -75,7 +76,7 @@ def split(matrix: torch.Tensor, precision: str) -> Halves:
 
 
 @triton.jit
-def place_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(program, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which tile a program computes: GROUP tiles of rows beside each other, so that both operands stay in the cache."""
     first = program // (GROUP * column_tiles) * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
@@ -84,61 +85,63 @@ def place_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def tile_product(  # type: ignore[no-untyped-def]
-    a, a_low, b, b_low, r, c, depth, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """a·bᵀ of rows r of a and c of b (their scales not yet taken back), in float32."""
-    k = tl.arange(0, BK)
-    left = r.to(tl.int64)[:, None] * depth + k[None, :]
-    right = c.to(tl.int64)[None, :] * depth + k[:, None]
-    total = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, depth, BK):
-        a_high = tl.load(a + left + first)
-        b_high = tl.load(b + right + first)
-        if PARTS == 2:
-            total = tl.dot(tl.load(a_low + left + first), b_high, total)
-            total = tl.dot(a_high, tl.load(b_low + right + first), total)
-        total = tl.dot(a_high, b_high, total)
-    return total
-
-
-@triton.jit
 def _linear(  # type: ignore[no-untyped-def]
-    a, a_low, a_scale, b, b_low, b_scale, bias, y, rows, columns, depth, stride, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, a_low, a_scale, b, b_low, b_scale, bias, y, rows, columns, depth, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    DESCRIBED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, n = place_of(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(columns, BN), GROUP)
+    """a and b are pointers, or (DESCRIBED) descriptors that Hopper's copy engine reads tiles by."""
+    m, n = _place(tl.program_id(0), tl.cdiv(rows, BM), tl.cdiv(columns, BN), GROUP)
     row, column = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     # Beyond the edges the last row and column are computed again, and not stored.
-    r, c = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1)
-    total = tile_product(a, a_low, b, b_low, r, c, depth, PARTS, BM, BN, BK)
+    r, c, k = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1), tl.arange(0, BK)
+    left = r.to(tl.int64)[:, None] * depth + k[None, :]
+    right = c.to(tl.int64)[:, None] * depth + k[None, :]
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, depth, BK):
+        if DESCRIBED:
+            a_high, b_high = a.load([m * BM, first]), b.load([n * BN, first])
+        else:
+            a_high, b_high = tl.load(a + left + first), tl.load(b + right + first)
+        if PARTS == 2:
+            if DESCRIBED:
+                a_rest, b_rest = a_low.load([m * BM, first]), b_low.load([n * BN, first])
+            else:
+                a_rest, b_rest = tl.load(a_low + left + first), tl.load(b_low + right + first)
+            total = tl.dot(a_rest, b_high.T, total)
+            total = tl.dot(a_high, b_rest.T, total)
+        total = tl.dot(a_high, b_high.T, total)
     total = total * tl.load(a_scale + r)[:, None] * tl.load(b_scale + c)[None, :]
     if BIAS:
         total += tl.load(bias + c)[None, :]
-    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(y + place, total, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @cache
-def tiles(device: torch.device, parts: int) -> dict[str, Any]:
+def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     """Sizes of tiles for this device; the same for every product, so that equal rows give equal results anywhere."""
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if parts == 1 and shared >= 200 << 10:
-        return {"BM": 128, "BN": 256, "BK": 64, "GROUP": 16, "num_warps": 8, "num_stages": 4}
-    # 96 KB of shared memory: what every card since Ampere has.
-    return {"BM": 128, "BN": 128, "BK": 32, "GROUP": 16, "num_warps": 4, "num_stages": 3}
+    card = torch.cuda.get_device_properties(device)
+    if parts == 1 and card.shared_memory_per_block_optin >= 200 << 10:
+        sizes = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
+    else:  # 96 KB of shared memory: what every card since Ampere has
+        sizes = {"BM": 128, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
+    return {**sizes, "GROUP": 16, "DESCRIBED": card.major >= 9}
 
 
 def product(a: Halves, b: Halves, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a · bᵀ in float32, (rows of a, rows of b)."""
     rows, columns = len(a.high), len(b.high)
     y = torch.empty(rows, columns, dtype=torch.float32, device=a.high.device)
-    sizes = tiles(y.device, a.parts)
+    sizes = _tiles(y.device, a.parts)
+
+    def given(matrix: torch.Tensor, height: int) -> Any:
+        return TensorDescriptor.from_tensor(matrix, [height, sizes["BK"]]) if sizes["DESCRIBED"] else matrix
+
     grid: Any = (triton.cdiv(rows, sizes["BM"]) * triton.cdiv(columns, sizes["BN"]),)
     _linear[grid](
-        a.high, a.low, a.inverses, b.high, b.low, b.inverses, b.inverses if bias is None else bias, y,
-        rows, columns, a.high.shape[1], columns, BIAS=bias is not None, PARTS=a.parts, **sizes,
+        given(a.high, sizes["BM"]), given(a.low, sizes["BM"]), a.inverses,
+        given(b.high, sizes["BN"]), given(b.low, sizes["BN"]), b.inverses, b.inverses if bias is None else bias, y,
+        rows, columns, a.high.shape[1], BIAS=bias is not None, PARTS=a.parts, **sizes,
     )  # fmt: skip
     return y
 
