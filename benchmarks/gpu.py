@@ -92,7 +92,9 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         engine = FastEngine(model, arguments.memory_budget, precision=precision)
         measured(engine, two[:1], ids[:8])  # compiles the kernels
         torch.cuda.reset_peak_memory_stats()
-        taken = seconds(lambda engine=engine: measured(engine, candidates, ids))  # type: ignore[misc]
+        some = candidates[:: arguments.every]
+        taken = seconds(lambda engine=engine, some=some: measured(engine, some, ids))  # type: ignore[misc]
+        taken *= len(candidates) / len(some)
         print(
             f"  fast {precision:7s} {taken:7.1f} s, {taken / len(candidates):.4f} s each, "
             f"{len(engine.slabs(ids))} slabs, {floors['float32'] / taken:.0%} of float32's floor, "
@@ -170,6 +172,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--precisions", default=PRECISIONS)
     parser.add_argument("--memory-budget", type=parse_bytes, default=DEFAULT_MEMORY)
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="1: all candidates; N: every Nth, and seconds for all by their share",
+    )
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument("--format", default="int4-g64")
     arguments = parser.parse_args()
