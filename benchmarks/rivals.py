@@ -1,11 +1,12 @@
 """Ours against every mixture that everybody knows, file against file.
 
-    python benchmarks/rivals.py [--models reference:mamba,…|FOLDER] [--targets gguf,openvino] [--windows 8]
+    python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
 
 For each model and target: the target's menu is measured as it computes on WikiText-2 train; for every stock recipe of
 the runtime (llama.cpp's mixtures, NNCF's modes) our exact plan of no more bytes *on disk* is made; both are written by
 the same exporter and judged by the runtime on the same WikiText-2 test windows: KL from the original and token
-perplexity, and the difference of the two KLs paired by window. A folder of models stands for all models in it.
+perplexity, and the difference of the two KLs paired by window. A folder of models stands for all models in it. With
+`--out`, rows are appended as they come, and a model that is there already for a target is not judged again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import RuntimeSettings, Target, get_target
+from stress import plant
 
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
+STRESSED_PREFIX = "stressed:"
 
 
 class Remembered:
@@ -86,9 +89,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     bench = Workbench()
     menu = tuple(r for r in (target.short_menu if arguments.short else target.menu) if r != "fp16")
     measured = MeasureSettings(
-        model=name, run=str(folder), formats=menu, windows=arguments.windows, as_deployed=computed_as(target)
+        model=name.removeprefix(STRESSED_PREFIX),
+        run=str(folder),
+        formats=menu,
+        windows=arguments.windows,
+        as_deployed=computed_as(target),
     )
     model = bench.model(measured)
+    if name.startswith(STRESSED_PREFIX):
+        plant(model, measured.model)
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
@@ -99,7 +108,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     rows = []
     with Run.open(folder) as run:
         table = run.table(target=target.name)
-        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=name), run, bench)
+        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=measured.model), run, bench)
         known: dict[str, Judged] = {}
 
         def judged(plan: Plan) -> Judged:
@@ -125,7 +134,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 continue
             difference = planning.paired_difference(ours.kl, theirs.kl)
             row = {
-                "model": name,
+                "model": shown(name),
                 "target": target.name,
                 "rival": rival.name.removeprefix("stock."),
                 "rival_bytes": theirs.bytes,
@@ -164,6 +173,10 @@ HEADER = (
 )
 
 
+def shown(name: str) -> str:
+    return Path(name).name if Path(name).is_dir() else name
+
+
 def models(names: str) -> list[str]:
     found: list[str] = []
     for name in names.split(","):
@@ -182,17 +195,26 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="the menus of a first look")
-    parser.add_argument("--out", type=Path, help="the numbers as JSON")
+    parser.add_argument("--out", type=Path, help="the numbers, a line of JSON for each row")
     arguments = parser.parse_args()
+    rows = []
+    if arguments.out and arguments.out.is_file():
+        rows = [json.loads(text) for text in arguments.out.read_text().splitlines()]
     print(machine())
     print(HEADER)
-    rows = []
+    for row in rows:
+        print(line(row))
+    done = {(row["model"], row["target"]) for row in rows}
     for name in models(arguments.models):
         for target in arguments.targets.split(","):
+            if (shown(name), target) in done:
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                rows += compare(name, get_target(target), arguments, Path(folder) / "run")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1))
+                new = compare(name, get_target(target), arguments, Path(folder) / "run")
+            rows += new
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in new)
     ratios = [row["ratio"] for row in rows]
     if ratios:
         worse = sum(row["difference"] > 0 for row in rows)

@@ -96,6 +96,7 @@ class _Gathering:
         self._store("outside.safetensors", multiplied)
         for component in looked_up:
             self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
+        self._stored.add_weights(self._weights)
 
     def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
         for component in components:

@@ -112,7 +112,7 @@ class _Describer:
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
         """A matrix, or a stack of them, that is no `Linear`'s: whether it lies the right way round must be seen."""
-        owner, _, leaf = name.rpartition(".")
+        owner, leaf = _place(name)
         if parameter.dim() < 2 or leaf in ("A_log", "A", "D") or leaf.endswith("bias"):
             return False
         if _identity(parameter) in (self.embedding_weight, self.head_weight):
@@ -120,7 +120,7 @@ class _Describer:
         return not isinstance(self.modules[owner], (nn.Linear, nn.Conv1d))
 
     def component(self, parameter: nn.Parameter, names: Sequence[str]) -> Component:
-        owner, _, leaf = names[0].rpartition(".")
+        owner, leaf = _place(names[0])
         kind, family, reason = self._classify(parameter, owner, leaf)
         labels = [component_name(name, parameter.dim()) for name in names]
         blocks = sorted({index for name in names for index in self._block_of(name)})
@@ -181,7 +181,7 @@ class _Describer:
             children = {name for name, _ in module.named_children()}
             direct = {name for name, _ in module.named_parameters(recurse=False)}
             word = f"{type(module).__name__.removeprefix(self.model_prefix)} {_last_word(path)}".lower()
-            if {"A_log", "D"} <= direct or ({"A", "D"} <= direct and "conv1d" in children):
+            if {"A_log", "D"} <= direct | children or ({"A", "D"} <= direct and "conv1d" in children):
                 return "ssm"
             if "moe" in word or "expert" in word:
                 return "moe"
@@ -213,6 +213,14 @@ def _sized(reason: str, parameter: nn.Parameter) -> str:
 def _identity(parameter: Any) -> int:
     """The same number for two names of one weight, whether they share the object or only the storage."""
     return parameter.data_ptr() if parameter.device.type != "meta" else id(parameter)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Where a parameter sits, and what it is called there: in `mixer.A_log.0` a list stands between the two."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf.isdigit():
+        owner, _, leaf = owner.rpartition(".")
+    return owner, leaf
 
 
 def _last_word(path: str) -> str:

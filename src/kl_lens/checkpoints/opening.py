@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
@@ -33,7 +34,7 @@ from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
-REFERENCES = ("mamba", "mamba2", "hybrid")
+REFERENCES = ("mamba", "mamba2", "hybrid", "hymba")
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
@@ -132,7 +133,7 @@ def load(
     """Opens a causal language model.
 
     Args:
-        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid`.
+        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
         device: where to put it.
         revision: branch, tag or commit of a hub id.
@@ -149,9 +150,8 @@ def load(
     """
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
-    name = str(source) if str(source).startswith("reference:") else folder.name
-    if not os.path.isdir(source) and not str(source).startswith("reference:"):
-        name = str(source)
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    name = folder.name if is_folder else str(source)
     chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
     if mamba_ssm.is_layout(config):
@@ -171,7 +171,7 @@ def load(
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if os.path.isdir(os.path.expanduser(source)) else str(source),
+        source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
     )
@@ -197,16 +197,16 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
     return _download(text, revision)
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    """The hub's snapshot folder: safetensors when the repository has them, else its .bin files."""
+def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
+    """The hub's snapshot folder, with weights: safetensors when the repository has them, else its .bin files."""
 
     def snapshot(patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
     at = f" at revision {revision}" if revision else ""
     try:
-        folder = snapshot([*_SMALL_FILES, "*.safetensors"])
-        if not any(folder.glob("*.safetensors")):
+        folder = snapshot([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+        if weights and not any(folder.glob("*.safetensors")):
             folder = snapshot([*_SMALL_FILES, "*.bin"])
         return folder
     except LocalEntryNotFoundError as error:
@@ -231,6 +231,7 @@ def _download(repo: str, revision: str | None) -> Path:
 def _load_transformers(
     folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool
 ) -> torch.nn.Module:
+    models.register()
     kind = config.get("model_type")
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
@@ -263,12 +264,13 @@ def _load_transformers(
     except CheckpointError:
         raise
     except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(_why_not_loaded(folder, config, error)) from error
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
     return model
 
 
-def _why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    """One line about what a library raised over a checkpoint's configuration or weights."""
     if isinstance(
         error, KeyError
     ):  # a table of names, such as that of activation functions, has no such name
@@ -331,7 +333,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         except Exception as error:  # as below
             raise CheckpointError(f"{place} is no tokenizer.json: {one_line(error)}") from error
     if override is not None and not os.path.isdir(place):
-        place = _download(str(override), None)
+        place = _download(str(override), None, weights=False)  # of a model that may have gigabytes of them
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
             raise CheckpointError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from kl_lens.subjects import content_digest
 from kl_lens.text import Windows, evaluation_windows
 from kl_lens.text.documents import TextSource
 
@@ -38,7 +38,7 @@ class EvaluationText:
 
     @property
     def label(self) -> str:
-        return f"{self.windows.source}:{self.windows.split}" if self.windows.split else self.windows.source
+        return self.windows.label
 
     @property
     def targets(self) -> int:
@@ -66,7 +66,7 @@ class EvaluationText:
 def protocol_digest(protocol: dict[str, Any]) -> str:
     """A short name for a protocol; a text that merely moved to another folder keeps it."""
     content = {key: value for key, value in protocol.items() if key != "dataset"}
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6).hexdigest()
+    return content_digest(content, size=6)
 
 
 def prepare_text(

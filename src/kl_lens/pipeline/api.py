@@ -16,8 +16,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.calibrating import DEFAULT_SEED, DEFAULT_WINDOWS
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.generating import GenerateResult, GenerateSettings
-from kl_lens.pipeline.generating import generate as generate_text
+from kl_lens.pipeline.generating import GenerateResult, GenerateSettings, generate as generate_text
 from kl_lens.pipeline.measuring import chosen_methods, wanted_recipes
 from kl_lens.pipeline.planning import verified
 from kl_lens.pipeline.ranking import rank_run
@@ -25,10 +24,10 @@ from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan, Profile, Score, SensitivityTable
 from kl_lens.runs import Run
+from kl_lens.sensitivity.correlation import Ranking
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.ranking import Ranking
 from kl_lens.sensitivity.sweep import Progress, Sweep, model_identity
 from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
 from kl_lens.text.documents import TextSource
@@ -74,9 +73,8 @@ def measure(
     candidates, _ = find_candidates(model.anatomy, recipes, components)
     drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
-        context = targets.deployed(as_deployed) if as_deployed else None
-        kind = as_deployed or "weights"
-        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), context, kind, precision)
+        kernels = targets.deployed(as_deployed)
+        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels, precision)
         sweep.identify(drawn)
         if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
             known = None if run is None else StoredStatistics.held_by(Path(run))

@@ -71,11 +71,11 @@ class LearningText(Settings):
             "seed": measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed,
             "split": split,
         }
-        windows = self.windows
+        windows, tokenizer = self.windows, model.require_tokenizer()
         if windows is None:
-            available = bench.drawn(text, model, windows=1, **how).stream_tokens // how["length"]
+            available = bench.drawn(text, tokenizer, windows=1, **how).stream_tokens // how["length"]
             windows = min(DEFAULT_WINDOWS, available)
-        return bench.drawn(text, model, windows=windows, **how)
+        return bench.drawn(text, tokenizer, windows=windows, **how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SHARE,
+    THREADS,
     Loading,
     OfRun,
     chosen_targets,
@@ -79,7 +80,7 @@ class EvaluateSettings(Loading, OfRun):
     max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
     exact: bool = _running(False, "float32 arithmetic instead of the fastest")
     runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
-    threads: int | None = _running(None, "default: the runtime's own choice", kind=COUNT)
+    threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = _running(0, "llama.cpp: layers on a GPU", metavar="N")
     again: bool = _running(False, "measure afresh what the run holds already")
     tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
@@ -197,9 +198,14 @@ class _Evaluation:
     def _tokenizer(self) -> Any:
         if self.model is not None:
             return self.model.require_tokenizer()
-        first = self.selection.subjects[0]
-        assert isinstance(first, evaluation.JudgedArtifact)
-        return evaluation.artifact_tokenizer(first, self.settings.tokenizer)
+        failures: list[KLLensError] = []
+        for file in self.selection.subjects:  # one that is broken does not keep the others from being judged
+            assert isinstance(file, evaluation.JudgedArtifact)
+            try:
+                return evaluation.artifact_tokenizer(file, self.settings.tokenizer)
+            except KLLensError as error:
+                failures.append(error)
+        raise failures[0]
 
     def _texts(self) -> dict[str, set[str]]:
         """Text → what is measured on it; a text for both is read once."""

@@ -102,7 +102,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model,
+        model.require_tokenizer(),
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,
@@ -110,7 +110,6 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     )
     folder = new_run_folder(settings.run, model.name)
     target = settings.as_deployed
-    context = deployed(target) if target else None
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         sweep = Sweep(
@@ -118,8 +117,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             run,
             settings.engine,
             settings.memory_budget,
-            deployed=context,
-            deployed_as=target or "weights",
+            deployed=deployed(target),
             precision=settings.precision,
         )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered

@@ -5,7 +5,6 @@ The command line, a YAML file and Python fill the same dataclasses, and `command
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +17,7 @@ from kl_lens import units
 from kl_lens.errors import KLLensError
 from kl_lens.targets import TARGETS
 
-VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
+VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid | reference:hymba"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 
@@ -38,7 +37,16 @@ def _positive(text: str) -> int:
     return value
 
 
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MOST_THREADS:
+        raise ValueError(f"{text} is more than {MOST_THREADS}")
+    return value
+
+
+MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
+THREADS = Kind(_threads, metavar="N")
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
 TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
@@ -227,7 +235,7 @@ class HeldOut(Settings):
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
     """--run DIR, or runs/<model>."""
-    return Path(run) if run else Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
+    return Path(run) if run else Path("runs") / units.tag_of(model_name)
 
 
 def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:

@@ -66,9 +66,8 @@ class Workbench:
         model.weights.keep_in(run.folder / WEIGHTS)
         model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
 
-    def drawn(self, text: str, model: LoadedModel, **how: Any) -> Windows:
+    def drawn(self, text: str, tokenizer: Any, **how: Any) -> Windows:
         """Windows at random places of a text, as `draw_windows` takes them."""
-        tokenizer = model.require_tokenizer()
         key = ("drawn", text, id(tokenizer), *sorted(how.items()))
         return self._once(key, lambda: draw_windows(text, tokenizer, **how))
 
@@ -92,8 +91,7 @@ class Workbench:
     def drawn_again(self, identity: Mapping[str, Any], tokenizer: Any) -> Windows:
         """Windows as a record of them says."""
         how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
-        key = ("drawn", identity["source"], id(tokenizer), *sorted(how.items()))
-        return self._once(key, lambda: draw_windows(identity["source"], tokenizer, **how))
+        return self.drawn(identity["source"], tokenizer, **how)
 
     def held_out(self, settings: HeldOut, run: Run, tokenizer: Any) -> Windows:
         """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
@@ -117,7 +115,7 @@ class Workbench:
         """What measures whole plans on a text; `target`: with the activations that its kernels see."""
         key = (id(model), windows.fingerprint, target)
         if key not in self._meters:
-            self._meters[key] = PlanMeter(model, windows, deployed=deployed(target) if target else None)
+            self._meters[key] = PlanMeter(model, windows, deployed=deployed(target))
             while len(self._meters) > KEPT_METERS:
                 self._meters.popitem(last=False)
         self._meters.move_to_end(key)

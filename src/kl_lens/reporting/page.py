@@ -38,7 +38,7 @@ def report_page(view: RunView) -> str:
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
-    script = _asset("report.js")
+    script = "\n".join(_asset(name) for name in ("knapsack.js", "explorer.js", "report.js"))
     style = Html(palette.stylesheet() + "\n" + _asset("report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (

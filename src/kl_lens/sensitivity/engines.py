@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -27,9 +27,9 @@ from kl_lens.sensitivity.perturbation import (
     Kernels,
     Perturbation,
     Replacement,
+    applied,
     first_block,
     replacements,
-    swapped,
 )
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, batch_tokens, window_bytes
@@ -65,15 +65,11 @@ class Engine(ABC):
         self.memory_budget = memory_on(self.chain.device, memory_budget)
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
 
-    @contextmanager
-    def perturbed(self, perturbation: Perturbation, weights: Sequence[Replacement]) -> Iterator[None]:
+    def perturbed(
+        self, perturbation: Perturbation, weights: Sequence[Replacement]
+    ) -> AbstractContextManager[None]:
         """The model with the perturbation's weights and, as deployed, with its activations too."""
-        with swapped(weights):
-            if self.deployed is None:
-                yield
-            else:
-                with self.deployed.activations(self.model, perturbation.recipes):
-                    yield
+        return applied(self.model, perturbation.recipes, weights, self.deployed)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The original's, in this engine's precision."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
@@ -60,11 +60,8 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = (
-        WEIGHTS  # the target whose activations these are: part of the role they are filed under
-    )
     precision: str | None = (
-        None  # of products on a GPU; the run's, or the fastest that is exact enough, when not given
+        None  # of products on a GPU; when not given, the run's, or the fastest that is exact enough
     )
 
     def measure(
@@ -74,7 +71,7 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
-        text, role = role, role_as(role, self.deployed_as)
+        text, role = role, self._role(role)
         engine = self._engine(candidates, windows.ids)
         done = self.run.measured_windows(role)
         wanted = range(len(windows))
@@ -140,24 +137,22 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
+            samples = self.run.samples(self._role(role), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
 
+    def _role(self, text: str) -> str:
+        """What is measured on a text is filed under whose activations it was measured with."""
+        return role_as(text, self.deployed.name if self.deployed else None)
+
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify(model_identity(self.model))
-        identity = {
-            "source": windows.source,
-            "split": windows.split,
-            "order": windows.order,
-            "length": windows.length,
-            "seed": windows.seed,
-            "stride": windows.stride,
-        }
+        known = windows.provenance()
+        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
-        self.run.store("text", role, windows.provenance())
+        self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
         """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
@@ -281,4 +276,4 @@ def _hash(ids: torch.Tensor) -> str:
 
 
 def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
-    return WindowMetrics(**{**vars(window), "window": index})
+    return replace(window, window=index)

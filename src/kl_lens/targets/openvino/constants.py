@@ -59,7 +59,7 @@ def map_weights(
     for component in anatomy.components:
         value = parameters[component.weight].detach()
         by_digest[_digest(_numbers(value))].append(component.name)
-        if component.weight.endswith("A_log"):
+        if component.kind == "A_log":
             decays[component.name] = torch.exp(value.float()).numpy()
     buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
 

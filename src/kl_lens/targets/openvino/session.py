@@ -23,7 +23,7 @@ from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.rewrites import equal_batches
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import Logits, checked_tokens
 from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -91,6 +91,11 @@ def open_session(
     graph = read_graph(graph_file(folder))
     equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
+    length = graph.inputs[0].get_partial_shape()[1]
+    if static != (length.get_length() if length.is_static else None):
+        raise TargetError(
+            f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
+        )
     if static is None:
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
@@ -105,15 +110,22 @@ def open_session(
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )
-    return OpenVINOSession(compiled, artifact, device, exact, static)
+    return OpenVINOSession(compiled, artifact, device, exact, static, folder)
 
 
 class OpenVINOSession:
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, artifact: Artifact, device: str, exact: bool, static: int | None
+        self,
+        compiled: ov.CompiledModel,
+        artifact: Artifact,
+        device: str,
+        exact: bool,
+        static: int | None,
+        place: Path,
     ) -> None:
+        self._place = place
         self._compiled: ov.CompiledModel | None = compiled
         self._request: Any = compiled.create_infer_request()
         self._artifact = artifact
@@ -191,32 +203,31 @@ class OpenVINOSession:
             raise TargetError("this session is closed")
         return self._compiled
 
+    def _tokens(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array([checked_tokens(ids, self._vocabulary, self._artifact.plan)], np.int64)
+
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
-        tokens = _tokens(ids, self._vocabulary)
-        self._open()
-        self._request.infer([tokens, rows])
+        tokens = self._tokens(ids)
+        self._infer([tokens, rows])
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+
+    def _infer(self, inputs: list[npt.NDArray[np.int64]]) -> None:
+        self._open()
+        try:
+            self._request.infer(inputs)
+        except RuntimeError as error:
+            raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
 
     def _run_static(self, ids: Sequence[int]) -> Logits:
         """Shorter prompts are padded behind: a causal model does not see it."""
         assert self._static is not None
-        tokens = _tokens(ids, self._vocabulary)
+        tokens = self._tokens(ids)
         if tokens.shape[1] > self._static:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        self._open()
-        self._request.infer([padded])
+        self._infer([padded])
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
-
-
-def _tokens(ids: Sequence[int], vocabulary: int) -> npt.NDArray[np.int64]:
-    tokens = np.asarray(ids, np.int64).reshape(1, -1)
-    if tokens.size == 0:
-        raise TargetError("no tokens to feed")
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise TargetError(f"token {int(tokens.max())} is outside the vocabulary of {vocabulary}")
-    return tokens
 
 
 def _choose_rows(graph: ov.Model) -> None:
