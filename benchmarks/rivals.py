@@ -75,14 +75,21 @@ def judge(
 ) -> Judged:
     with tempfile.TemporaryDirectory() as folder:
         artifact = target.export(model, plan, Path(folder))
-        session = target.open(Path(folder), RuntimeSettings())
-        try:
-            scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
-        finally:
-            session.close()
+        return judge_files(target, Path(folder), artifact.realised_bytes, text, teacher)
+
+
+def judge_files(
+    target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered,
+    settings: RuntimeSettings | None = None,
+) -> Judged:  # fmt: skip
+    session = target.open(folder, settings or RuntimeSettings())
+    try:
+        scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
+    finally:
+        session.close()
     kl = np.array([score.kl().sum(dtype=np.float64) / score.targets for score in scores])
     entropy = sum(score.nll for score in scores) / sum(score.targets for score in scores)
-    return Judged(artifact.realised_bytes, kl, float(np.exp(entropy)))
+    return Judged(size, kl, float(np.exp(entropy)))
 
 
 def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

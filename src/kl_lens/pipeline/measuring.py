@@ -23,7 +23,6 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
@@ -172,7 +171,7 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:
-        events.warn(f"{text}; measure them all with --methods {','.join(known_quantizers())}")
+        events.warn(f"{text}; measure them all with --methods {','.join(methods.of_single_components())}")
     elif of:
         events.note(text)
 
