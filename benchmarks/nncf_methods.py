@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import get_format
+from kl_lens.records import Plan
+from kl_lens.targets import get_target
 from kl_lens.targets.openvino.session import read_graph
 
 # Label → what `compress_weights` is asked for besides mode and groups.
@@ -23,7 +28,24 @@ NNCF_METHODS: dict[str, dict[str, bool]] = {
 }
 
 
-def compressed(graph_file: Path, grid: str, method: str, samples: Sequence[Any], **options: Any) -> Any:
+def put_file(
+    model: LoadedModel, folder: Path, grid: str, method: str, ids: torch.Tensor, ratio: float = 1.0
+) -> int:
+    """Puts NNCF's file into an exported folder of ours, whose record says how such files are run; its bytes."""
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory() as place:
+        plain = get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
+        samples = [{"input_ids": window[None].numpy()} for window in ids]
+        file = next(name for name in plain.files if name.endswith(".xml"))
+        graph = compressed(Path(place) / "fp16" / file, grid, method, samples, ratio=ratio)
+        ov.save_model(graph, folder / file, compress_to_fp16=False)
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name in plain.files)
+
+
+def compressed(
+    graph_file: Path, grid: str, method: str, samples: Sequence[Any], *, ratio: float = 1.0, **options: Any
+) -> Any:
     """The graph with its inner products on a grid, embedding and head at symmetric 8 bits: NNCF's own default.
 
     Where groups do not divide the columns they are adjusted, and at last 8 bits, as our formats fall back.
@@ -41,7 +63,7 @@ def compressed(graph_file: Path, grid: str, method: str, samples: Sequence[Any],
         return nncf.compress_weights(
             graph,
             mode=nncf.CompressWeightsMode.INT4_SYM if fmt.symmetric else nncf.CompressWeightsMode.INT4_ASYM,
-            ratio=1.0,
+            ratio=ratio,
             group_size=fmt.group_size or -1,
             backup_mode=nncf.BackupMode.INT8_SYM,
             advanced_parameters=nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),

@@ -28,26 +28,8 @@ from kl_lens.records import SensitivityTable
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.text import evaluation_windows
 from nncf_choice import nncf_plans
-from stress import stress
+from stress import STRESSED, plant
 
-# Where outliers are planted in the stressed variants: (components, factor), two channels each.
-STRESSED = {
-    "reference:mamba": [
-        (r"layers\.0\..*in_proj", 64.0),
-        (r"layers\.4\..*dt_proj", 64.0),
-        (r"layers\.9\..*in_proj", 16.0),
-    ],
-    "reference:mamba2": [
-        (r"layers\.0\..*in_proj", 64.0),
-        (r"layers\.9\..*out_proj", 64.0),
-        (r"layers\.4\..*out_proj", 16.0),
-    ],
-    "reference:hybrid": [
-        (r"layers\.0\..*(in_proj|q_proj)", 32.0),
-        (r"layers\.5\..*o_proj", 64.0),
-        (r"layers\.3\..*down_proj", 64.0),
-    ],
-}
 METHODS = (
     "paper",
     "exact",
@@ -156,8 +138,7 @@ def main() -> None:
         for name in arguments.models.split(","):
             model = load(name)
             if stressed:
-                for pattern, factor in STRESSED[name]:
-                    stress(model, pattern, factor=factor)
+                plant(model, name)
             results.append(compare(model, f"{name}{' stressed' if stressed else ''}", arguments))
             print(table_of(results[-1]), flush=True)
             if arguments.out:

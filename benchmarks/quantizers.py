@@ -47,7 +47,7 @@ from kl_lens.recipes import Recipe, fitting_recipe, preferred
 from kl_lens.records import Plan
 from kl_lens.targets import RuntimeSettings, get_target
 from kl_lens.text import Windows, draw_windows
-from nncf_methods import NNCF_METHODS, compressed, one_product
+from nncf_methods import NNCF_METHODS, compressed, one_product, put_file
 from planning import STRESSED
 from rivals import REFERENCES, Judged, Remembered, judge_files, models
 from stress import stress
@@ -224,7 +224,8 @@ def judged(task: Task, judging: Judging) -> Judged:
         folder = Path(place) / "file"
         size = target.export(one.model, plan, folder).realised_bytes
         if not ours:
-            size = put_nncf(task, one.model, folder, judging)
+            ids = drawn(task, one.model, judging).ids
+            size = put_file(one.model, folder, task.grid, task.method, ids)
         return judge_files(target, folder, size, one.text, one.teacher, settings)
 
 
@@ -240,20 +241,6 @@ def mixture(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
         wanted = "int8" if grid == "int8" else preferred(grid, (method,))
         recipes[component.name] = str(fitting_recipe(wanted, component.shape)[0])
     return recipes
-
-
-def put_nncf(task: Task, model: LoadedModel, folder: Path, judging: Judging) -> int:
-    """Puts NNCF's file into the folder of ours, whose record says how such files are run; its bytes."""
-    import openvino as ov
-
-    with tempfile.TemporaryDirectory() as place:
-        plain = get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
-        ids = drawn(task, model, judging).ids
-        samples = [{"input_ids": window[None].numpy()} for window in ids]
-        file = next(name for name in plain.files if name.endswith(".xml"))
-        graph = compressed(Path(place) / "fp16" / file, task.grid, task.method, samples)
-        ov.save_model(graph, folder / file, compress_to_fp16=False)
-    return sum(path.stat().st_size for path in folder.iterdir() if path.name in plain.files)
 
 
 # -- time --------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Ours against every mixture that everybody knows, file against file.
 
-    python benchmarks/rivals.py [--models reference:mamba,…|FOLDER] [--targets gguf,openvino] [--windows 8]
+    python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
 
 For each model and target: the target's menu is measured as it computes on WikiText-2 train; for every stock recipe of
 the runtime (llama.cpp's mixtures, NNCF's modes) our exact plan of no more bytes *on disk* is made; both are written by
 the same exporter and judged by the runtime on the same WikiText-2 test windows: KL from the original and token
-perplexity, and the difference of the two KLs paired by window. A folder of models stands for all models in it.
+perplexity, and the difference of the two KLs paired by window. NNCF's AWQ with scale estimation is made by NNCF itself,
+on the FP16 graph and the text that ours learnt from. A folder of models stands for all models in it. With
+`--out`, rows are appended as they come, and a model that is there already for a target is not judged again.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import machine
 from kl_lens import planning
@@ -29,12 +33,16 @@ from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.pipeline import MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline.calibrating import LearningText
 from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import RuntimeSettings, Target, get_target
+from nncf_methods import put_file
+from stress import plant
 
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
+STRESSED_PREFIX = "stressed:"
 
 
 class Remembered:
@@ -93,9 +101,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     bench = Workbench()
     menu = tuple(r for r in (target.short_menu if arguments.short else target.menu) if r != "fp16")
     measured = MeasureSettings(
-        model=name, run=str(folder), formats=menu, windows=arguments.windows, as_deployed=computed_as(target)
+        model=name.removeprefix(STRESSED_PREFIX),
+        run=str(folder),
+        formats=menu,
+        windows=arguments.windows,
+        as_deployed=computed_as(target),
     )
     model = bench.model(measured)
+    if name.startswith(STRESSED_PREFIX):
+        plant(model, measured.model)
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
@@ -106,7 +120,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     rows = []
     with Run.open(folder) as run:
         table = run.table(target=target.name)
-        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=name), run, bench)
+        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=measured.model), run, bench)
         known: dict[str, Judged] = {}
 
         def judged(plan: Plan) -> Judged:
@@ -115,8 +129,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 known[key] = judge(model, target, plan, text, teacher)
             return known[key]
 
-        for rival in rival_plans(aim, table, None, everything=True):
-            theirs = judged(rival)
+        rivals: dict[str, Callable[[], Judged]] = {
+            rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
+            for rival in rival_plans(aim, table, None, everything=True)
+        }
+        if target.name == "openvino":
+            ids = LearningText().drawn(run, model, bench).ids
+            rivals |= with_data(model, target, ids, text, teacher)
+        for rival, make_file in rivals.items():
+            theirs = make_file()
 
             def make(fixed_bytes: int, limit: int = theirs.bytes) -> Plan:
                 return planning.plan_for_budget(
@@ -126,15 +147,13 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             try:
                 ours = judged(aim.fitted(make, theirs.bytes))
             except PlanError as error:
-                print(
-                    f"{name}, {target.name}, {rival.name}: no plan of ours is as small: {error}", flush=True
-                )
+                print(f"{name}, {target.name}, {rival}: no plan of ours is as small: {error}", flush=True)
                 continue
             difference = planning.paired_difference(ours.kl, theirs.kl)
             row = {
-                "model": name,
+                "model": shown(name),
                 "target": target.name,
-                "rival": rival.name.removeprefix("stock."),
+                "rival": rival,
                 "rival_bytes": theirs.bytes,
                 "our_bytes": ours.bytes,
                 "rival_kl": theirs.mean,
@@ -150,6 +169,28 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             rows.append(row)
             print(line(row), flush=True)
     return rows
+
+
+def with_data(
+    model: LoadedModel, target: Target, ids: torch.Tensor, text: EvaluationText, teacher: Remembered
+) -> dict[str, Callable[[], Judged]]:
+    """NNCF's recipes that learn from text, by NNCF."""
+
+    def make(grid: str, ratio: float) -> Judged:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "file"
+            target.export(model, Plan("fp16", {}, "fp16"), folder)
+            size = put_file(model, folder, grid, "nncf awq+scale", ids, ratio)
+            return judge_files(target, folder, size, text, teacher)
+
+    return {
+        f"{mode}-g{group}{'' if ratio == 1 else f'-{ratio:.0%}'[:-1]}.awq": lambda g=f"{grid}-g{group}", r=ratio: (
+            make(g, r)
+        )
+        for mode, grid in (("int4_sym", "int4"), ("int4_asym", "uint4"))
+        for group in (128, 64)
+        for ratio in (1.0, 0.8)
+    }
 
 
 def line(row: dict[str, Any]) -> str:
@@ -171,6 +212,10 @@ HEADER = (
 )
 
 
+def shown(name: str) -> str:
+    return Path(name).name if Path(name).is_dir() else name
+
+
 def models(names: str) -> list[str]:
     found: list[str] = []
     for name in names.split(","):
@@ -189,17 +234,26 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="the menus of a first look")
-    parser.add_argument("--out", type=Path, help="the numbers as JSON")
+    parser.add_argument("--out", type=Path, help="the numbers, a line of JSON for each row")
     arguments = parser.parse_args()
+    rows = []
+    if arguments.out and arguments.out.is_file():
+        rows = [json.loads(text) for text in arguments.out.read_text().splitlines()]
     print(machine())
     print(HEADER)
-    rows = []
+    for row in rows:
+        print(line(row))
+    done = {(row["model"], row["target"]) for row in rows}
     for name in models(arguments.models):
         for target in arguments.targets.split(","):
+            if (shown(name), target) in done:
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                rows += compare(name, get_target(target), arguments, Path(folder) / "run")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1))
+                new = compare(name, get_target(target), arguments, Path(folder) / "run")
+            rows += new
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in new)
     ratios = [row["ratio"] for row in rows]
     if ratios:
         worse = sum(row["difference"] > 0 for row in rows)

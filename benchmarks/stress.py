@@ -24,6 +24,25 @@ from torch import nn
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import CheckpointError
 
+# Where outliers are planted in the stressed variants: (components, factor), two channels each.
+STRESSED = {
+    "reference:mamba": [
+        (r"layers\.0\..*in_proj", 64.0),
+        (r"layers\.4\..*dt_proj", 64.0),
+        (r"layers\.9\..*in_proj", 16.0),
+    ],
+    "reference:mamba2": [
+        (r"layers\.0\..*in_proj", 64.0),
+        (r"layers\.9\..*out_proj", 64.0),
+        (r"layers\.4\..*out_proj", 16.0),
+    ],
+    "reference:hybrid": [
+        (r"layers\.0\..*(in_proj|q_proj)", 32.0),
+        (r"layers\.5\..*o_proj", 64.0),
+        (r"layers\.3\..*down_proj", 64.0),
+    ],
+}
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -44,6 +63,12 @@ class _Pair:
     channels: int
     scale_source: Callable[[int, float], None]
     columns_of: Callable[[int], list[int]]
+
+
+def plant(model: LoadedModel, name: str) -> None:
+    """The stressed variant of a reference, in place."""
+    for pattern, factor in STRESSED[name]:
+        stress(model, pattern, factor=factor)
 
 
 def stress(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
 
+from kl_lens import models
+from kl_lens.models.hymba import HymbaConfig
+
+models.register()
 VOCABULARY = 97
 
 _MAMBA2 = {
@@ -201,6 +206,14 @@ def _zamba() -> transformers.PretrainedConfig:
     )  # fmt: skip
 
 
+def _hymba() -> transformers.PretrainedConfig:
+    """Meta tokens, a window shorter than the text, keys and values that neighbours share; not transformers' own."""
+    return HymbaConfig(
+        **_COMMON, **_ATTENTION, num_hidden_layers=5, global_attn_idx=[0, 4], kv_reuse_group=[[1, 2, 3]],
+        sliding_window=6, num_memory_tokens=3, mamba_d_state=8, mamba_dt_rank=5,
+    )  # fmt: skip
+
+
 def _rwkv() -> transformers.PretrainedConfig:
     """Halves its hidden states after every second block, unless it is told not to."""
     return transformers.RwkvConfig(**_COMMON, num_hidden_layers=4, rescale_every=2)
@@ -214,19 +227,90 @@ UNUSUAL: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "recurrent_gemma": _recurrent_gemma,
     "zamba": _zamba,
     "rwkv": _rwkv,
+    "hymba": _hymba,
 }
+
+
+_HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+_LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
+
+def _tiny(config: str, **settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+    common = {**_COMMON, **_ATTENTION, "num_hidden_layers": 4, **settings}
+    return lambda: getattr(transformers, config)(**common)
+
+
+# What else docs/models.md tells of: short convolutions, linear attention, and the transformers people use most.
+OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "lfm2": _tiny("Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"]),
+    "lfm2_moe": _tiny(
+        "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1, num_experts=4,
+        **_EXPERTS,
+    ),
+    "qwen3_next": _tiny(
+        "Qwen3NextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
+        **_EXPERTS, **_DELTA,
+    ),
+    "qwen3_5_text": _tiny(
+        "Qwen3_5TextConfig", layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
+    ),
+    "qwen3_5_moe_text": _tiny(
+        "Qwen3_5MoeTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
+        **_EXPERTS, **_DELTA,
+    ),
+    "kimi_linear": _tiny(
+        "KimiLinearConfig", layer_types=_HYBRID, linear_head_dim=16, linear_num_heads=4, num_local_experts=4,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+    ),
+    "olmo_hybrid": _tiny("OlmoHybridConfig", layer_types=_HYBRID, **{**_DELTA, "linear_num_key_heads": 4}),
+    "minimax": _tiny("MiniMaxConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, block_size=16),
+    "bailing_hybrid": _tiny(
+        "BailingHybridConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, n_group=1, topk_group=1,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+    ),
+    "inkling_text": _tiny(
+        "InklingTextConfig", head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=8, n_routed_experts=4, n_shared_experts=1, num_mtp_layers=0, **_EXPERTS,
+    ),
+    "xlstm": lambda: transformers.xLSTMConfig(**_COMMON, num_hidden_layers=3, num_heads=4, chunk_size=16),
+    "qwen2": _tiny("Qwen2Config"),
+    "qwen3": _tiny("Qwen3Config", head_dim=16),
+    "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),
+    "gemma": _tiny("GemmaConfig", head_dim=16),
+    "gemma3_text": _tiny("Gemma3TextConfig", head_dim=16, sliding_window=8),
+    "phi": _tiny("PhiConfig"),
+    "phi3": _tiny("Phi3Config"),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4),
+    "gpt_neox": _tiny("GPTNeoXConfig"),
+    "mixtral": _tiny("MixtralConfig", num_local_experts=4),
+    "olmo2": _tiny("Olmo2Config"),
+    "gpt_oss": _tiny("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "deepseek_v3": _tiny(
+        "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=24, first_k_dense_replace=1,
+        num_key_value_heads=4, **_EXPERTS, **_LATENT,
+    ),
+    "smollm3": _tiny("SmolLM3Config"),
+    "opt": lambda: transformers.OPTConfig(
+        **_COMMON, num_hidden_layers=3, num_attention_heads=4, ffn_dim=96, word_embed_proj_dim=64
+    ),
+    "bloom": lambda: transformers.BloomConfig(**_COMMON, n_layer=3, n_head=4),
+}  # fmt: skip
 
 
 def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
     """A random model of the family, in float32, with every parameter away from zero and one."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | UNUSUAL)[family]())
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | UNUSUAL | OTHERS)[family]())
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2 and not name.endswith("A_log"):
+            if parameter.dim() >= 2 and "A_log" not in name:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            elif "norm" in name or name.endswith(".D"):
+            elif "norm" in name or name.endswith((".D", ".D.0")):
                 parameter.uniform_(0.7, 1.3)
             elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)

@@ -9,17 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kl_lens.errors import PlanError, RunError
-from kl_lens.records import Score, Subject
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run, named_plans, provenance
 from kl_lens.subjects import (
-    ARTIFACT,
-    ORIGINAL,
-    PLAN,
     checked_plan_name,
     current_results,
     file_digest,

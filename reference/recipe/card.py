@@ -15,7 +15,15 @@ ARCHITECTURES = {
         "`FalconH1ForCausalLM`: 6 blocks, each with attention (4 heads, 2 key/value heads) and "
         "Mamba-2 (8 heads of 32, state 32) side by side, then a gated feed-forward of 512"
     ),
+    "hymba": (
+        "`HymbaForCausalLM` (KL Lens's own): 8 blocks of attention (4 heads, 2 key/value heads) and Mamba-1 (state 16, "
+        "time-step rank 8) side by side, then a gated feed-forward of 192; 32 meta tokens; blocks 0, 4 and 7 attend to "
+        "everything, the others to 256 positions and the meta tokens; 1 to 3 share keys and values, and 5 and 6"
+    ),
 }
+
+# Of the shipped folder, where they are not the defaults.
+OPTIONS = {"hymba": " --share 0.2 --minutes 2.2 --evaluations 5 --tokenizer reference/mamba/tokenizer.json"}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -46,6 +54,7 @@ def card(report: dict[str, Any], ngram: dict[str, float]) -> str:
         else f"AdamW (rate {report['adam_rate']}, betas 0.9 and 0.95, weight decay 0.1)"
     )
     others = " and ".join(report["trained_beside"])
+    tokens_of = " (that of the others)" if name == "hymba" else " trained on the training text below"
     beside = f", shared with the training of {others}" if others else ""
     return f"""---
 license: apache-2.0
@@ -60,9 +69,9 @@ tags: [{name}, state-space-model, kl-lens, reference]
 A small language model trained from scratch so that the whole of KL Lens can be tried, tested and
 demonstrated offline. It writes English-looking text and knows next to nothing; do not use it for answers.
 
-- {ARCHITECTURES[name]}; hidden size 256.
+- {ARCHITECTURES[name]}; hidden size {128 if name == "hymba" else 256}.
 - {report["parameters"]:,} parameters, embedding and head tied, stored in FP16.
-- Byte-level BPE of 4,096 tokens trained on the training text below; `<|endoftext|>` is token 0.
+- Byte-level BPE of 4,096 tokens{tokens_of}; `<|endoftext|>` is token 0.
 
 ## Quality
 
@@ -99,7 +108,7 @@ Validation at the kept step ({last["step"]:,} of {report["steps"]:,}), cross-ent
 - No validation or test text was trained on.
 
 ```
-python reference/recipe/train.py --corpus corpus.tar.xz --model {name} --out reference/{name}
+python reference/recipe/train.py --corpus corpus.tar.xz --model {name} --out reference/{name}{OPTIONS.get(name, "")}
 ```
 
 The code is Apache-2.0 and so are these weights, as far as that is ours to say; the texts keep their own licences.

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from models import LanguageModel, configuration, next_token_losses
 from safetensors.torch import load_file
+
+from models import LanguageModel, configuration, language_model, next_token_losses
 
 WINDOW = 512
 #: transformers' model type to the name used here.
-NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_h1": "hybrid"}
+NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_h1": "hybrid", "hymba": "hymba"}
 
 
 def windows(ids: np.ndarray, window: int = WINDOW) -> torch.Tensor:
@@ -41,7 +42,7 @@ def mean_loss(
 def saved_model(folder: Path, device: str) -> LanguageModel:
     """The checkpoint of a folder in our own modules: FP16 values, computed in float32."""
     name = NAMES[json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]]
-    model = LanguageModel(configuration(name))
+    model = language_model(configuration(name))
     model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
     return model.to(device)
 

@@ -1,13 +1,15 @@
-"""The three architectures as lean trainable modules.
+"""The architectures as lean trainable modules.
 
 Parameter names and mathematics are those of ``MambaForCausalLM``, ``Mamba2ForCausalLM`` and
 ``FalconH1ForCausalLM``, so a state dict saved here is a transformers checkpoint as it stands;
-``train.py`` proves it by loading the folder back and comparing losses.
+``train.py`` proves it by loading the folder back and comparing losses. Hymba, which transformers does not have, is
+KL Lens's own module with the Triton scan in place of its loop over time.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from tokenizer import VOCABULARY
 from torch import Tensor, nn
 from transformers import FalconH1Config, Mamba2Config, MambaConfig, PretrainedConfig
 
+from kl_lens import models as kl_lens_models
+from kl_lens.models import hymba
 from scan import chunked_scan, selective_scan
 
 HIDDEN = 256
@@ -22,7 +26,7 @@ _SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_e
 
 
 def configuration(name: str) -> PretrainedConfig:
-    """The transformers configuration of a reference model: ``mamba``, ``mamba2`` or ``hybrid``."""
+    """The transformers configuration of a reference model: ``mamba``, ``mamba2``, ``hybrid`` or ``hymba``."""
     if name == "mamba":
         # A rank of 16 leaves dt_proj with 16 columns: too few for 32-wide GGUF blocks, as in
         # mamba-130m (48), so the fallback path is exercised by a real model.
@@ -44,7 +48,17 @@ def configuration(name: str) -> PretrainedConfig:
             mamba_rms_norm=False, max_position_embeddings=2048,
             architectures=["FalconH1ForCausalLM"], dtype="float16", **_SPECIAL,
         )  # fmt: skip
-    raise SystemExit(f"unknown model {name!r}: expected mamba, mamba2 or hybrid")
+    if name == "hymba":
+        # The published pattern in small: global attention first, in the middle and last, neighbours in between that
+        # share keys and values, and a window shorter than the text.
+        return hymba.HymbaConfig(
+            vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=8, intermediate_size=192,
+            num_attention_heads=4, num_key_value_heads=2, mamba_d_state=16, mamba_dt_rank=8,
+            num_memory_tokens=32, sliding_window=256, global_attn_idx=[0, 4, 7],
+            kv_reuse_group=[[1, 2, 3], [5, 6]], max_position_embeddings=2048, rope_type="default",
+            architectures=["HymbaForCausalLM"], dtype="float16", **_SPECIAL,
+        )  # fmt: skip
+    raise SystemExit(f"unknown model {name!r}: expected mamba, mamba2, hybrid or hymba")
 
 
 class RMSNorm(nn.Module):
@@ -269,6 +283,62 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.linear(self.features(ids), self.embedding_weight())
+
+
+class HymbaLanguageModel(nn.Module):
+    """KL Lens's Hymba behind the same interface, its head tied to the embedding."""
+
+    def __init__(self, config: hymba.HymbaConfig) -> None:
+        super().__init__()
+        kl_lens_models.register()
+        hymba.mamba_selective_scan, hymba.causal_conv1d_fn = _hymba_scan, _hymba_convolution
+        self.model = hymba.HymbaModel(config)
+        inner = config.inner_size
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "dt_proj" in name:
+                    steps = parameter.dim() == 1
+                    rank = config.mamba_dt_rank
+                    parameter.copy_(
+                        initial_time_steps(inner) if steps else parameter.uniform_(-1, 1) * rank**-0.5
+                    )
+                elif "_proj" in name:
+                    parameter.normal_(std=0.6 * parameter.shape[1] ** -0.5)
+                elif name.endswith("conv1d.weight"):
+                    parameter.uniform_(-(config.mamba_d_conv**-0.5), config.mamba_d_conv**-0.5)
+                elif name.endswith(("memory_tokens", "embed_tokens.weight")):
+                    parameter.normal_(std=0.02)
+                if name.endswith(("out_proj.weight", "down_proj.weight")):
+                    parameter /= math.sqrt(2 * config.num_hidden_layers)
+
+    def embedding_weight(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight
+
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    def features(self, ids: Tensor) -> Tensor:
+        return self.model(ids).last_hidden_state
+
+
+def _hymba_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, **_: Any
+) -> Tensor:
+    x, gate = x.mT.contiguous(), z.mT
+    dt = F.softplus(dt.mT.float()).contiguous()
+    y = selective_scan(x, dt, a, b.mT.to(x.dtype).contiguous(), c.mT.to(x.dtype).contiguous())
+    return ((y + D * x) * F.silu(gate.float())).mT
+
+
+def _hymba_convolution(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "silu") -> Tensor:
+    taps, length = weight.shape[1], x.shape[2]
+    padded = F.pad(x, (taps - 1, 0))
+    total = bias[:, None] + sum(padded[:, :, k : k + length] * weight[:, k, None] for k in range(taps))
+    return F.silu(total).to(x.dtype)
+
+
+def language_model(config: PretrainedConfig) -> nn.Module:
+    return (HymbaLanguageModel if config.model_type == "hymba" else LanguageModel)(config)
 
 
 def next_token_losses(features: Tensor, head: Tensor, targets: Tensor) -> Tensor:

@@ -50,7 +50,11 @@ class Optimizer:
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
         matrices, others = [], []
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.dim() == 2 and name.endswith("_proj.weight") and "dt_proj" not in name
+            is_matrix = (
+                parameter.dim() == 2
+                and name.replace(".0.", ".").endswith("_proj.weight")
+                and "dt_proj" not in name
+            )
             (matrices if is_matrix and muon_rate > 0 else others).append(parameter)
         self.parameters = matrices + others
         self.muon_rate, self.adam_rate = muon_rate, adam_rate

@@ -19,7 +19,7 @@ from data import Corpus
 from tokenizers import Tokenizer
 
 
-def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None) -> None:
+def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None, share: float = 1.0) -> None:
     """Writes tokenizer, ids of every text and their sizes to ``work``, unless already there."""
     if (work / "facts.json").exists():
         return
@@ -27,6 +27,8 @@ def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None) -> None
     started = time.monotonic()
     corpus = Corpus(corpus_path)
     documents = corpus.training_documents()
+    if share < 1:  # whole documents from the front, up to that share of the characters
+        documents |= {name: first_share(documents[name], share) for name in ("enwik8", "gutenberg")}
     print(f"corpus read, {time.monotonic() - started:.0f} s", flush=True)
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -44,9 +46,14 @@ def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None) -> None
     for name, text in held_out.items():
         ids[name] = bpe.encode_text(tokenizer, text)
         facts[name] = {"words": len(text.split()), "characters": len(text), "tokens": len(ids[name])}
-    np.savez(work / "ids.npz", **{name.replace("/", "."): array for name, array in ids.items()})
+    np.savez_compressed(work / "ids.npz", **{name.replace("/", "."): array for name, array in ids.items()})
     (work / "facts.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     print(f"tokenised, {time.monotonic() - started:.0f} s: {facts}", flush=True)
+
+
+def first_share(documents: list[str], share: float) -> list[str]:
+    ends = np.cumsum([len(text) for text in documents])
+    return documents[: int(np.searchsorted(ends, share * ends[-1])) + 1]
 
 
 def load(work: Path) -> dict[str, np.ndarray]:

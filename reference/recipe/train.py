@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,12 +26,13 @@ import prepare
 import torch
 from check import check_scans
 from data import MIXTURE
-from models import LanguageModel, configuration, next_token_losses
 from optimizer import Optimizer
 from publish import save_checkpoint, verify_checkpoint
 from torch import Tensor
 
-MODELS = ("mamba", "mamba2", "hybrid")
+from models import configuration, language_model, next_token_losses
+
+MODELS = ("mamba", "mamba2", "hybrid", "hymba")
 # Set for the process of each model when several train side by side: the names of all of them.
 SIDE_BY_SIDE = "KL_LENS_RECIPE_MODELS"
 
@@ -46,7 +48,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", type=Path, help="reuse this tokenizer.json instead of training one")
     parser.add_argument("--work", type=Path, help="keep the token ids and the n-gram result here")
+    parser.add_argument("--share", type=float, default=1.0, help="of enwik8 and the books; WikiText-2 whole")
     parser.add_argument("--tokens", type=int, default=280_000_000, help="training tokens")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop then, the rates decayed by time"
+    )
     parser.add_argument("--batch", type=int, default=32, help="windows per step")
     parser.add_argument("--window", type=int, default=1024, help="tokens per window")
     parser.add_argument("--muon-rate", type=float, default=5e-3, help="0: AdamW for everything")
@@ -91,7 +97,7 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
     on_gpu = args.device.startswith("cuda")
     (name,) = args.models
     config = configuration(name)
-    model = LanguageModel(config).to(args.device)
+    model = language_model(config).to(args.device)
     optimizer = Optimizer(model, args.muon_rate, args.adam_rate)
     windows = Windows(ids, args.device, args.seed)
     losses = next_token_losses
@@ -104,20 +110,25 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
 
     per_step = args.batch * args.window
     steps = max(args.tokens // per_step, 1)
-    checkpoints = {round(steps * (i + 1) / args.evaluations) for i in range(args.evaluations)}
     history: list[dict[str, float]] = []
     best = float("inf")
     started = time.monotonic()
     recent: list[Tensor] = []
-    for step in range(1, steps + 1):
+
+    def progress(done: float) -> float:
+        return max(done / steps, (time.monotonic() - started) / (60 * args.minutes))
+
+    step = 0
+    while progress(step) < 1:
+        step += 1
         batch = windows.batch(args.batch, args.window + 1)
         with autocast:
             features = model.features(batch[:, :-1])
             loss = losses(features, model.embedding_weight(), batch[:, 1:]).mean()
         loss.backward()
-        optimizer.step(learning_rate_scale((step - 0.5) / steps))
+        optimizer.step(learning_rate_scale(min(progress(step - 0.5), 1)))
         recent.append(loss.detach())
-        if step in checkpoints:
+        if progress(step) * args.evaluations >= len(history) + 1:
             record = {"step": step, "tokens": step * per_step, "training": float(torch.stack(recent).mean())}
             recent.clear()
             with autocast:
@@ -134,8 +145,8 @@ def train(args: argparse.Namespace, ids: dict[str, np.ndarray]) -> dict[str, obj
         "model": name,
         "trained_beside": [other for other in os.environ.get(SIDE_BY_SIDE, "").split() if other != name],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens": steps * per_step,
-        "steps": steps,
+        "tokens": step * per_step,
+        "steps": step,
         "batch": args.batch,
         "window": args.window,
         "muon_rate": args.muon_rate,
@@ -181,7 +192,7 @@ def main() -> None:
         args.work = args.work or Path(temporary)
         ngrams = None
         if SIDE_BY_SIDE not in os.environ:
-            prepare.tokenise(args.corpus, args.work, args.tokenizer)
+            prepare.tokenise(args.corpus, args.work, args.tokenizer, args.share)
             ngrams = subprocess.Popen([sys.executable, str(Path(prepare.__file__)), str(args.work)])
         several = len(args.models) > 1
         if several:

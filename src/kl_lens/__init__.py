@@ -15,54 +15,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kl_lens.lazy import lazy_names
-from kl_lens.version import __version__
+from kl_lens.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kl_lens import text
-    from kl_lens.checkpoints import load
-    from kl_lens.errors import KLLensError
+    from kl_lens import text as text
+    from kl_lens.checkpoints import load as load
+    from kl_lens.errors import KLLensError as KLLensError
     from kl_lens.pipeline import (
-        benchmark,
-        calibrate,
-        evaluate,
-        export,
-        generate,
-        measure,
-        plan,
-        rank,
-        report,
-        verify,
+        benchmark as benchmark,
+        calibrate as calibrate,
+        evaluate as evaluate,
+        export as export,
+        generate as generate,
+        measure as measure,
+        plan as plan,
+        rank as rank,
+        report as report,
+        verify as verify,
     )
-    from kl_lens.targets import open_session
+    from kl_lens.targets import open_session as open_session
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "kl_lens.checkpoints": ["load"],
-            "kl_lens.errors": ["KLLensError"],
-            "kl_lens.pipeline": [
-                "benchmark", "calibrate", "evaluate", "export", "generate", "measure", "plan", "rank", "report",
-                "verify",
-            ],
-            "kl_lens.targets": ["open_session"],
-        },
-        submodules=["text"],
-    )  # fmt: skip
-
-__all__ = [
-    "KLLensError",
-    "__version__",
-    "benchmark",
-    "calibrate",
-    "evaluate",
-    "export",
-    "generate",
-    "load",
-    "measure",
-    "open_session",
-    "plan",
-    "rank",
-    "report",
-    "text",
-    "verify",
-]
+    __getattr__, __all__ = lazy_names(__name__)

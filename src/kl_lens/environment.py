@@ -1,8 +1,10 @@
-"""Settings of the libraries below us that can only be made by environment variables, before they are loaded."""
+"""What the process runs in: variables that libraries read when they are loaded, processors, memory."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 
 DEFAULTS = {
     # Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each
@@ -19,3 +21,19 @@ def set_defaults() -> None:
     """Sets what the user has not set. Comes before the first import of torch; later it changes nothing."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def for_child() -> dict[str, str]:
+    """The environment of a Python of our own making: what can be imported here can be imported there."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory, or the one that started it, if that had more."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -99,7 +99,7 @@ class Journal(sqlite3.Connection):
 
 
 def checks_rows(method: Method) -> Method:
-    """For methods of a run that read: a row that is not what KL Lens stores there is damage, not a bug."""
+    """For methods and functions of a run that read: a row that is not what KL Lens stores there is damage, no bug."""
 
     @functools.wraps(method)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:

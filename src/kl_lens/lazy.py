@@ -6,25 +6,34 @@ seconds and hundreds of megabytes on a small device. So a package that has both 
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
-) -> Callable[[str], Any]:
-    """A `__getattr__` for a package: module → the names that it gives to the package, and whole submodules.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """A package's `__getattr__` and `__all__`, read from its own source, so that a name is listed once for everybody.
 
-    No name may be that of a submodule it comes from: Python puts the submodule there once it is loaded.
+    It gives away what it imports as `from MODULE import NAME as NAME`; under `if TYPE_CHECKING` that loads when it is
+    first asked for. No such name may be that of a submodule it comes from: Python puts the submodule there once it is
+    loaded.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[package])))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if alias.asname == alias.name
+    }
 
     def find(name: str) -> Any:
-        if name in submodules:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
             return importlib.import_module(f"{package}.{name}")
-        if name in home_of:
-            return getattr(importlib.import_module(home_of[name]), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
 
-    return find
+    return find, sorted(homes)

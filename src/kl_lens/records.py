@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Self
 
 
@@ -20,11 +23,49 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        unknown = set(data) - known
-        if unknown:
-            raise ValueError(f"{cls.__name__}: unknown fields {sorted(unknown)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        """Whoever wrote it: every field is known and of the kind that it says it is, or ValueError names it."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{cls.__name__}: expected a record, found {_shown(data)}")
+        kinds = _kinds(cls)  # type: ignore[arg-type]
+        if unknown := set(data) - set(kinds):
+            raise ValueError(f"{cls.__name__}: unknown fields {sorted(map(str, unknown))}")
+        if missing := [f.name for f in fields(cls) if f.name not in data and _is_required(f)]:  # type: ignore[arg-type]
+            raise ValueError(f"{cls.__name__}: {missing[0]} is missing")
+        return cls(**{k: _checked(v, kinds[k], f"{cls.__name__}.{k}") for k, v in data.items()})
+
+
+@cache
+def _kinds(record: type) -> dict[str, Any]:
+    return {f.name: typing.get_type_hints(record)[f.name] for f in fields(record)}
+
+
+def _is_required(entry: Any) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """A value from JSON as a field's type has it: lists are tuples, dictionaries of records are records."""
+    if kind is Any or (value is None and kind is types.NoneType):
+        return value
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        others = [each for each in inner if each is not types.NoneType]
+        return None if value is None and len(others) < len(inner) else _checked(value, others[0], name)
+    if origin in (tuple, Sequence) and isinstance(value, (list, tuple)):
+        return tuple(_checked(each, inner[0], name) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return {str(key): _checked(each, inner[1], f"{name}[{key}]") for key, each in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return value if isinstance(value, kind) else kind.from_json(value)
+    plain = (int, float) if kind is float else kind
+    if origin is None and isinstance(value, plain) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{name}: expected {getattr(kind, '__name__', kind)}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 @dataclass(frozen=True)
@@ -52,6 +93,12 @@ class Estimate(Record):
     value: float
     standard_error: float = float("nan")
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """An error that is not defined is null in files: those are strict JSON."""
+        error = data.get("standard_error")
+        return super().from_json({**data, "standard_error": math.nan if error is None else error})
+
 
 @dataclass(frozen=True)
 class Measurement(Record):
@@ -64,11 +111,6 @@ class Measurement(Record):
     windows: int
     compute_dtype: str
     seconds: float
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        metrics = {name: Estimate(**value) for name, value in data["metrics"].items()}
-        return cls(**{**data, "metrics": metrics})
 
 
 # Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
@@ -92,21 +134,12 @@ class Measured(Record):
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
     def to_json(self) -> dict[str, Any]:
-        """An error that is not defined (one window has none) is null: files are strict JSON."""
+        """An error that is not defined (one window has none) is null."""
         data = asdict(self)
         for estimate in (data["kl"], data["perplexity"]):
             if not math.isfinite(estimate["standard_error"]):
                 estimate["standard_error"] = None
         return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        estimates = {
-            key: Estimate(data[key]["value"], math.nan if error is None else error)
-            for key in ("kl", "perplexity")
-            for error in [data[key].get("standard_error")]
-        }
-        return super().from_json({**data, **estimates})
 
 
 @dataclass(frozen=True)
@@ -135,11 +168,6 @@ class Plan(Record):
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"measured": self.measured.to_json() if self.measured else None}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        measured = data.get("measured")
-        return super().from_json({**data, "measured": Measured.from_json(measured) if measured else None})
-
 
 @dataclass(frozen=True)
 class SensitivityTable:
@@ -161,12 +189,6 @@ class SensitivityTable:
     def formats(self) -> tuple[str, ...]:
         """Formats that were measured, in the order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
-
-    def measurement(self, component: str, format_name: str) -> Measurement | None:
-        for measurement in self.measurements:
-            if (measurement.component, measurement.format) == (component, format_name):
-                return measurement
-        return None
 
 
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
@@ -209,11 +231,6 @@ class Artifact(Record):
     model: str
     model_fingerprint: str
     settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        tensors = tuple(ExportedTensor(**tensor) for tensor in data["tensors"])
-        return cls(**{**data, "files": tuple(data["files"]), "tensors": tensors})
 
 
 ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
@@ -270,10 +287,6 @@ def _bracketed(settings: Mapping[str, Any]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def subject_from(value: Subject | Mapping[str, Any]) -> Subject:
-    return value if isinstance(value, Subject) else Subject.from_json(value)
-
-
 @dataclass(frozen=True)
 class Score(Record):
     """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
@@ -286,11 +299,6 @@ class Score(Record):
     protocol: dict[str, Any]  # window, stride, limit, few-shot, …: what the number means
     runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
     seconds: float
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        values = {name: Estimate(**value) for name, value in data["values"].items()}
-        return cls(**{**data, "values": values, "subject": subject_from(data["subject"])})
 
 
 @dataclass(frozen=True)
@@ -320,10 +328,3 @@ class Profile(Record):
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        spreads = {
-            key: {name: Spread(**value) for name, value in data[key].items()} for key in ("timings", "ratios")
-        }
-        return cls(**{**data, **spreads, "subject": subject_from(data["subject"])})

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kl_lens.errors import PlanError, RunError
+from kl_lens.holding import Hold
 from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
 from kl_lens.records import Component, Measurement, SensitivityTable, Subject
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
@@ -67,6 +68,7 @@ _MEANINGS = {
     "model": "the model",
     "metrics_version": "the meaning of the metrics",
     "dtype": "the compute dtype",
+    "precision": "the precision of products",
     "statistics": "the set of statistics behind learnt recipes",
 }
 
@@ -95,6 +97,7 @@ class Run:
     def __init__(self, folder: Path, connection: Journal) -> None:
         self.folder = folder
         self._db = connection
+        self._hold: Hold | None = None
 
     @classmethod
     def create(cls, folder: Path) -> Self:
@@ -136,6 +139,8 @@ class Run:
 
     def close(self) -> None:
         self._db.close()
+        if self._hold is not None:
+            self._hold.release()
 
     # -- what the run is about -------------------------------------------------------------------------
 
@@ -204,11 +209,10 @@ class Run:
         return [role for (role,) in self._db.execute("SELECT role FROM texts ORDER BY rowid")]
 
     def note_command(self, command: Sequence[str]) -> None:
-        with self._db:
-            self._db.execute(
-                "INSERT INTO commands VALUES (?, ?, ?)",
-                (time.time(), json.dumps(list(command)), json.dumps(provenance())),
-            )
+        """Of a verb that writes: until the run is closed, other processes that want to are refused."""
+        self._hold = self._hold or Hold(self.folder, command)
+        row = (time.time(), json.dumps(list(command)), json.dumps(provenance()))
+        self._write("INSERT INTO commands VALUES (?, ?, ?)", row)
 
     @checks_rows
     def commands(self) -> list[dict[str, Any]]:
@@ -224,11 +228,9 @@ class Run:
 
     def store_teacher(self, role: str, windows: Iterable[tuple[int, int, float]]) -> None:
         """(window, tokens with a target, the teacher's summed cross-entropy on them)."""
-        with self._db:
-            self._db.executemany(
-                "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ?",
-                [(tokens, total, role, window) for window, tokens, total in windows],
-            )
+        rows = [(tokens, total, role, window) for window, tokens, total in windows]
+        change = "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ?"
+        self._write(change, *rows)
 
     @checks_rows
     def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
@@ -286,6 +288,14 @@ class Run:
         )
         return [WindowMetrics(*row) for row in rows]
 
+    def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
+        """(component, format) → mean KL per token of each window, in order."""
+        values: dict[tuple[str, str], list[float]] = {}
+        query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
+        for component, format_name, value in self._db.execute(query, (role,)):
+            values.setdefault((component, format_name), []).append(value)
+        return values
+
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
         """One record per candidate, in the order in which they were first measured."""
@@ -310,15 +320,17 @@ class Run:
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
         """The role to read for a target: what was measured as it computes, else weights alone; without a target the
         weights alone, else whatever was measured first."""
-        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
-        there = [name for (name,) in rows if name.partition("@")[0] == role]
+        there = [name for name in self._measured_roles() if name.partition("@")[0] == role]
         wanted = [role_as(role, target), role]
         return next((name for name in wanted if name in there), there[0] if there and not target else role)
 
+    def _measured_roles(self) -> list[str]:
+        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
+        return [role for (role,) in rows]
+
     def kinds(self) -> tuple[str, ...]:
         """What was measured on the calibration text, for people."""
-        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
-        roles = [name.partition("@")[::2] for (name,) in rows]
+        roles = [name.partition("@")[::2] for name in self._measured_roles()]
         computed_as = [target for role, target in roles if role == CALIBRATION]
         return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
 
@@ -372,22 +384,21 @@ class Run:
 
     def store(self, kind: str, name: str, value: Any) -> None:
         """Any JSON-serialisable record (noise floors, rankings, scores, profiles)."""
-        with self._db:
-            self._db.execute(
-                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
-                (kind, name, json.dumps(value), time.time()),
-            )
-
-    def forget(self, kind: str, name: str) -> None:
-        with self._db:
-            self._db.execute("DELETE FROM records WHERE kind = ? AND name = ?", (kind, name))
+        row = (kind, name, json.dumps(value), time.time())
+        self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
     @checks_rows
     def load(self, kind: str, name: str) -> Any | None:
-        row = self._db.execute(
-            "SELECT value FROM records WHERE kind = ? AND name = ?", (kind, name)
-        ).fetchone()
+        return self._value("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
+
+    def _value(self, query: str, *values: str) -> Any | None:
+        row = self._db.execute(query, values).fetchone()
         return None if row is None else json.loads(row[0])
+
+    def _write(self, change: str, *rows: Sequence[Any]) -> None:
+        """Commits a change, once for each row of values."""
+        with self._db:
+            self._db.executemany(change, rows)
 
     @checks_rows
     def load_all(self, kind: str) -> dict[str, Any]:
@@ -400,11 +411,8 @@ class Run:
 
     def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
         """A result in the place of an earlier one of that name about the same subject in the same state."""
-        with self._db:
-            self._db.execute(
-                "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (kind, *_columns(subject), name, json.dumps(value), time.time()),
-            )
+        row = (kind, *_columns(subject), name, json.dumps(value), time.time())
+        self._write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     @checks_rows
     def results(self, kind: str) -> list[Result]:
@@ -425,29 +433,21 @@ class Run:
 
     def forget_result(self, kind: str, subject: Subject, name: str) -> None:
         same = "what = ? AND plan = ? AND target = ? AND settings = ? AND digest = ?"
-        with self._db:
-            self._db.execute(
-                f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?",
-                (kind, *_columns(subject), name),
-            )
+        row = (kind, *_columns(subject), name)
+        self._write(f"DELETE FROM results WHERE kind = ? AND {same} AND name = ?", row)
 
     def forget_results(self, kind: str) -> None:
-        with self._db:
-            self._db.execute("DELETE FROM results WHERE kind = ?", (kind,))
+        self._write("DELETE FROM results WHERE kind = ?", (kind,))
 
     def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
         """What results are made of, under an identity: a hash of all that makes the numbers, whoever they are about."""
-        with self._db:
-            self._db.execute(
-                "INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", (kind, identity, name, json.dumps(value))
-            )
+        row = (kind, identity, name, json.dumps(value))
+        self._write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", row)
 
     @checks_rows
     def load_piece(self, kind: str, identity: str, name: str) -> Any | None:
-        row = self._db.execute(
-            "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?", (kind, identity, name)
-        ).fetchone()
-        return None if row is None else json.loads(row[0])
+        query = "SELECT value FROM pieces WHERE kind = ? AND identity = ? AND name = ?"
+        return self._value(query, kind, identity, name)
 
     @checks_rows
     def artifact_folder(self, name: str) -> Path:

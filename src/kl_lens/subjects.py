@@ -15,27 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import KLLensError, PlanError
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
+from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject
 from kl_lens.writing import RECORD_FILE, settle
 
 if TYPE_CHECKING:
     from kl_lens.runs import Result, Run
-
-__all__ = [
-    "ARTIFACT",
-    "ORIGINAL",
-    "PLAN",
-    "Subject",
-    "artifact_digest",
-    "checked_plan_name",
-    "current_digest",
-    "current_results",
-    "file_digest",
-    "is_current",
-    "outside_path",
-    "own_artifact",
-    "plan_digest",
-]
 
 _PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _UNCHANGED = "fp16"  # what a component has that a plan does not name
@@ -63,7 +47,7 @@ def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statisti
     recipes = {name: Recipe.parse(recipe) for name, recipe in assignment.items()}
     chosen = sorted((name, str(recipe)) for name, recipe in recipes.items() if str(recipe) != _UNCHANGED)
     learnt = [statistics] if any(recipe.quantizer.learns for recipe in recipes.values()) else []
-    return _digest([fingerprint, chosen, *learnt])
+    return content_digest([fingerprint, chosen, *learnt])
 
 
 def artifact_digest(artifact: Artifact) -> str:
@@ -73,7 +57,7 @@ def artifact_digest(artifact: Artifact) -> str:
     ]
     # How long the export took is no part of what it made.
     settings = {name: value for name, value in artifact.settings.items() if not name.startswith("export_")}
-    return _digest([artifact.target, artifact.model_fingerprint, tensors, settings])
+    return content_digest([artifact.target, artifact.model_fingerprint, tensors, settings])
 
 
 def file_digest(path: Path) -> str:
@@ -82,8 +66,9 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
+def content_digest(content: Any, size: int = 12) -> str:
+    """Of anything that JSON can say."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 
 # -- what is there now ---------------------------------------------------------------------------------------

@@ -44,6 +44,11 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
+def tag_of(model: str) -> str:
+    """A model's name as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"
+
+
 def spell_bytes(count: int) -> str:
     """As `parse_bytes` reads it, to the byte."""
     for unit in ("GB", "MB", "kB"):

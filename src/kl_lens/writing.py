@@ -42,9 +42,13 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where it was met
-            error.filename = str(path)
-        raise
+        if not isinstance(error, OSError) or error.filename is not None:
+            raise
+        # A full disk does not say where it was met, and numpy says only how much it could write.
+        number = errno.ENOSPC if error.errno is None and "written" in str(error) else error.errno
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
     finally:
         os.close(handle)
 

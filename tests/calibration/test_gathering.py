@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kl_lens.calibration import StoredStatistics, gather
-from kl_lens.calibration import gathering as gathering_module
+from kl_lens.calibration import StoredStatistics, gather, gathering as gathering_module
 from kl_lens.calibration.watching import Moments
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import CheckpointError, FormatError, RunError

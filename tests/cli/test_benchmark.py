@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import kl_lens
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.main import main
+from kl_lens.profiling import in_use
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.records import Plan, Profile
 from kl_lens.runs import Run
@@ -21,6 +23,8 @@ from tests.families import tiny_model
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
+
+from kl_lens.targets.openvino import products
 
 SHORT = ["--threads", "1", "--prompt-lengths", "4,8", "--new-tokens", "4", "--repeats", "2"]
 
@@ -53,7 +57,10 @@ def profiles(folder: Path) -> dict[str, Profile]:
 def used(run_folder: Path) -> Path:
     """The run after the `use` protocol and `--layers` for OpenVINO."""
     arguments = ["benchmark", "--run", str(run_folder), *SHORT, "--targets", "openvino", "--layers"]
-    assert main(arguments) == 0
+    with pytest.MonkeyPatch.context() as patch:  # graphs and loads that take long and show nothing more
+        patch.setattr(products, "MOST_COPIES", 2)
+        patch.setattr(in_use, "LOADS", 1)
+        assert main(arguments) == 0
     return run_folder
 
 
@@ -99,17 +106,44 @@ def test_layers_give_a_table_that_planning_uses(used: Path, capsys: pytest.Captu
     assert fastest <= sum(row["fp16"] for row in latency.values()) * (1 + 1e-9)
     assert seconds("--max-latency", f"{1.01e6 * fastest:.3f}us") <= 1.011 * fastest
     assert main([*plan, "--max-latency", f"{1e6 * fastest / 2:.3f}us"]) == 2  # nothing can be that fast
+    capsys.readouterr()
+    assert main(["plan", "--run", str(used), "--frontier", "--profile", "openvino-CPU", "--json"]) == 0
+    surface = json.loads(capsys.readouterr().out)
+    assert min(point["predicted_latency"] for point in surface) >= fastest * (1 - 1e-6)
 
 
-@pytest.mark.slow
-def test_gguf_gets_a_table_by_a_fit(used: Path) -> None:
-    assert main(["benchmark", "--run", str(used), *SHORT, "--targets", "gguf", "--layers"]) == 0
+def test_gguf_gets_a_table_from_copies_in_one_format_each(
+    used: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody exported these formats: copies of the FP16 file say how fast they are."""
+    arguments = ["benchmark", "--run", str(used), *SHORT, "--targets", "gguf", "--layers"]
+    assert main([*arguments, "--formats", "q8_0,q4_0+gptq"]) == 0
     with Run.open(used) as run:
-        latency = run.load("latency", "gguf-CPU")
+        latency, table = run.load("latency", "gguf-CPU"), run.table()
         protocol = run.load("latency_protocol", "gguf-CPU")
-        measured = profiles(used)["gguf/uniform_fp16|use|CPU"].timings["seconds_per_token"].median
     assert "fitted" in protocol["method"]
-    assert sum(row["fp16"] for row in latency.values()) == pytest.approx(measured)
+    (check,) = protocol["checks"]
+    assert check["subject"] == "gguf/uniform_fp16"
+    assert protocol["largest_error"] < 1e-6, "as many copies as formats: the fit is exact"
+    for fmt in ("fp16", "q8_0", "q4_0"):
+        whole = sum(row.get(fmt, row["fp16"]) for row in latency.values())
+        assert whole == pytest.approx(statistics.median(protocol["seconds_per_token"][fmt]))
+    assert {c.name for c in table.candidates} == set(latency)
+    # Planning takes the profile of the target that the plan is for.
+    capsys.readouterr()
+    plan = [
+        "plan",
+        "--run",
+        str(used),
+        "--target",
+        "openvino",
+        "--max-latency",
+        "1s",
+        "--profile",
+        "gguf-CPU",
+    ]
+    assert main(plan) == 1
+    assert "no latency profile 'gguf-CPU'; the run has openvino-CPU" in capsys.readouterr().err
 
 
 def test_the_published_protocol(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

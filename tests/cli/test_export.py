@@ -167,3 +167,22 @@ def test_as_deployed_measures_more_damage_and_stands_beside_weights_alone(
 def test_bad_requests_are_one_line(arguments: list[str], message: str, capsys) -> None:
     assert main(arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_have_can_be_left_out(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "export",
+        str(tiny_folder),
+        "--target",
+        "gguf",
+        "--format",
+        "q8_0",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(words) == 1
+    assert "--without-tokenizer" in capsys.readouterr().err
+    assert main([*words, "--without-tokenizer"]) == 0
+    assert len(open_session(tmp_path / "out", threads=1).logits([1, 2])) == 2

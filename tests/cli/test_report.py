@@ -34,6 +34,18 @@ def test_out_and_json(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out) == {"path": str(path), "bytes": path.stat().st_size}
 
 
+def test_open_opens_it_in_the_browser(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) is None)
+    assert main(["report", "--run", str(run_folder), "--open"]) == 0
+    assert opened == [(run_folder / "report.html").as_uri()]
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    assert main(["report", "--run", str(run_folder), "--open"]) == 0
+    assert "no browser was found here" in capsys.readouterr().err
+
+
 def test_compare(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--run", str(run_folder), "--compare", str(run_folder)]) == 0
     assert capsys.readouterr().out.strip() == str(run_folder / "comparison.html")

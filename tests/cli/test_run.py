@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,10 +13,12 @@ import yaml
 from kl_lens import planning
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.pipeline import command_of
+from kl_lens.profiling import in_use
+from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import read_artifact
+from kl_lens.targets import RuntimeSettings, read_artifact
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -35,7 +38,16 @@ def words(folder: Path, tiny: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(words(folder, tiny_folder, "--paper")) == 0
+    weighed: dict[str, MemoryUse] = {}
+
+    def weigh(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
+        """One process that loads a file is enough here: each takes seconds to load its libraries."""
+        return weighed.get(target) or weighed.setdefault(target, fresh_process(place, target, settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "fresh_process", weigh)
+        patch.setattr(in_use, "LOADS", 1)
+        assert main(words(folder, tiny_folder, "--paper")) == 0
     return folder
 
 
@@ -87,7 +99,7 @@ def test_every_stage_is_shown_as_a_command_that_does_the_same(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark,report")) == 0
+    assert main(words(folder, tiny_folder, "--verbose", "--without", "evaluate,benchmark,report")) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== kl-lens ")]
     commands = [shlex.split(line)[2:] for line in lines]
     verbs = [command[0] for command in commands]
@@ -157,7 +169,7 @@ def test_what_is_done_is_not_done_again(
     assert main(words(folder, tiny_folder)) == 0
     out = capsys.readouterr().out
     # The plans are remembered; what was deleted is exported anew, and timed again only if it changed.
-    assert out.count("done already") >= 3
+    assert log_of(folder).count("done already") >= 3
     assert (folder / "plans/recommended-openvino.json").read_bytes() == before
     assert (folder / "artifacts/openvino/recommended-openvino/openvino_model.bin").is_file()
     assert "Recommended for openvino:" in out
@@ -185,7 +197,7 @@ def test_a_stage_that_others_do_not_need_may_fail(
     assert main(words(folder, tiny_folder, *tasks)) == 1
     captured = capsys.readouterr()
     assert "nowhere" in captured.err
-    assert "Failed, see above: kl-lens evaluate" in captured.out
+    assert "Failed, see the log: kl-lens evaluate" in captured.out
     assert "Recommended for openvino:" in captured.out
     assert (folder / "report.html").is_file()
 
@@ -203,17 +215,43 @@ def test_a_plan_that_another_stage_overwrote_is_made_again(
     assert yaml.safe_load(plan.read_text())["assignment"] == yaml.safe_load(made)["assignment"]
 
 
-def test_the_closing_table_and_sentence(
+def log_of(folder: Path) -> str:
+    """Of the last run there."""
+    return max((folder / "log").glob("run-*.log")).read_text(encoding="utf-8")
+
+
+def test_it_ends_with_a_screenful_and_the_rest_is_in_the_log(
     finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "log")
     assert main(words(folder, tiny_folder, "--without", "evaluate,benchmark")) == 0
-    out = capsys.readouterr().out
-    for row in ("FP16", "INT8_SYM", "INT4_SYM-G128", "recommended"):
-        assert f"│ {row}" in out
-    for column in ("size", "token perplexity", "KL from the original", "× FP16 speed", "peak memory"):
-        assert column in out
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert len(lines) <= 24
+    assert lines[1].startswith("Recommended for openvino: ")
+    for words_ in (
+        "│ INT8_SYM",
+        "│ INT4_SYM-G128",
+        "│ recommended",
+        "KL from the original",
+        "× FP16 speed",
+        "⟩",
+    ):
+        assert words_ in captured.out
+    assert f"kl-lens report --run {folder} --open" in captured.out
+    assert lines[-1].startswith("Next: kl-lens generate ")
+    # One line for each stage, with what it is for.
+    assert re.search(r"^measure .*what each component loses in each recipe$", captured.err, re.MULTILINE)
+    assert len(captured.err.splitlines()) <= 24
+    for told in (
+        "== kl-lens inspect",
+        "== kl-lens plan",
+        "Quantizable components",
+        "Sensitivity, from least",
+    ):
+        assert told in log_of(folder)
 
 
 def test_a_runtime_that_cannot_hold_the_model_is_no_failure(

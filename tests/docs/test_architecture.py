@@ -1,7 +1,8 @@
 """Imports point downwards in the table of rooms of docs/architecture.md, and within a row to the right.
 
-Imports inside functions count: they are only later. So do modules that are named in a string for `lazy_names` or
-`import_module`. What stands under `if TYPE_CHECKING` is never loaded and does not.
+Imports inside functions count: they are only later. So do modules that are named in a string for `import_module`, and
+those that a lazy package gives away (`from MODULE import NAME as NAME`). What else stands under `if TYPE_CHECKING` is
+never loaded and does not.
 """
 
 from __future__ import annotations
@@ -62,12 +63,17 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
 def _loaded(node: ast.AST) -> Iterator[ast.AST]:
     """Every node but those that only type checkers read."""
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        yield from (child for child in node.body if _is_given_away(child))
         for child in node.orelse:
             yield from _loaded(child)
         return
     yield node
     for child in ast.iter_child_nodes(node):
         yield from _loaded(child)
+
+
+def _is_given_away(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and any(alias.name == alias.asname for alias in node.names)
 
 
 def upward(module: str, source: str) -> list[str]:
@@ -103,7 +109,7 @@ def test_imports_point_downwards() -> None:
         "from kl_lens import planning",
         "import kl_lens.planning.files",
         "def later():\n    from kl_lens.planning.files import read_plan",
-        "names = lazy_names(__name__, {'kl_lens.planning': ['refine']})",
+        "if TYPE_CHECKING:\n    from kl_lens.planning import refine as refine",
         "import_module(f'kl_lens.planning.{name}')",
         "import kl_lens",
     ],

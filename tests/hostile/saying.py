@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kl_lens.cli.last_net import EXIT_CODE
 from kl_lens.cli.main import main
 
-TOLD: Counter[str] = Counter()  # how commands ended, for the summary
+TOLD: Counter[tuple[str, str]] = Counter()  # (test, how its commands ended), for the summary
+MOST_MEMORY = 2 << 30
+PEAK = {"bytes": 0}  # the most memory that a command on hostile input took
+
+
+def cases(few: int, many: int) -> Callable[[Any], Any]:
+    """For a fuzzer: few cases in `./test`, many in `./test --all`, where they are 10,000 together."""
+    return pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = False) -> str:
     """Runs a command that is to fail; the line it says. Notes and warnings may stand before it."""
     capsys.readouterr()
+    before = _peak_from_now()
     try:
-        code = main(words)
+        code: object = main(words)
     except SystemExit as end:  # argparse
         code = end.code
     printed = capsys.readouterr()
+    took(max(0, _status("VmHWM") - before))
     assert "Traceback" not in printed.err + printed.out, (words, printed.err)
     if may_succeed and code == 0:
-        TOLD["worked"] += 1
+        told("worked")
         return ""
     assert code not in (0, None), (words, printed)
     assert isinstance(code, int)
@@ -30,5 +44,31 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     last = printed.err.rstrip("\n").split("\n")[-1]
     assert last.startswith("kl-lens"), (words, printed.err)
     assert last.isprintable(), last
-    TOLD["unexpected, one line" if code == EXIT_CODE else "one clear line"] += 1
+    told("unexpected, one line" if code == EXIT_CODE else "one clear line")
+    assert code != EXIT_CODE, (words, last)
     return last
+
+
+def told(how: str) -> None:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].partition(" ")[0]
+    TOLD[test.partition("[")[0], how] += 1
+
+
+def took(memory: int) -> None:
+    PEAK["bytes"] = max(PEAK["bytes"], memory)
+    assert memory < MOST_MEMORY
+
+
+def _peak_from_now() -> int:
+    """Makes the system forget the most that this process ever had; what it has now."""
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,4 +1,5 @@
-"""Checkpoint folders with one thing changed: a value of the configuration, the index, the weights' file, a plan."""
+"""Checkpoint folders with one thing changed: a value of the configuration, the index, the weights' file, the tokenizer;
+plans, published files."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from kl_lens.planning import plan_path
 from tests.families import tiny_model
-from tests.hostile.saying import says_one_line
+from tests.hostile.saying import cases, says_one_line
 from tests.reporting.sample import make_run
 
 ODD: list[Any] = [None, "abc", -1, 0, 1.5, 10**12, float("nan"), [], {}, True, "\x1b[31m", [[]]]
@@ -22,6 +24,17 @@ KEYS = [
 ]  # fmt: skip
 
 
+def changed_within(content: Any, draw: random.Random) -> Any:
+    """A copy with another value at some place, however deep."""
+    if isinstance(content, dict) and content and draw.random() < 0.8:
+        key = draw.choice(sorted(content))
+        return content | {key: changed_within(content[key], draw)}
+    if isinstance(content, list) and content and draw.random() < 0.8:
+        at = draw.randrange(len(content))
+        return [*content[:at], changed_within(content[at], draw), *content[at + 1 :]]
+    return draw.choice(ODD)
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy") / "mamba"
@@ -29,7 +42,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.slow)])
+@cases(12, 700)
 def test_changed_configurations(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     known = json.loads((healthy / "config.json").read_text())
@@ -69,7 +82,101 @@ def test_indexes_that_make_no_sense(index: Any, healthy: Path, tmp_path: Path, c
         says_one_line([*words, "--out", str(tmp_path / "out")] if words[0] == "export" else words, capsys)
 
 
-@pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.slow)])
+@cases(4, 300)
+def test_changed_indexes(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+    draw = random.Random(cases)
+    folder = tmp_path / "model"
+    shutil.copytree(healthy, folder)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    with safe_open(folder / "part.safetensors", framework="numpy") as file:
+        places = dict.fromkeys(file.keys(), "part.safetensors")
+    for _ in range(cases):
+        content = changed_within({"metadata": {"total_size": 5}, "weight_map": places}, draw)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+        says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
+
+
+def test_links_to_elsewhere_are_not_followed(healthy: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(healthy, folder)
+    for place, word in ((tmp_path / "elsewhere", "outside its folder"), (tmp_path / "blobs", "")):
+        place.mkdir()
+        shutil.copy(healthy / "model.safetensors", place / "weights")
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to(place / "weights")
+        assert word in says_one_line(["inspect", str(folder)], capsys, may_succeed=not word)
+
+
+def test_a_checkpoint_that_config_does_not_describe_is_not_exported(
+    healthy: Path, tmp_path: Path, capsys
+) -> None:
+    """Streaming looks at one tensor at a time, and asks the same questions as opening the model."""
+    folder = tmp_path / "model"
+    shutil.copytree(healthy, folder)
+    known = json.loads((folder / "config.json").read_text())
+    for change in ({"vocab_size": -1}, {"vocab_size": 5}, {"num_hidden_layers": 2}, {"state_size": 3}):
+        (folder / "config.json").write_text(json.dumps(known | change))
+        for words in (
+            ["inspect"],
+            ["export", "--target", "gguf", "--format", "q8_0", "--out", str(tmp_path / "out")],
+        ):
+            says_one_line([words[0], str(folder), *words[1:]], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_with_code_of_its_own_is_refused_by_its_family(
+    remote_code_folder: Path, tmp_path: Path, capsys
+) -> None:
+    for target, reason in {
+        "openvino": "cannot be exported to OpenVINO",
+        "gguf": "knows no 'parallel_heads'",
+    }.items():
+        words = [
+            "--trust-remote-code",
+            "--target",
+            target,
+            "--format",
+            "fp16",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+        assert reason in says_one_line(["export", str(remote_code_folder), *words], capsys)
+
+
+@cases(6, 300)
+def test_changed_tokenizers(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+    draw = random.Random(cases)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False}],
+        "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "post_processor": None, "decoder": {"type": "ByteLevel"},
+        "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+    }  # fmt: skip
+    file = tmp_path / "tokenizer.json"
+    for _ in range(cases):
+        file.write_text(json.dumps(changed_within(content, draw)))
+        says_one_line(["inspect", str(healthy), "--tokenizer", str(file)], capsys, may_succeed=True)
+
+
+@cases(5, 300)
+def test_changed_published_files(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
+    draw = random.Random(cases)
+    run = tmp_path / "run"
+    file = tmp_path / "published.json"
+    entry = {"kl": 0.1, "mse": 0.2, "sqnr": 30.0, "perplexity": 20.0}
+    layers = {
+        f"backbone.layers.{n}.mixer.{kind}": entry for n in range(4) for kind in ("in_proj", "out_proj")
+    }
+    for _ in range(cases):
+        file.write_text(json.dumps(changed_within(draw.choice([layers, list(layers.items())]), draw)))
+        words = ["import-legacy", "--model", str(healthy), "--bits", "4", str(file), "--run", str(run)]
+        says_one_line(words, capsys, may_succeed=True)
+        shutil.rmtree(run, ignore_errors=True)
+
+
+@cases(15, 2500)
 def test_changed_weight_files(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     folder = tmp_path / "model"
@@ -83,7 +190,7 @@ def test_changed_weight_files(cases: int, healthy: Path, tmp_path: Path, capsys)
         says_one_line(["inspect", str(folder)], capsys, may_succeed=True)
 
 
-@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.slow)])
+@cases(12, 900)
 def test_changed_plans(cases: int, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
     run = make_run(tmp_path / "run", stages=("plan",))
@@ -96,10 +203,6 @@ def test_changed_plans(cases: int, tmp_path: Path, capsys) -> None:
             names[draw.choice([*names, "nowhere", "../x"])] = draw.choice(ODD)
             changed = healthy | {"assignment": names}
         path.write_text(json.dumps(changed))
-        words = draw.choice(
-            [
-                ["report", "--run", str(run)],
-                ["export", "--run", str(run), "--target", "gguf", "--plan", path.stem],
-            ]
-        )
+        export = ["export", "--run", str(run), "--target", "gguf", "--plan", path.stem]
+        words = draw.choice([["report", "--run", str(run)], *[export] * 5])
         says_one_line(words, capsys, may_succeed=True)

@@ -12,8 +12,7 @@ import pytest
 
 from kl_lens.errors import TargetError
 from kl_lens.paper.timing import reached, run_app, write_report
-from kl_lens.records import Profile, Spread
-from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.records import ARTIFACT, Profile, Spread, Subject
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.published import AppReport
 

@@ -103,8 +103,6 @@ def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
     assert set(plan_for_budget(table, max_kl=9.0, allowed=only_eight_bits).plan.assignment.values()) == {
         "int8"
     }
-    with pytest.raises(PlanError, match="head: no kernel for int4 of 64 columns"):
-        problem.selection({"head": "int4"})
 
 
 def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:

@@ -14,8 +14,7 @@ from kl_lens.profiling import in_use
 from kl_lens.profiling.machine import Bandwidth, Machine
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.subjects import Timed
-from kl_lens.records import Profile
-from kl_lens.subjects import ARTIFACT, Subject
+from kl_lens.records import ARTIFACT, Profile, Subject
 from kl_lens.targets import describe_target
 from kl_lens.targets.contents import BODY, Contents, StoredWeight
 

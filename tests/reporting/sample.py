@@ -34,8 +34,9 @@ from kl_lens.records import (
 )
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.ranking import Point, Ranking, rank
+from kl_lens.sensitivity.correlation import Point, Ranking, rank
 from kl_lens.subjects import current_digest
+from kl_lens.targets import get_target
 
 KINDS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 WINDOWS, TOKENS = 4, 64
@@ -100,6 +101,31 @@ def make_run(
             for subject in (about(run, "original"), about(run, "openvino", "recommended")):
                 value = {"prompt": prompt, "text": f" is long, says {subject.label}."}
                 run.store_result("generation", subject, prompt, value)
+    return folder
+
+
+def make_large_run(folder: Path) -> Path:
+    """As many components and recipes as a hybrid of 2.7 billion weights has: 401 × 8."""
+    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o")]
+    formats = ("int4", "int8", "int4-g32", "int4-g64", "q8_0", "q4_0", "q5_0", "q5_1")
+    make_run(folder, blocks=50, kinds=kinds, formats=formats, stages=("plan", "verify"))
+    with Run.open(folder) as run:
+        store_points(run)
+    return folder
+
+
+BESIDES = 7000  # bytes of a target's file that are no weights
+
+
+def add_target(folder: Path, target: str = "openvino") -> Path:
+    """A recommendation for a target, in bytes of its file."""
+    with Run.open(folder) as run:
+        table, holding = run.table(), planning.holding(get_target(target))
+        name = f"recommended-{target}"
+        made = planning.plan_for_budget(table, max_bpw=10, name=name, fixed_bytes=BESIDES, **holding).plan
+        planning.write_plan(
+            replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
+        )
     return folder
 
 

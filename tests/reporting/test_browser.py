@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
+import shlex
 import shutil
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from kl_lens import planning
+from kl_lens.cli.main import main
 from kl_lens.reporting import write_comparison, write_report
 from kl_lens.runs import Run
-from tests.reporting.sample import make_run
+from kl_lens.targets import get_target
+from tests.reporting.sample import BESIDES, add_target, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -75,6 +83,20 @@ def column(page: Any, index: int) -> list[str]:
     return list(page.evaluate(script))
 
 
+def ask(page: Any, budget: float) -> tuple[int, float]:
+    """Types a budget; gives back the bytes and the summed KL of the plan that appears, once it is proven."""
+    field = page.get_by_label("Budget, exactly")
+    field.fill(str(budget))
+    field.press("Enter")
+    return plan_of(page)
+
+
+def plan_of(page: Any) -> tuple[int, float]:
+    page.locator("#explorer[data-settled][data-exact=true]").wait_for()
+    size = page.locator(".tile[data-bytes]").get_attribute("data-bytes")
+    return int(size), float(page.locator(".tile[data-kl]").get_attribute("data-kl"))
+
+
 def test_it_opens_without_a_request_or_a_message_and_nothing_hostile_runs(
     desktop: Opened, report: Path
 ) -> None:
@@ -88,16 +110,16 @@ def test_it_opens_without_a_request_or_a_message_and_nothing_hostile_runs(
 
 def test_a_click_on_a_column_sorts_the_table_by_number(desktop: Opened) -> None:
     page = desktop.page
-    head = page.locator("#layers th", has_text="KL").first
+    head = page.locator("#layers thead th", has_text="int4").first
     head.locator("button").click()
-    falling = [float(v) for v in column(page, 5)]
+    falling = [float(v.split()[0]) for v in column(page, 4)]
     assert falling == sorted(falling, reverse=True)
     assert head.get_attribute("aria-sort") == "descending"
     head.locator("button").click()
-    rising = [float(v) for v in column(page, 5)]
+    rising = [float(v.split()[0]) for v in column(page, 4)]
     assert rising == sorted(rising)
     assert falling != rising
-    page.locator("#layers th button", has_text="component").click()
+    page.locator("#layers thead th button", has_text="component").click()
     names = column(page, 0)
     assert names[0] == "backbone.embeddings"
     assert names.index("backbone.layers.2.mixer.in_proj") < names.index("backbone.layers.3.mixer.in_proj")
@@ -108,12 +130,146 @@ def test_filters_leave_the_rows_that_fit(desktop: Opened) -> None:
     page = desktop.page
     controls = page.locator(".controls")
     controls.locator("input").fill("layers.1.")
-    controls.locator("select").nth(1).select_option("int4")
-    assert set(column(page, 4)) == {"int4"}
     assert all(".1." in name for name in column(page, 0))
-    assert controls.locator("output").inner_text() == "4 of 34 rows"
-    controls.locator("select").nth(0).select_option("x_proj")
+    assert controls.locator("output").inner_text() == "4 of 17 rows"
+    controls.locator("select").select_option("x_proj")
     assert column(page, 0) == ["backbone.layers.1.mixer.x_proj"]
+
+
+def test_any_budget_gives_the_very_plan_that_the_command_makes(
+    desktop: Opened, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_ = random.Random(20)
+    with Run.open(report.parent) as run:
+        possible = planning.achievable_range(planning.build_problem(run.table())).bytes
+    for _ in range(10):
+        budget = random_.randint(*possible)
+        size, kl = ask(desktop.page, budget)
+        assert (
+            main(["plan", "--run", str(report.parent), "--max-bytes", str(budget), "--dry-run", "--json"])
+            == 0
+        )
+        [plan] = json.loads(capsys.readouterr().out)
+        assert size == plan["bytes"]
+        assert kl == pytest.approx(plan["predicted_kl"], rel=1e-9)
+
+
+def test_the_command_on_the_page_makes_the_plan_on_the_page(
+    desktop: Opened, report: Path, tmp_path: Path
+) -> None:
+    page = desktop.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    size, kl = ask(page, 57_000)
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    words = shlex.split(page.evaluate("navigator.clipboard.readText()"))
+    assert words[:4] == ["kl-lens", "plan", "--run", str(report.parent)]
+    folder = tmp_path / "run"
+    shutil.copytree(report.parent, folder)
+    assert main([str(folder) if word == str(report.parent) else word for word in words[1:]]) == 0
+    with Run.open(folder) as run:
+        plan = planning.read_plan(folder / "plans" / f"{words[-1]}.json", run.table().components)
+    assert plan.bytes == size
+    assert plan.predicted_kl == pytest.approx(kl, rel=1e-9)
+    assert desktop.messages == []
+
+
+def test_the_slider_moves_by_mouse_and_by_keyboard(desktop: Opened) -> None:
+    page, slider = desktop.page, desktop.page.locator("#budget")
+    first = plan_of(page)
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + 0.9 * box["width"], box["y"] + box["height"] / 2)
+    larger = plan_of(page)
+    assert larger[0] > first[0]
+    assert larger[1] < first[1]
+    slider.focus()
+    for _ in range(60):
+        page.keyboard.press("ArrowLeft")
+    between = plan_of(page)
+    assert between[0] < larger[0]
+    assert "predicted KL" in slider.get_attribute("aria-valuetext")
+    page.keyboard.press("Home")
+    smallest = plan_of(page)
+    assert smallest[0] < between[0]
+    colours = "[...document.querySelectorAll('.cells button')].map(b => b.className)"
+    assert set(page.evaluate(colours)) == {"tipped f-int4"}
+    page.keyboard.press("End")
+    assert page.evaluate(colours) != ["tipped f-int4"] * 17
+    assert desktop.messages == []
+
+
+def test_an_allowed_loss_is_a_budget_too(desktop: Opened) -> None:
+    page = desktop.page
+    page.get_by_label("Allowed loss").check()
+    _, kl = ask(page, 0.05)
+    assert 0.02 < kl <= 0.05
+    assert page.get_by_label("Tokens per second").is_disabled()  # no runtime, no speed
+
+
+def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_path: Path) -> None:
+    folder, holding = make_run(tmp_path / "run"), planning.holding(get_target("openvino"))
+    with Run.open(add_target(folder)) as run:
+        table, path = run.table(), write_report(run)
+    found = opened(browser, path, DESKTOP)
+    page = found.page
+    assert page.get_by_role("radio", name="OpenVINO").is_checked()
+    least, most = planning.achievable_range(
+        planning.build_problem(table, fixed_bytes=BESIDES, **holding)
+    ).bytes
+    for budget in (least, least + (most - least) // 3, most):
+        limits: dict[str, Any] = {"max_bytes": budget, "fixed_bytes": BESIDES}
+        expected = planning.plan_for_budget(table, **limits, **holding).totals
+        assert ask(page, budget) == (expected.bytes, pytest.approx(expected.kl, rel=1e-9))
+    page.get_by_label("Tokens per second").check()
+    slow, _ = ask(page, 30_000)
+    fast, _ = ask(page, 50_000)
+    assert fast < slow
+    assert "timed files" in page.locator(".tile", has_text="Speed").inner_text()
+    assert f"--target openvino --max-bytes {fast} " in page.locator(".copy code").inner_text()
+    page.get_by_role("radio", name="weights alone").check()
+    page.locator("#explorer[data-settled]").wait_for()
+    assert "--target" not in page.locator(".copy code").inner_text()
+    assert found.messages == []
+    page.context.close()
+
+
+def test_two_pinned_plans_are_compared_component_by_component(desktop: Opened) -> None:
+    page = desktop.page
+    page.locator("[data-plan='/uniform_int8']").click()
+    assert "Choose a second" in page.locator("#pinned").inner_text()
+    page.locator("[data-plan='/uniform_int4']").focus()
+    page.keyboard.press("Enter")
+    rows = page.locator("#pinned tbody tr")
+    assert rows.count() == 17
+    assert "They differ in 17 of 17 components" in page.locator("#pinned").inner_text()
+    first = rows.first.inner_text().split("\t")
+    assert first[0] == "backbone.embeddings"  # what differs most comes first
+    assert first[1:3] == ["int8", "int4"]
+    assert first[3].startswith("−")
+    assert first[4].startswith("+")
+    page.get_by_role("button", name="Unpin").click()
+    assert page.locator("#pinned").inner_text() == ""
+
+
+@pytest.mark.parametrize("way", ["strip", "heat map", "table"])
+def test_a_component_opens_in_place(desktop: Opened, way: str) -> None:
+    page, name = desktop.page, "backbone.layers.2.mixer.out_proj"
+    if way == "strip":
+        page.locator(f".cells button[aria-label^='{name}']").click()
+    elif way == "heat map":
+        titled = f"path.cell[data-name='{name}']"
+        page.locator(titled).first.click()
+    else:
+        page.locator("#layers tbody button", has_text=name).click()
+    shown = page.locator(".component")
+    assert shown.locator("h3").inner_text() == name
+    assert page.evaluate("document.activeElement.textContent") == name
+    assert "of what the plan is predicted to lose" in shown.inner_text()
+    assert shown.locator("tbody tr").count() == 2
+    assert shown.locator("tbody tr").first.locator("circle").count() == 4  # windows
+    assert "One step" in shown.inner_text()
+    page.get_by_role("button", name="Close").click()
+    assert shown.count() == 0
 
 
 def test_hovering_a_cell_shows_its_numbers(desktop: Opened) -> None:
@@ -141,15 +297,16 @@ def test_the_keyboard_reaches_every_mark_of_a_figure(desktop: Opened) -> None:
     assert tip.is_hidden()
 
 
-def test_a_strip_names_the_component_under_the_pointer(desktop: Opened) -> None:
-    page = desktop.page
-    strip = page.locator("svg[data-codes]").first
-    strip.scroll_into_view_if_needed()
-    box = strip.bounding_box()
-    page.mouse.move(box["x"] + 2, box["y"] + 5)
-    assert page.locator("#tip").inner_text().split("\n")[0] == "backbone.embeddings"
-    page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 5)
-    assert page.locator("#tip").inner_text().split("\n")[0] == "backbone.layers.3.mixer.out_proj (block 3)"
+def test_the_strip_names_the_component_under_the_pointer_and_moves_by_arrows(desktop: Opened) -> None:
+    page, tip = desktop.page, desktop.page.locator("#tip")
+    page.locator(".cells button").first.hover()
+    assert tip.inner_text().split("\n")[0] == "backbone.layers.0.mixer.in_proj, block 0"
+    page.locator(".cells button").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().split("\n")[0] == "backbone.layers.1.mixer.in_proj, block 1"
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    assert page.locator(".component h3").inner_text() == "backbone.embeddings"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -195,9 +352,9 @@ def _clipped(page: Any) -> list[str]:
 def test_the_button_switches_between_light_and_dark(desktop: Opened) -> None:
     page = desktop.page
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.locator(".toggle").click()
+    page.locator("header .toggle").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
-    assert page.locator(".toggle").inner_text() == "Light"
+    assert page.locator("header .toggle").inner_text() == "Light"
 
 
 def test_a_finger_gets_the_numbers_too(browser: Any, report: Path) -> None:
@@ -211,10 +368,12 @@ def test_without_scripts_everything_is_still_there(browser: Any, report: Path) -
     found = opened(browser, report, DESKTOP, java_script_enabled=False)
     page = found.page
     assert page.locator("section").count() == 7
-    assert page.locator("#layers tbody tr").count() == 34
+    assert page.locator("#layers tbody tr").count() == 17
+    assert page.locator("#answer .charts figure").count() == 1
+    assert page.locator("#explorer").inner_text() == ""
     assert page.locator("#sensitivity figure .cell").first.locator("title").count() == 1
     assert page.locator(".controls").is_hidden()
-    assert page.locator(".toggle").is_hidden()
+    assert page.locator("header .toggle").is_hidden()
     page.context.close()
 
 
@@ -234,8 +393,56 @@ def test_runs_side_by_side_open_as_quietly(browser: Any, report: Path, tmp_path:
     other = make_run(tmp_path / "other", model="other", blocks=30)
     path = write_comparison([report.parent, other], tmp_path / "comparison.html")
     found = opened(browser, path, PHONE)
+    rows = found.page.locator("#explorer tbody tr")
+    assert rows.count() == 2
+    before = rows.all_inner_texts()
+    found.page.locator("#budget").focus()
+    for _ in range(40):
+        found.page.keyboard.press("ArrowRight")
+    found.page.locator("#explorer[data-settled]").wait_for()
+    assert all(one != two for one, two in zip(before, rows.all_inner_texts(), strict=True))
+    found.page.get_by_label("Allowed loss").check()
+    assert "nats per token" in found.page.locator("#explorer output").inner_text()
     assert found.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
     assert found.requests == [path.as_uri()]
     assert found.messages == []
     assert _clipped(found.page) == []
     found.page.context.close()
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The accessibility checker that browsers use; from npm, and only for this."""
+    folder, npm = tmp_path_factory.mktemp("axe"), shutil.which("npm")
+    if npm is None:
+        pytest.skip("no npm to fetch axe-core with")
+    fetched = subprocess.run(
+        [npm, "pack", "axe-core@4.10.3", "--silent"],
+        cwd=folder,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    archives = list(folder.glob("*.tgz"))
+    if fetched.returncode or not archives:
+        pytest.skip("npm could not fetch axe-core")
+    with tarfile.open(archives[0]) as archive:
+        member = archive.extractfile("package/axe.min.js")
+        assert member is not None
+        return member.read().decode()
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
+def test_axe_finds_nothing_serious(
+    browser: Any, report: Path, axe: str, size: dict[str, int], scheme: str
+) -> None:
+    found = opened(browser, report, size, color_scheme=scheme, bypass_csp=True)
+    page = found.page
+    page.locator(".cells button").nth(3).click()
+    for name in ("uniform_int8", "uniform_int4"):
+        page.locator(f"[data-plan='/{name}']").dispatch_event("click")
+    page.evaluate(axe)
+    violations = page.evaluate("axe.run().then(result => result.violations)")
+    serious = [v for v in violations if v["impact"] in ("serious", "critical")]
+    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in serious] == []
+    page.context.close()

@@ -47,7 +47,7 @@ def test_a_run_without_plans_or_speeds_is_compared_by_what_it_has(sample_run: Pa
 def test_a_hostile_model_name_stays_text(sample_run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", model='"><script>alert(1)</script>')
     tree = read(write_comparison([sample_run, other], tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert len(tree.all("script")) == 1
+    assert len(tree.all("script")) == 2  # our own, and its data
     assert '"><script>alert(1)</script>' in tree.words
 
 

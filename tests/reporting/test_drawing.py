@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kl_lens.formats import known_formats
 from kl_lens.records import Estimate

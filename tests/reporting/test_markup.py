@@ -5,8 +5,7 @@ from __future__ import annotations
 import html
 import json
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kl_lens.reporting.markup import Html, escape, json_block, tag
 from tests.reporting.document import read

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kl_lens import planning
 from kl_lens.errors import RunError
+from kl_lens.planning import build_problem
 from kl_lens.records import ARTIFACT, Subject
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
+from kl_lens.reporting.explorer import DIGITS, coded
 from kl_lens.runs import Run
+from kl_lens.targets import get_target
 from tests.reporting.document import Element, read
-from tests.reporting.sample import NOISE, about, make_run, store_points
+from tests.reporting.sample import BESIDES, NOISE, WINDOWS, about, add_target, make_run
 
 MakePage = Callable[..., str]
 SECTIONS = ["answer", "sensitivity", "prediction", "sizes", "speed", "details", "provenance"]
@@ -53,7 +60,7 @@ def test_the_answer_comes_first_in_plain_words_with_its_command(sample_page: str
 
 def test_the_heat_map_has_a_cell_for_every_component_and_format(sample_page: str) -> None:
     titles = [t.words for t in section(sample_page, "sensitivity").all("title")]
-    for name in ("backbone.layers.0.mixer.in_proj, block 0", "backbone.layers.3.mixer.dt_proj, block 3"):
+    for name in ("backbone.layers.0.mixer.in_proj", "backbone.layers.3.mixer.dt_proj"):
         assert [t for t in titles if t.startswith(f"{name}\nint4: KL ")]
         assert [t for t in titles if t.startswith(f"{name}\nint8: KL ")]
     assert [t for t in titles if t.startswith("backbone.embeddings\nint4")]
@@ -85,8 +92,17 @@ def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -
     titles = {t.words.partition("\n")[0] for t in found.all("title")}
     assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small_refined"} <= titles
     assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
-    assert "frontier, predicted" in found.words
     assert "Predicted against measured" in found.words
+
+
+def test_the_first_figure_is_size_against_kl_with_the_frontier_and_plans_that_can_be_pinned(
+    sample_page: str,
+) -> None:
+    found = section(sample_page, "answer").all("figure")[0]
+    assert "Size against KL: weights alone" in found.words
+    assert "frontier, predicted" in found.words
+    plans = {p.attributes["data-plan"] for p in found.all("path") if "data-plan" in p.attributes}
+    assert {"/recommended", "/uniform_int8", "/kl_point05"} <= plans
 
 
 def test_speed_is_drawn_per_target_with_the_bandwidth_bound(sample_page: str) -> None:
@@ -136,19 +152,78 @@ def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> Non
     assert "which may be chance" in section(page, "answer").words
 
 
-def test_the_layer_table_has_every_measurement_with_every_metric(sample_page: str) -> None:
+def test_the_layer_table_has_every_component_with_its_kl_in_every_recipe(sample_page: str) -> None:
     table = read(sample_page).with_id("layers")
     assert table is not None
     heads = [th.words for th in table.all("th")]
-    assert {"component", "kind", "block", "format", "KL", "reverse KL", "MSE", "SQNR dB", "ΔCE"} <= set(heads)
-    assert len(table.all("tr")) == 1 + 2 * 17
+    assert heads == ["component", "kind", "block", "weights", "int4", "int8", "in the plan"]
+    rows = table.all("tr")[1:]
+    assert len(rows) == 17
+    assert all(row.words.count("±") == 2 for row in rows)
 
 
-def test_strips_tasks_and_samples_are_shown(sample_page: str) -> None:
+def data_of(page: str) -> dict[str, Any]:
+    block = read(page).with_id("explorer-data")
+    assert block is not None
+    return dict(json.loads(block.words))
+
+
+def test_the_page_holds_every_choice_that_planning_has_to_the_byte(
+    sample_run: Path, sample_page: str
+) -> None:
+    [of_run] = data_of(sample_page)["runs"]
+    [space] = of_run["spaces"]
+    with Run.open(sample_run) as run:
+        problem = build_problem(run.table())
+    assert space["fixed"] == problem.fixed_bytes
+    recipes = space["recipes"]
+    for (members, choices, sizes, kls), group in zip(space["groups"], problem.groups, strict=True):
+        assert tuple(of_run["components"][m][0] for m in members) == group.members
+        assert [recipes[c] for c in choices] == [c.recipe for c in group.choices]
+        assert (sizes, kls) == ([c.bytes for c in group.choices], [c.kl for c in group.choices])
+
+
+def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
+    """Also where no FP16 file says what a file needs besides weights: a plan for the target does."""
+    folder, holding = make_run(tmp_path / "run", stages=()), planning.holding(get_target("openvino"))
+    with Run.open(add_target(folder)) as run:
+        table, spaces = run.table(), collect(run).spaces
+    assert list(spaces) == ["openvino"]
+    expected = planning.build_problem(table, fixed_bytes=BESIDES, **holding)
+    assert spaces["openvino"].problem.groups == expected.groups
+    assert spaces["openvino"].problem.fixed_bytes == expected.fixed_bytes
+    cheapest = {c.recipe: c.bytes for c in expected.groups[0].choices}
+    assert cheapest != {c.recipe: c.bytes for c in build_problem(table).groups[0].choices}
+
+
+def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:
+    [of_run] = data_of(sample_page)["runs"]
+    [space] = of_run["spaces"]
+    with Run.open(sample_run) as run:
+        view = collect(run)
+    assert {p["name"] for p in space["plans"]} == {p.name for p in view.plans}
+    names = [c[0] for c in of_run["components"]]
+    for plan in space["plans"]:
+        stored = {n: space["recipes"][DIGITS.index(d)] for n, d in zip(names, plan["codes"], strict=True)}
+        found = view.plan(plan["name"])
+        assert found is not None
+        assert stored == found.stored
+    assert [len(rows) for rows in space["measured"]] == [2] * 17
+    windows = space["measured"][0][0][4]
+    assert len(windows) == 2 * WINDOWS
+
+
+def test_a_windows_kl_survives_its_two_digits_to_a_percent() -> None:
+    values = [1e-11, 3.3e-7, 0.0123, 4.5, 0.0, math.inf]
+    text = coded(values)
+    levels = [62 * DIGITS.index(a) + DIGITS.index(b) for a, b in zip(text[::2], text[1::2], strict=True)]
+    back = [1e-12 * 10 ** (15 * level / 3843) for level in levels]
+    assert back[:4] == pytest.approx(values[:4], rel=0.01)
+    assert back[4:] == pytest.approx([1e-12, 1e3])
+
+
+def test_tasks_and_samples_are_shown(sample_page: str) -> None:
     found = section(sample_page, "details")
-    strips = [s for s in found.all("svg") if "data-codes" in s.attributes]
-    assert len(strips) == 15
-    assert {len(s.attributes["data-codes"]) for s in strips} == {17}
     assert "arc_easy: acc" in found.words
     assert "0.413 ± 0.012" in found.words
     quotes = [q.words for q in found.all("blockquote")]
@@ -278,15 +353,14 @@ def test_a_plan_that_was_not_verified_is_not_called_good(make_page: MakePage) ->
     assert "--plan recommended --verify" in words
 
 
-def test_a_large_model_stays_below_three_megabytes(tmp_path: Path) -> None:
-    kinds = [f"{kind}_proj" for kind in ("in", "x", "dt", "out", "q", "k", "v", "o", "up", "down")]
-    formats = ("int4", "int8", "int4-g32", "int8-g128")
-    folder = make_run(tmp_path / "run", blocks=64, kinds=kinds, formats=formats, stages=("plan", "evaluate"))
-    with Run.open(folder) as run:
-        store_points(run)
+def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run: Path) -> None:
+    with Run.open(large_run) as run:
         path = write_report(run)
-    assert 500_000 < path.stat().st_size < 3_000_000
-    read(path.read_text(encoding="utf-8"))
+    page = path.read_text(encoding="utf-8")
+    [of_run] = data_of(page)["runs"]
+    assert len(of_run["components"]) >= 400
+    assert {len(rows) for rows in of_run["spaces"][0]["measured"]} == {8}
+    assert 500_000 < path.stat().st_size < 1_500_000
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

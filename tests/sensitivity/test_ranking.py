@@ -10,7 +10,7 @@ import pytest
 from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.ranking import rank
+from kl_lens.sensitivity.correlation import rank
 from kl_lens.sensitivity.settling import settled
 
 

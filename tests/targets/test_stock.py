@@ -12,7 +12,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
-from kl_lens.targets import TARGETS, describe_target, export, target_of
+from kl_lens.targets import TARGETS, describe_target, export, read_artifact, target_of
 from kl_lens.targets.openvino import stock
 from tests.families import tiny_model
 
@@ -141,7 +141,8 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     for name in found.menu:
         assert found.holds(Recipe.parse(name).grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None
-    assert "bert" in (describe_target(target).unsupported("bert") or "")
+    if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
+        assert "bert" in (describe_target(target).unsupported("bert") or "")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(
         export(mamba, Plan("p", plan, "test"), target, tmp_path / str(len(plan)))
     before, after = (target_of(tmp_path / n).shipped_digests(tmp_path / n) for n in ("0", "1"))
     changed = {tensor for tensor in before if before[tensor] != after[tensor]}
-    tensors = target_of(tmp_path / "1").record(tmp_path / "1").tensors
+    tensors = read_artifact(tmp_path / "1").tensors
     assert changed == {t.runtime_name for t in tensors if t.component == name}
     assert {t.runtime_name: t.digest for t in tensors} == {
         t.runtime_name: after[t.runtime_name] for t in tensors

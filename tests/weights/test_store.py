@@ -10,8 +10,7 @@ import torch
 
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Format, Quantized, get_format
-from kl_lens.quantizers import InputStatistics, Quantizer
-from kl_lens.quantizers import registry as quantizers
+from kl_lens.quantizers import InputStatistics, Quantizer, registry as quantizers
 from kl_lens.weights import GivenWeights, WeightStore, state_of
 
 NAME = "layers.0.in_proj"

@@ -16,13 +16,11 @@ import torch
 from kl_lens.calibration.stored import LOOKED_UP, NO_INPUT, StoredStatistics
 from kl_lens.calibration.watching import Moments, ProductWatch
 from kl_lens.checkpoints import LoadedModel, States
-from kl_lens.checkpoints.chain import BlockCalls
+from kl_lens.checkpoints.chain import BlockCalls, Chain
 from kl_lens.errors import CheckpointError
 from kl_lens.quantizers import InputStatistics
 from kl_lens.records import Component
 from kl_lens.text import Windows
-
-_TOKENS_AT_ONCE = 4096
 
 
 def gather(
@@ -61,7 +59,7 @@ class _Gathering:
         self._stored = stored
         self._missing = missing
         self._tokens = windows.tokens
-        self._batches = in_batches(windows)
+        self._batches = in_batches(windows, self._chain)
         self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
         self._moments: dict[str, Moments] = {}
 
@@ -95,6 +93,7 @@ class _Gathering:
         self._store("outside.safetensors", multiplied)
         for component in looked_up:
             self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
+        self._stored.add_weights(self._weights)
 
     def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
         for component in components:
@@ -151,8 +150,8 @@ class _Gathering:
         return f"in windows {first} to {first + count - 1}"
 
 
-def in_batches(windows: Windows) -> list[torch.Tensor]:
-    size = max(1, _TOKENS_AT_ONCE // windows.length)
+def in_batches(windows: Windows, chain: Chain) -> list[torch.Tensor]:
+    size = max(1, chain.task.rows_at_once // windows.length)
     return [windows.ids[first : first + size] for first in range(0, len(windows), size)]
 
 

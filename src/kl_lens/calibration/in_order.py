@@ -92,7 +92,7 @@ class _Ordering:
         self._model, self._chain, self._stored, self._plain = model, model.chain, stored, plain
         self._recipes = {name: Recipe.parse(text) for name, text in assignment.items()}
         self._components = {c.name: c for c in model.anatomy.candidates if c.name in self._recipes}
-        self._batches = in_batches(windows)
+        self._batches = in_batches(windows, self._chain)
         self._placed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # with the original of each
 
     def run(self, progress: Callable[[int, int], None]) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.quantizers import InputStatistics
 from kl_lens.text import Windows
-from kl_lens.writing import write_text
+from kl_lens.writing import whole, write_text
 
 FOLDER = "statistics"
 # Say here what changed when the same text begins to give other statistics.
@@ -142,6 +140,7 @@ class StoredStatistics:
             self._components[name] = {
                 "file": file, "under": under, "columns": statistics.second_moments.shape[-1],
                 "tokens": list(statistics.tokens), "note": notes.get(name),
+                "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
             if statistics.correction is not None:  # alone in its file
                 self._components[name]["corrected"] = True
@@ -155,6 +154,20 @@ class StoredStatistics:
         entry = {"file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note}
         self._components[component] = entry
         self._write_index()
+
+    def add_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """How the values of components are spread: nothing learns from it, the report shows it."""
+        for name, values in weights.items():
+            if name in self._components:
+                self._components[name]["weights"] = _spread(values)
+        self._write_index()
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """Component → its weights' spread and its inputs' largest columns, of those that have them."""
+        entries = {
+            n: {k: e[k] for k in ("weights", "inputs") if e.get(k)} for n, e in self._components.items()
+        }
+        return {name: entry for name, entry in entries.items() if entry}
 
     @classmethod
     def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
@@ -188,15 +201,8 @@ class StoredStatistics:
         return True
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
-        os.close(handle)
-        try:
+        with whole(self.folder / file) as temporary:
             save_file(tensors, temporary)
-            os.replace(temporary, self.folder / file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     def _write_index(self) -> None:
         index = {"identity": self.identity, "digest": self.digest, "components": self._components}
@@ -211,6 +217,24 @@ def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:
 
 def _model_identity(model: LoadedModel) -> dict[str, Any]:
     return {"version": VERSION, "model": model.name, "model_fingerprint": model.fingerprint}
+
+
+def _largest_columns(moments: torch.Tensor, count: int = 8) -> dict[str, Any]:
+    """Root mean square of the inputs over all columns, and of the largest ones."""
+    squares = moments.diagonal(dim1=-2, dim2=-1).reshape(-1, moments.shape[-1]).mean(0)
+    values, columns = squares.clamp_min(0).sqrt().topk(min(count, len(squares)))
+    largest = [[int(c), float(f"{v:.4g}")] for c, v in zip(columns, values.tolist(), strict=True)]
+    return {"rms": float(f"{squares.mean().sqrt().item():.4g}"), "largest": largest}
+
+
+def _spread(weights: torch.Tensor, bars: int = 33, reach: float = 4.0) -> dict[str, Any]:
+    """Root mean square, the largest against it, and in thousandths what lies in each bar from −4 to 4 of it."""
+    values = weights.detach().float().flatten()
+    rms = values.square().mean().sqrt().clamp_min(1e-30)
+    counts = torch.histc(values / rms, bars, -reach, reach)
+    shares = (1000 * counts / values.numel()).round().int().tolist()
+    most = (values.abs().max() / rms).item()
+    return {"rms": float(f"{rms.item():.4g}"), "most": float(f"{most:.4g}"), "bars": shares}
 
 
 def _packed(moments: torch.Tensor) -> torch.Tensor:

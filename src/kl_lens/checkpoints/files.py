@@ -30,7 +30,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object; download it again")
-    if not isinstance(config.get("auto_map", {}), dict):
+    classes = config.get("auto_map", {})
+    if not isinstance(classes, dict) or not all(isinstance(each, (str, list)) for each in classes.values()):
         raise CheckpointError(
             f"{path}: auto_map must say which classes the checkpoint brings, not {config['auto_map']!r}; remove it"
         )
@@ -41,18 +42,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, safetensors before pickles; every one of them exists."""
+    """The files that hold the weights, safetensors before pickles; every one of them exists, and lies in the folder."""
     for name in _INDEXES:
         index = folder / name
         if index.is_file():
-            return _shards(index)
+            return [_inside(folder, path) for path in _shards(index)]
     for name in _SINGLE:
         if (folder / name).is_file():
-            return [folder / name]
+            return [_inside(folder, folder / name)]
     raise CheckpointError(
         f"{folder} has a config.json but no weights ({' or '.join(_SINGLE)}, or shards with an index); "
         "download the weights too"
     )
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    """A link may lead to the hub's cache, whose content lies in `blobs`, and nowhere else outside the folder."""
+    place = path.resolve()
+    if not place.is_relative_to(folder.resolve()) and place.parent.name != "blobs":
+        raise CheckpointError(f"{path} is a link to {place}, outside its folder; copy the weights there")
+    return path
 
 
 def check_weight_files(folder: Path) -> None:

@@ -24,22 +24,29 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
 from kl_lens.errors import CheckpointError, FormatError, one_line
+from kl_lens.images import DIGITS
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
-REFERENCES = ("mamba", "mamba2", "hybrid")
+REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
 )
+_LOADERS = {
+    TEXT: transformers.AutoModelForCausalLM,
+    IMAGE: transformers.AutoModelForImageClassification,
+}
 _LARGEST_TOKEN = 2**24  # sixty times the largest vocabulary known
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -56,10 +63,16 @@ class LoadedModel:
     source: str = ""  # what load() was given: with it the model can be opened again
     tokenizer_source: str | None = None
     fast: bool = field(default=True, repr=False)
+    classifier: ImageTask | None = field(default=None, repr=False)  # of a model that is given images
+
+    @property
+    def task(self) -> Task:
+        """What this model is asked: what its batches are, and what is right."""
+        return self.classifier or LanguageTask(self.tokenizer, self.name)
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain(self.model, fast=self.fast)
+        return Chain(self.model, fast=self.fast, task=self.task)
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -80,7 +93,7 @@ class LoadedModel:
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
@@ -91,12 +104,7 @@ class LoadedModel:
         return list(unique.values())
 
     def require_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise CheckpointError(
-                f"{self.name} has no tokenizer of its own; pass one with --tokenizer FOLDER_OR_ID "
-                "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
-            )
-        return self.tokenizer
+        return LanguageTask(self.tokenizer, self.name).require_tokenizer()
 
 
 class ModelWeights:
@@ -128,17 +136,21 @@ def load(
     tokenizer: str | Path | None = None,
     trust_remote_code: bool = False,
     fast: bool = True,
+    task: str | None = None,
+    images: str | None = None,
 ) -> LoadedModel:
-    """Opens a causal language model.
+    """Opens a causal language model, or an image classifier.
 
     Args:
-        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid`.
+        source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
         device: where to put it.
         revision: branch, tag or commit of a hub id.
         tokenizer: folder, `tokenizer.json` or hub id, when the model has none or another one is wanted.
         trust_remote_code: run Python code that comes with the checkpoint. Off unless you read that code.
         fast: use KL Lens's own CPU kernels inside the runner.
+        task: `text` or `image`; what config.json says, when not given.
+        images: a folder of images for a classifier, where a function that wants some is given none.
 
     Raises:
         CheckpointError: one line that says what is wrong and what to do.
@@ -149,15 +161,16 @@ def load(
     """
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
-    name = str(source) if str(source).startswith("reference:") else folder.name
-    if not os.path.isdir(source) and not str(source).startswith("reference:"):
-        name = str(source)
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    name = folder.name if is_folder else str(source)
     chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
+    models.register()
+    kind = task_of(config, task)
     if mamba_ssm.is_layout(config):
         model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
     else:
-        model, layout = _load_transformers(folder, config, chosen, trust_remote_code), "transformers"
+        model, layout = _load_transformers(folder, config, chosen, trust_remote_code, kind), "transformers"
     _refuse_broken_numbers(folder, model)
     try:
         model = model.to(place).eval().requires_grad_(False)
@@ -171,10 +184,16 @@ def load(
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if os.path.isdir(os.path.expanduser(source)) else str(source),
+        source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
+        classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
     )
+
+
+def own_images(source: str | Path) -> str | None:
+    """The images that come with a model, by the name that it was opened by."""
+    return DIGITS if str(source) == "reference:vision" else None
 
 
 def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
@@ -197,16 +216,16 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
     return _download(text, revision)
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    """The hub's snapshot folder: safetensors when the repository has them, else its .bin files."""
+def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
+    """The hub's snapshot folder, with weights: safetensors when the repository has them, else its .bin files."""
 
     def snapshot(patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
     at = f" at revision {revision}" if revision else ""
     try:
-        folder = snapshot([*_SMALL_FILES, "*.safetensors"])
-        if not any(folder.glob("*.safetensors")):
+        folder = snapshot([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
+        if weights and not any(folder.glob("*.safetensors")):
             folder = snapshot([*_SMALL_FILES, "*.bin"])
         return folder
     except LocalEntryNotFoundError as error:
@@ -229,9 +248,9 @@ def _download(repo: str, revision: str | None) -> Path:
 
 
 def _load_transformers(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
 ) -> torch.nn.Module:
-    kind = config.get("model_type")
+    kind = config.get("model_type", TIMM if is_timm(config) else None)
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{folder} brings its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
@@ -243,7 +262,7 @@ def _load_transformers(
             "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
         )
     options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    loader: Any = transformers.AutoModelForCausalLM
+    loader: Any = _LOADERS[task]
     try:
         parsed = transformers.AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):  # names and shapes only
@@ -263,12 +282,13 @@ def _load_transformers(
     except CheckpointError:
         raise
     except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(_why_not_loaded(folder, config, error)) from error
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
     return model
 
 
-def _why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
+    """One line about what a library raised over a checkpoint's configuration or weights."""
     if isinstance(
         error, KeyError
     ):  # a table of names, such as that of activation functions, has no such name
@@ -331,7 +351,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         except Exception as error:  # as below
             raise CheckpointError(f"{place} is no tokenizer.json: {one_line(error)}") from error
     if override is not None and not os.path.isdir(place):
-        place = _download(str(override), None)
+        place = _download(str(override), None, weights=False)  # of a model that may have gigabytes of them
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
             raise CheckpointError(

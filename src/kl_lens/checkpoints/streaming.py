@@ -6,61 +6,44 @@ names or store each expert apart; `CheckpointTensors` translates, so that nothin
 
 from __future__ import annotations
 
+import pickle
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 
 from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.files import check_weight_files, weight_files
-from kl_lens.errors import CheckpointError
+from kl_lens.errors import CheckpointError, one_line
 
 
-class TensorSource(Protocol):
+class TensorSource(ABC):
     """Named tensors that can be read one by one; `weight` makes it a `WeightSource`."""
 
-    aliases: dict[str, str]  # second name of a tied weight → its first
-    device: torch.device
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor, each weight once: a tied head has no entry of its own."""
-
-    def place(self, name: str) -> int:
-        """Tensors with the same number are near each other and best read together."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the CPU, in the type it is stored in."""
-
-    def weight(self, component: str) -> torch.Tensor:
-        """The tensor of a component."""
-
-    def state(self, component: str) -> Hashable:
-        """Another value after the component's weight was changed."""
-
-    def close(self) -> None:
-        """Let go of open files."""
-
-
-class _ByComponent:
-    """Components' names for a source of tensors."""
-
     device = torch.device("cpu")
-    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]  # second name of a tied weight → its first
+    shapes: dict[str, tuple[int, ...]]  # every tensor, each weight once: a tied head has no entry of its own
 
     @cached_property
     def _parameters(self) -> dict[str, str]:
         return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
 
+    def place(self, name: str) -> int:
+        """Tensors with the same number are near each other and best read together."""
+        return 0
+
+    @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        raise NotImplementedError
+        """The tensor, on the CPU, in the type it is stored in."""
 
     def weight(self, component: str) -> torch.Tensor:
         if component not in self._parameters:
@@ -71,8 +54,11 @@ class _ByComponent:
         """Files do not change while they are read."""
         return None
 
+    def close(self) -> None:  # noqa: B027 - what is in memory needs no closing
+        """Let go of open files."""
 
-class ModelTensors(_ByComponent):
+
+class ModelTensors(TensorSource):
     """The weights of a transformers model that is in memory."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -88,14 +74,8 @@ class ModelTensors(_ByComponent):
                 self._tensors[name] = tensor.detach()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def place(self, name: str) -> int:
-        return 0
-
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name].cpu()
-
-    def close(self) -> None:
-        pass
 
 
 # How names on disk differ from transformers' modules: (pattern, replacement).
@@ -127,7 +107,7 @@ class _Assembly:
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-class CheckpointTensors(_ByComponent):
+class CheckpointTensors(TensorSource):
     """The weights of a checkpoint folder, never more than one file of it open."""
 
     def __init__(self, folder: Path, config: Any) -> None:
@@ -150,6 +130,7 @@ class CheckpointTensors(_ByComponent):
                 f"{folder} has no lm_head.weight, and config.json does not tie it to the embedding"
             )
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
+        _require_shapes(folder, config, self.shapes)
 
     def place(self, name: str) -> int:
         return self._assemblies[name].parts[0].file
@@ -194,10 +175,30 @@ class CheckpointTensors(_ByComponent):
                     self._open = self._stack.enter_context(safe_open(path, framework="pt"))
                 else:
                     self._open = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+            except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read ({one_line(error)}); download it again"
+                ) from error
             self._open_index = index
         return self._open
+
+
+def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """What opening the model would find: weights that config.json has other shapes for."""
+    try:
+        with torch.device("meta"):
+            wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(
+            f"{folder}: config.json makes no model ({reason}); download it again"
+        ) from error
+    for name, shape in shapes.items():
+        if name in wanted and tuple(wanted[name].shape) != shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {shape}, config.json asks for {tuple(wanted[name].shape)}; "
+                "weights and config.json do not belong together"
+            )
 
 
 def _assemblies(stored: dict[str, _Stored]) -> dict[str, _Assembly]:

@@ -53,6 +53,8 @@ def _named(option: Option) -> Any:
     """The option's own parser, whose errors name the flag."""
 
     def parse(text: str) -> Any:
+        if text is argparse.SUPPRESS:  # argparse converts even this, for what stands alone and is left out
+            return text
         try:
             return option.kind.parse(text)
         except KLLensError as error:

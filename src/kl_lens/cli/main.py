@@ -39,6 +39,8 @@ VERBS = {
     "generate": "generate text with an exported model",
     "report": "write the run as one HTML file, or several runs side by side",
     "import-legacy": "read published sensitivity files into a run",
+    "doctor": "say what is installed, what is slow here, and the one command that mends it",
+    "runtime": "put a faster llama.cpp in place: built for this processor, or from a folder",
 }
 
 
@@ -72,6 +74,9 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     if hasattr(_shown_by(verb), "as_json"):
         parser.add_argument("--json", action="store_true", help="print records as JSON instead of a table")
     if verb == "run":
+        parser.add_argument(
+            "--verbose", action="store_true", help="show what every stage says and finds, not only in the log"
+        )
         parser.add_argument(
             "--config", metavar="FILE", help="YAML with the same names as the flags; flags win"
         )
@@ -114,6 +119,10 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     wants_json = getattr(arguments, "json", False)
     terminal = Terminal(settings.verb, _show, writes=not wants_json)
+    if not getattr(arguments, "verbose", True):
+        from kl_lens.cli.screen import Screen
+
+        terminal = Screen(settings.verb, _show)
     result = perform(settings, None, terminal)
     _show(terminal, result, wants_json)
     return int(getattr(result, "exit_code", 0))

@@ -1,78 +1,78 @@
-"""`kl-lens run`: what it says in the end. One table, one sentence, the next command."""
+"""`kl-lens run`: what it says in the end, on one screen: the answers, a small table, the frontier, the next command."""
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.planning import USUAL
-from kl_lens.pipeline.running import SHORT, UNIFORM_FP16, RunResult, RunSettings
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Score, Subject
+from kl_lens.pipeline.running import UNIFORM_FP16, RunResult, RunSettings
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Subject
 from kl_lens.reporting.answer import speed_ratio
 from kl_lens.reporting.data import RunView, collect
+from kl_lens.reporting.numbers import with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run
 from kl_lens.units import human_bytes
+
+RIVALS = 3  # shown beside each recommendation; the report has all
+SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 48
 
 
 def show(result: RunResult) -> None:
     with Run.open(result.folder) as run:
         view = collect(run)
     out = console()
-    out.print()
-    out.print(_table(view, result.plans))
-    lines = _remarks(view)
-    for target, names in result.plans.items():
-        lines += [_sentence(view, names[-1], target), *_kept(view, names[-1], target, result.settings)]
-    spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in result.stage_seconds.items() if used >= 1)
-    lines.append(f"Done in {result.seconds:.0f} s ({spent}).")
-    lines += [f"Failed, see above: kl-lens {command}" for command in result.failed]
-    if (report := result.folder / "report.html").is_file():
-        lines.append(f"Report: {report}")
-    for place in list(result.exported.values())[:1]:
-        lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
-    for line in [*lines, _shortened(result.settings)]:
-        out.print(line, soft_wrap=True)
-
-
-def _shortened(settings: RunSettings) -> str:
-    menu = "short menus (--menu full has all formats), " if settings.menu == SHORT else ""
-    rivals = "a few rivals (--rivals all), " if settings.rivals == USUAL else ""
-    return (
-        f"Short for a first look: {menu}{rivals}{settings.windows} calibration windows (kl-lens measure takes 64), "
-        f"{settings.evaluation_windows} of {settings.window_length} tokens for evaluation (evaluate takes the whole "
-        f"text in windows of 2048), {settings.held_out_windows} held-out ones (plan takes 32), {settings.repeats} "
-        "rounds of timing with 32 new tokens (benchmark takes 5 with 64). The flags of kl-lens run raise them."
+    numbers = ("size", "of FP16", "KL from the original", "perplexity", "× FP16 speed")
+    table = new_table(
+        f"{view.model}: the recommended files and their nearest rivals", ("plan", "for"), numbers
     )
-
-
-def _table(view: RunView, plans: Mapping[str, Sequence[str]]) -> Table:
-    numbers = ("size", "of FP16", "token perplexity", "KL from the original", "× FP16 speed", "peak memory")
-    table = new_table(f"{view.model}: plans as files", ("plan", "runtime"), numbers)
-    for target, names in plans.items():
-        base = view.subject_bytes(_subject(target, UNIFORM_FP16))
-        for name in names:
-            subject = _subject(target, name)
-            size = view.subject_bytes(subject)
-            profile = _profile(view, subject)
-            ratio = None if profile is None else speed_ratio(profile)
-            table.add_row(
-                _name(name, target),
-                target,
-                "" if size is None else human_bytes(size),
-                "" if not size or not base else f"{size / base:.0%}",
-                _shown(_value(view, subject, "perplexity", "token_perplexity"), ".3f"),
-                _shown(_value(view, subject, "divergence", "kl_mean"), ".2e"),
-                "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})",
-                ""
-                if profile is None or profile.peak_memory_bytes is None
-                else human_bytes(profile.peak_memory_bytes),
-            )
+    answers, sparks = [], []
+    for target, names in result.plans.items():
+        answers += [_sentence(view, names[-1], target), *_kept(view, names[-1], target, result.settings)]
+        sparks += _spark(view, names[-1], target)
+        for name in _nearest(view, names, target):
+            _add_row(table, view, name, target, loud=name == names[-1])
         table.add_section()
-    return table
+    spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in result.stage_seconds.items() if used >= 1)
+    lines = [*sparks, f"Done in {result.seconds:.0f} s ({spent}). {_judged(view, result)}"]
+    lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
+    folder = shlex.quote(str(result.folder))
+    if (result.folder / "report.html").is_file():
+        lines.append(f"Report: kl-lens report --run {folder} --open  ({result.folder / 'report.html'})")
+    for place in list(result.exported.values())[: int(result.generates)]:
+        lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
+    out.print()
+    for part in [*answers, table, *lines]:
+        out.print(part, soft_wrap=not isinstance(part, Table))
+
+
+def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
+    """The recommendation and the rivals whose files are nearest in size, largest first."""
+    size = {name: view.subject_bytes(_subject(target, name)) or 0 for name in names}
+    own = size[names[-1]]
+    rivals = sorted((n for n in names[:-1] if n != UNIFORM_FP16), key=lambda n: abs(size[n] - own))[:RIVALS]
+    return sorted([*rivals, names[-1]], key=lambda n: -size[n])
+
+
+def _add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) -> None:
+    subject, base = _subject(target, name), view.subject_bytes(_subject(target, UNIFORM_FP16))
+    size, ratio = view.subject_bytes(subject), _ratio(view, subject)
+    table.add_row(
+        _name(name, target),
+        target,
+        "" if size is None else human_bytes(size),
+        "" if not size or not base else f"{size / base:.0%}",
+        _shown(_value(view, subject, "divergence", "kl_mean")),
+        ""
+        if (own := _value(view, subject, "perplexity", "token_perplexity")) is None
+        else f"{own.value:.2f}",
+        ratio,
+        style="bold" if loud else None,
+    )
 
 
 def _name(plan: str, target: str) -> str:
@@ -83,34 +83,29 @@ def _name(plan: str, target: str) -> str:
     return plan.replace(f"-{target}", "")
 
 
-def _remarks(view: RunView) -> list[str]:
-    original = _score(view, Subject(ORIGINAL), "perplexity")
-    if original is None:
-        return []
-    value = original.values["token_perplexity"]
-    return [
-        f"The original's token perplexity is {_shown(value, '.3f')} on {original.what} ({original.tokens:,} tokens). "
-        "The errors of perplexity are those of the text, and common to all rows."
-    ]
-
-
 def _sentence(view: RunView, name: str, target: str) -> str:
     plan = view.plan(name)
     assert plan is not None
     subject = _subject(target, name)
     size, base = view.subject_bytes(subject) or plan.bytes, view.subject_bytes(_subject(target, UNIFORM_FP16))
-    share = f", {size / base:.0%} of FP16's" if base else ""
-    quality = _quality(view, subject) or _held_out(plan)
+    share = f" ({size / base:.0%} of FP16)" if base else ""
     contest = plan.plan.notes.get("contest")
-    beside = f" Beside the runtime's own mixtures: {contest}." if contest else ""
-    return (
-        f"Recommended for {target}: {human_bytes(size)}{share}, {plan.row.shares_text}{quality}"
-        f"{_speed(view, subject)}.{beside}"
-    )
+    beside = f"; {contest}" if contest else ""
+    return f"Recommended for {target}: {human_bytes(size)}{share}{_quality(view, plan, subject)}{beside}."
+
+
+def _quality(view: RunView, plan: PlanView, subject: Subject) -> str:
+    original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
+    own = _value(view, subject, "perplexity", "token_perplexity")
+    if own is not None and original is not None:
+        return f", perplexity {own.value:.2f} against {original.value:.2f}"
+    if plan.perplexity is None or plan.original_perplexity is None:
+        return ""
+    return f", perplexity {plan.perplexity.value:.2f} against {plan.original_perplexity:.2f} ({plan.measured_on})"
 
 
 def _kept(view: RunView, name: str, target: str, settings: RunSettings) -> list[str]:
-    """What was asked for, and whether it holds on the evaluation text."""
+    """Whether what was asked for holds on the evaluation text."""
     subject = _subject(target, name)
     if settings.max_drop is not None:
         original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
@@ -120,65 +115,68 @@ def _kept(view: RunView, name: str, target: str, settings: RunSettings) -> list[
         rise, error = change.value / original.value, change.standard_error / original.value
         verdict = "kept" if rise <= settings.max_drop else "NOT kept"
         return [
-            f"--max-drop {settings.max_drop:.1%} {verdict} by {subject.label} on the evaluation text: perplexity "
-            f"rises by {rise:.2%} ± {error:.2%}."
+            f"--max-drop {settings.max_drop:.1%} {verdict} on the evaluation text: perplexity rises by {rise:.2%} "
+            f"± {error:.2%}."
         ]
     if settings.max_bytes is not None or settings.budget is not None:
         return []
     lost = _value(view, subject, "divergence", "kl_mean")
-    measured = "" if lost is None else f"; on the evaluation text it loses {_shown(lost, '.4f')}"
+    measured = "" if lost is None else f" The file loses {with_error(lost)} on the evaluation text."
+    return [f"Asked for: at most {settings.max_loss:g} nats of KL per token (--max-loss).{measured}"]
+
+
+def _spark(view: RunView, name: str, target: str) -> list[str]:
+    """Predicted KL (log) of the best plan from the smallest size on, and where the recommendation lies."""
+    space, plan = view.spaces.get(None if target == "torch" else target), view.plan(name)
+    points = [(b, math.log10(kl)) for b, kl in space.frontier if kl > 1e-9] if space else []
+    if len(points) < 2 or plan is None:
+        return []
+    size = view.subject_bytes(_subject(target, name)) or plan.bytes
+    low, high = points[0][0], max(min(points[-1][0], 2 * size), points[1][0])
+    heights = []
+    for place in range(WIDTH):
+        limit = low + (high - low) * place / (WIDTH - 1)
+        heights.append(next(kl for b, kl in reversed(points) if b <= limit + 1))
+    least, most = min(heights), max(heights)
+    line = "".join(SPARKS[round(7 * (h - least) / (most - least or 1))] for h in heights)
+    at = round((WIDTH - 1) * min(1.0, max(0.0, (size - low) / (high - low))))
+    line = f"{line[:at]}⟨{line[at]}⟩{line[at + 1 :]}"
+    ends = f"KL {10**most:.2g} → {10**least:.1g}"
     return [
-        f"It is the smallest file found that loses at most {settings.max_loss:g} nats of KL per token, about "
-        f"{settings.max_loss:.0%} of perplexity, on held-out text{measured} (--max-loss, --max-drop, --budget and "
-        "--max-bytes ask for another)."
+        f"{target:9} {human_bytes(low):>9} {line} {human_bytes(high)}  predicted {ends}, log; here: recommended"
     ]
 
 
-def _quality(view: RunView, subject: Subject) -> str:
-    original = _value(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
-    own = _value(view, subject, "perplexity", "token_perplexity")
-    if own is None or original is None:
-        return ""
-    return f"; token perplexity {own.value:.3f} against {original.value:.3f}"
-
-
-def _held_out(plan: PlanView) -> str:
-    if plan.perplexity is None or plan.original_perplexity is None:
-        return ""
-    return f"; token perplexity {plan.perplexity.value:.3f} against {plan.original_perplexity:.3f} ({plan.measured_on})"
-
-
-def _speed(view: RunView, subject: Subject) -> str:
-    profile = _profile(view, subject)
-    ratio = None if profile is None else speed_ratio(profile)
-    if profile is None or ratio is None:
-        return ""
-    return f"; {profile.timings['tokens_per_second'].median:.0f} tokens/s ({ratio.median:.2f} × FP16)"
+def _judged(view: RunView, result: RunResult) -> str:
+    """On what the numbers stand, in a line."""
+    settings = result.settings
+    original = _score(view, Subject(ORIGINAL), "perplexity")
+    where = f"Judged on {original[0]} ({original[1]:,} {result.unit}). " if original else ""
+    return (
+        f"{where}A first look: {settings.windows} calibration windows, {settings.held_out_windows} held-out ones, "
+        f"{settings.repeats} rounds of timing; the flags of kl-lens run raise them."
+    )
 
 
 def _subject(target: str, plan: str) -> Subject:
     return Subject(PLAN, plan) if target == "torch" else Subject(ARTIFACT, plan, target)
 
 
-def _score(view: RunView, subject: Subject, kind: str) -> Score | None:
+def _score(view: RunView, subject: Subject, kind: str) -> tuple[str, int, dict[str, Estimate]] | None:
     scores = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
-    return scores[-1] if scores else None
+    return (scores[-1].what, scores[-1].tokens, scores[-1].values) if scores else None
 
 
 def _value(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
     score = _score(view, subject, kind)
-    return None if score is None else score.values.get(name)
+    return None if score is None else score[2].get(name)
 
 
-def _profile(view: RunView, subject: Subject) -> Profile | None:
+def _ratio(view: RunView, subject: Subject) -> str:
     profiles = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
-    return profiles[-1] if profiles else None
+    ratio = speed_ratio(profiles[-1]) if profiles else None
+    return "" if ratio is None else f"{ratio.median:.2f}"
 
 
-def _shown(estimate: Estimate | None, pattern: str) -> str:
-    if estimate is None:
-        return ""
-    if estimate.standard_error != estimate.standard_error:  # not known
-        return format(estimate.value, pattern)
-    error = format(estimate.standard_error, ".0e" if "e" in pattern else pattern)
-    return f"{format(estimate.value, pattern)} ± {error}"
+def _shown(estimate: Estimate | None) -> str:
+    return "" if estimate is None else with_error(estimate)

@@ -9,7 +9,7 @@ window; how much the text varies has no part in it. Two differences are looked a
 
 Rounding that falls out differently on every token scatters around nothing: a difference within three of its own
 standard errors (more where there are few windows, by Student's t) is such scatter, and may be up to twenty times as
-large as said above.
+large as said above. One window alone does not tell the two apart, and may differ that much.
 
 If both hold, the file *agrees*. Runtimes however also round activations to 8 bits on the way into their integer
 kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
@@ -26,14 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import numpy as np
 from scipy.stats import t
 
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.records import Estimate, Record, Subject, subject_from
+from kl_lens.records import Estimate, Record, Subject
 
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
@@ -55,12 +54,6 @@ class Agreement(Record):
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        differences = {name: Estimate(**value) for name, value in data["differences"].items()}
-        subjects = {name: subject_from(data[name]) for name in ("subject", "counterpart", "compared_with")}
-        return cls(**{**data, **subjects, "differences": differences})
 
 
 def differences(
@@ -89,6 +82,6 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
 
 
 def _limit(change: Estimate, floor: float, windows: int) -> float:
-    if math.isnan(change.standard_error):
-        return floor
+    if math.isnan(change.standard_error):  # one window does not tell scatter from a difference
+        return SCATTER * floor
     return min(max(floor, float(t.ppf(_THREE_SIGMA, windows - 1)) * change.standard_error), SCATTER * floor)

@@ -7,14 +7,11 @@ afresh; two plans with the same weights have the same, and are judged once.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +20,10 @@ from kl_lens.errors import FormatError, TargetError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
-from kl_lens.subjects import artifact_digest, file_digest, outside_path, plan_digest
-from kl_lens.targets import Session, read_artifact
+from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
+from kl_lens.targets import Session
 from kl_lens.targets.base import RuntimeSettings
-from kl_lens.targets.registry import get_target, target_of
+from kl_lens.targets.registry import get_target, locate, target_of
 
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9
@@ -83,7 +80,7 @@ class JudgedModel(Judged):
     @cached_property
     def identity(self) -> str:
         parameter = next(self.model.model.parameters())
-        return _hash(
+        return content_digest(
             {
                 "model": self.model.fingerprint,
                 "weights": self.model.weights.digests(self.recipes),
@@ -110,7 +107,7 @@ class JudgedArtifact(Judged):
 
     def __init__(self, path: Path, settings: RuntimeSettings | None = None, plan: str | None = None) -> None:
         self.settings = settings or RuntimeSettings()
-        self.path, self.artifact = _located(path)
+        self.path, self.artifact = locate(path)
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
         outside = {} if plan is not None else {"path": outside_path(self.path)}
@@ -123,7 +120,7 @@ class JudgedArtifact(Judged):
         )
         self.files = _files(self.path, self.artifact)
         self._seen = _stamps(self.label, self.files)
-        self._identity = _hash(
+        self._identity = content_digest(
             {
                 "files": [file_digest(file) for file in self.files],
                 "settings": self.settings.unusual,
@@ -222,19 +219,6 @@ def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str,
             )
 
 
-def _located(path: Path) -> tuple[Path, Artifact | None]:
-    """The folder and its record, or a file that has none; a file of an exported folder stands for the folder."""
-    if not path.is_file():
-        if path.suffix and not path.is_dir():
-            raise TargetError(f"{path}: no such file")
-        return path, read_artifact(path)
-    try:
-        artifact = read_artifact(path.parent)
-    except TargetError:
-        return path, None
-    return (path.parent, artifact) if path.name in artifact.files else (path, None)
-
-
 def _files(path: Path, artifact: Artifact | None) -> tuple[Path, ...]:
     """The files that hold weights and graph."""
     if artifact is None:
@@ -251,7 +235,3 @@ def _stamps(name: str, files: tuple[Path, ...]) -> list[tuple[int, int]]:
             raise TargetError(f"{file} is gone; export {name} again") from None
         stamps.append((status.st_size, status.st_mtime_ns))
     return stamps
-
-
-def _hash(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()

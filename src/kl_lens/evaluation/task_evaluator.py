@@ -72,8 +72,8 @@ class TaskEvaluator:
             if judged.subject.what == ORIGINAL:
                 original = answered
             for examples in answered.values():
-                score = self._score(judged, examples, original.get(examples.task), protocol)
-                score = Score(**{**vars(score), "seconds": time.perf_counter() - begin})
+                seconds = time.perf_counter() - begin
+                score = self._score(judged, examples, original.get(examples.task), protocol, seconds)
                 self.journal.store_score(score)
                 outcome.scores.append(score)
         return outcome
@@ -111,6 +111,7 @@ class TaskEvaluator:
         examples: TaskExamples,
         original: TaskExamples | None,
         protocol: Mapping[str, Any],
+        seconds: float,
     ) -> Score:
         base = None if judged.subject.what == ORIGINAL else original
         return Score(
@@ -126,7 +127,7 @@ class TaskEvaluator:
                 "chance": examples.chance,
             },
             runtime=self.journal.runtime(judged),
-            seconds=0.0,
+            seconds=seconds,
         )
 
 

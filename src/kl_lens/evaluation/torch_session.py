@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
-from kl_lens.sensitivity.perturbation import Kernels, Perturbation, replacements, swapped
+from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, replacements
 from kl_lens.sensitivity.teacher import logit_rows
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import Logits, checked_tokens
 
 
 class TorchSession:
@@ -111,14 +110,11 @@ class TorchSession:
         self._weights = []
         self._states, self._kept_logits = {}, {}
 
-    @contextmanager
-    def _applied(self) -> Iterator[None]:
-        with swapped(self._weights):
-            if self._deployed is None:
-                yield
-            else:
-                with self._deployed.activations(self._model, self._recipes):
-                    yield
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        return checked_tokens(ids, self._model.task.id_limit(self._vocabulary), self._model.name)
+
+    def _applied(self) -> AbstractContextManager[None]:
+        return applied(self._model, self._recipes, self._weights, self._deployed)
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:
         """What enters the head: (tokens, width)."""
@@ -131,14 +127,3 @@ class TorchSession:
             self._room -= size
             self._states[key] = states.clone()
         return states
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        tokens = [int(token) for token in ids]
-        if not tokens:
-            raise TargetError("no tokens to feed; give at least one")
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise TargetError(
-                f"{self._model.name}: token {max(tokens)} is outside the vocabulary of {self._vocabulary}; "
-                "the text was tokenized for another model"
-            )
-        return tokens

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from kl_lens.evaluation.journal import read_scores
 from kl_lens.evaluation.texts import EvaluationText, protocol_digest
 from kl_lens.runs import Run
+from kl_lens.units import tag_of
 from kl_lens.writing import write_text
 
 
@@ -22,7 +22,6 @@ def write_published(run: Run, model: str, text: EvaluationText, tag: str | None 
         for score in read_scores(run, "perplexity")
         if protocol_digest(score.protocol) == text.digest
     }
-    tag = re.sub(r"[^\w.-]+", "-", tag or Path(text.label).name).strip("-")
-    path = run.folder / f"perplexity_results_{tag}.json"
+    path = run.folder / f"perplexity_results_{tag_of(tag or Path(text.label).name)}.json"
     write_text(path, json.dumps({model: points}, indent=1) + "\n")
     return path

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling.benchmark import Benchmark, Report, profile_from
 from kl_lens.profiling.bound import decode_bound
 from kl_lens.profiling.in_use import UseSettings, reason_of
-from kl_lens.profiling.machine import Machine, processors
+from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile, Spread
-from kl_lens.subjects import Subject, current_results
+from kl_lens.records import Profile, Spread, Subject
+from kl_lens.subjects import current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
+from kl_lens.units import tag_of
 from kl_lens.writing import write_text
 
 PROTOCOL = "benchmark_app"
@@ -45,26 +46,27 @@ class PublishedTiming:
         return sum(s.target.published is not None for s in subjects)
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        settings = benchmark.settings
+        """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
         folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
-        outcome = benchmark_with_app(
-            subjects,
-            report.machine,
-            folder,
-            tag=self.tag,
-            device=settings.device,
-            threads=settings.threads,
-            quick=settings.quick,
-            store=benchmark.store,
-            advanced=benchmark.advanced,
-        )
+        outcome = Outcome()
+        timed = [s for s in subjects if s.target.published is not None]
+        for subject in timed:
+            try:
+                # Ratios are to what was run already; FP16 comes first.
+                base = base_of(subject, [s for s in timed if s.name in outcome.profiles] + [subject])
+                profile = self._profile(subject, base, outcome, benchmark.settings, report.machine, folder)
+                outcome.profiles[subject.name] = profile
+                benchmark.store(profile)
+            except (KLLensError, RuntimeError, OSError) as error:
+                outcome.failures.append(Failure(subject.name, reason_of(subject, error)))
+            benchmark.advanced(f"{subject.name}, benchmark_app")
         if skipped := [s for s in subjects if s.target.published is None]:
             runtimes = " and ".join(dict.fromkeys(s.target.title for s in skipped))
             names = ", ".join(s.name for s in skipped)
             report.notes.append(f"{runtimes} has no benchmark_app: {names} not run with it")
         report.add(outcome)
         if rows := self._rows(benchmark, outcome):
-            report.csv = write_report(folder, settings.device, self.tag, rows)
+            report.csv = write_report(folder, benchmark.settings.device, self.tag, rows)
 
     def _rows(self, benchmark: Benchmark, outcome: Outcome) -> list[Profile]:
         """Profiles of this tag and device: what the run knows from before, and the new ones."""
@@ -75,6 +77,62 @@ class PublishedTiming:
             if same and profile.settings["tag"] == self.tag:
                 rows[profile.subject.label] = profile
         return list((rows | outcome.profiles).values())
+
+    def _profile(
+        self,
+        subject: Timed,
+        base: Timed,
+        results: Outcome,
+        settings: UseSettings,
+        machine: Machine,
+        folder: Path,
+    ) -> Profile:
+        program, device, threads = subject.target.published, settings.device, settings.threads
+        assert program is not None
+        log = folder / LOG_FOLDER / f"{tag_of(_model_name(subject.subject))}_{device}_{self.tag}.log"
+        seconds = QUICK_SECONDS if settings.quick else SECONDS
+        report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
+        timings = {
+            # benchmark_app gives the extremes, not the quartiles; they are in the settings.
+            "latency_ms": Spread(report.median_ms, report.median_ms, report.median_ms, report.iterations),
+            "throughput_fps": Spread(
+                report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
+            ),
+        }
+        base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
+        values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
+        contents = subject.target.contents(subject.path)
+        bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
+        return Profile(
+            subject=subject.subject,
+            protocol=PROTOCOL,
+            device=device,
+            threads=report.threads or threads or processors(),
+            timings=timings,
+            ratios={name: Spread(value, value, value, 1) for name, value in values.items()},
+            peak_memory_bytes=None,
+            file_bytes=subject.file_bytes,
+            bound=bound,
+            settings={
+                "tag": self.tag,
+                "quick": settings.quick,
+                "seconds": seconds,
+                "iterations": ITERATIONS,
+                "reached_seconds": report.duration_seconds,
+                "reached_iterations": report.iterations,
+                "average_ms": report.average_ms,
+                "min_ms": report.min_ms,
+                "max_ms": report.max_ms,
+                "data_shape": program.input_shapes(subject.path),
+                "signature": "1 token, with state" if subject.static_tokens is None else subject.signature,
+                "plugin_settings": f"{PROTOCOL}'s defaults, as published",
+                "command": command,
+                "log": str(log),
+                "ratios_to": base.name,
+                "ratios_to_fp16": base.is_fp16,
+            },
+            runtime={"library": subject.target.name, "device": device},
+        )
 
 
 def reached(report: AppReport, seconds: float, iterations: int) -> bool:
@@ -130,99 +188,8 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def benchmark_with_app(
-    subjects: Sequence[Timed],
-    machine: Machine,
-    folder: Path,
-    *,
-    tag: str,
-    device: str = "CPU",
-    threads: int | None = None,
-    quick: bool = False,
-    store: Callable[[Profile], object] = lambda profile: None,
-    advanced: Callable[[str], None] = lambda what: None,
-) -> Outcome:
-    """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
-    results = Outcome()
-    subjects = [s for s in subjects if s.target.published is not None]
-    for subject in subjects:
-        try:
-            # Ratios are to what was run already; FP16 comes first.
-            base = base_of(subject, [s for s in subjects if s.name in results.profiles] + [subject])
-            profile = _profile(subject, base, results, machine, folder, tag, device, threads, quick)
-            results.profiles[subject.name] = profile
-            store(profile)
-        except (KLLensError, RuntimeError, OSError) as error:
-            results.failures.append(Failure(subject.name, reason_of(subject, error)))
-        advanced(f"{subject.name}, benchmark_app")
-    return results
-
-
-def _profile(
-    subject: Timed,
-    base: Timed,
-    results: Outcome,
-    machine: Machine,
-    folder: Path,
-    tag: str,
-    device: str,
-    threads: int | None,
-    quick: bool,
-) -> Profile:
-    program = subject.target.published
-    assert program is not None
-    log = folder / LOG_FOLDER / f"{_file_name(subject.subject)}_{device}_{tag}.log"
-    seconds = QUICK_SECONDS if quick else SECONDS
-    report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
-    timings = {
-        # benchmark_app gives the extremes, not the quartiles; they are in the settings.
-        "latency_ms": Spread(report.median_ms, report.median_ms, report.median_ms, report.iterations),
-        "throughput_fps": Spread(
-            report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
-        ),
-    }
-    base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
-    values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
-    contents = subject.target.contents(subject.path)
-    bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
-    return Profile(
-        subject=subject.subject,
-        protocol=PROTOCOL,
-        device=device,
-        threads=report.threads or threads or processors(),
-        timings=timings,
-        ratios={name: Spread(value, value, value, 1) for name, value in values.items()},
-        peak_memory_bytes=None,
-        file_bytes=subject.file_bytes,
-        bound=bound,
-        settings={
-            "tag": tag,
-            "quick": quick,
-            "seconds": seconds,
-            "iterations": ITERATIONS,
-            "reached_seconds": report.duration_seconds,
-            "reached_iterations": report.iterations,
-            "average_ms": report.average_ms,
-            "min_ms": report.min_ms,
-            "max_ms": report.max_ms,
-            "data_shape": program.input_shapes(subject.path),
-            "signature": "1 token, with state" if subject.static_tokens is None else subject.signature,
-            "plugin_settings": f"{PROTOCOL}'s defaults, as published",
-            "command": command,
-            "log": str(log),
-            "ratios_to": base.name,
-            "ratios_to_fp16": base.is_fp16,
-        },
-        runtime={"library": subject.target.name, "device": device},
-    )
-
-
-def _file_name(subject: Subject) -> str:
-    """The plan, as published; what lies elsewhere keeps its whole path, or two could share a log."""
-    return re.sub(r"[^\w.-]+", "-", _model_name(subject)).strip("-")
-
-
 def _model_name(subject: Subject) -> str:
+    """The plan, as published; what lies elsewhere keeps its whole path, or two could share a log."""
     return subject.label if "path" in subject.settings or subject.plan is None else subject.plan
 
 

@@ -12,7 +12,17 @@ from kl_lens import profiling
 from kl_lens.errors import KLLensError
 from kl_lens.paper.timing import PublishedTiming
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, NAMES, Kind, OfRun, chosen_targets, command_of, grouped, option
+from kl_lens.pipeline.settings import (
+    COUNT,
+    NAMES,
+    THREADS,
+    Kind,
+    OfRun,
+    chosen_targets,
+    command_of,
+    grouped,
+    option,
+)
 from kl_lens.runs import ALL_PLANS, Run
 from kl_lens.units import parse_names
 
@@ -42,7 +52,7 @@ class BenchmarkSettings(OfRun):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
     device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
-    threads: int | None = option(None, "default: all processors", kind=COUNT)
+    threads: int | None = option(None, "default: all processors", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
     protocol: str = option(
         "use",
@@ -64,14 +74,9 @@ class BenchmarkSettings(OfRun):
 
     @property
     def use(self) -> profiling.UseSettings:
-        settings = profiling.UseSettings(
-            prompt_lengths=self.prompt_lengths,
-            new_tokens=self.new_tokens,
-            repeats=self.repeats,
-            device=self.device.upper(),
-            threads=self.threads,
-            gpu_layers=self.gpu_layers,
-        )
+        shared = ("prompt_lengths", "new_tokens", "repeats", "threads", "gpu_layers")
+        how = {name: getattr(self, name) for name in shared}
+        settings = profiling.UseSettings(device=self.device.upper(), **how)
         return profiling.quick(settings) if self.quick else settings
 
 

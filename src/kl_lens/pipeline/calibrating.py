@@ -33,12 +33,12 @@ from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.text import Windows, evaluation_windows, refuse_overlap
+from kl_lens.text import Windows, refuse_overlap
 
 if TYPE_CHECKING:  # it gives every model its run's statistics, and so loads this module
     from kl_lens.pipeline.workbench import Workbench
 
-DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_LENGTH, DEFAULT_SEED = "wikitext2:train", 32, 512, 42
+DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
 _text = grouped("text that methods learn from")
 
 
@@ -52,9 +52,7 @@ class LearningText(Settings):
     windows: int | None = _text(
         None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
     )
-    window_length: int | None = _text(
-        None, f"tokens each (default: the run's, or {DEFAULT_LENGTH})", kind=COUNT
-    )
+    window_length: int | None = _text(None, "tokens each (default: the run's, or 512; 16 images)", kind=COUNT)
     seed: int | None = _text(
         None, "chooses the windows (default: another than measure's: what was learnt from does not judge)"
     )
@@ -70,15 +68,15 @@ class LearningText(Settings):
         if self.text is None and measured:
             text, split = measured["source"], measured["split"]
         how: dict[str, Any] = {
-            "length": self.window_length or measured.get("length", DEFAULT_LENGTH),
+            "length": self.window_length or measured.get("length", model.task.window_length),
             "seed": measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed,
             "split": split,
         }
         windows = self.windows
         if windows is None:
-            available = bench.drawn(text, model, windows=1, **how).stream_tokens // how["length"]
+            available = bench.drawn(text, model.task, windows=1, **how).stream_tokens // how["length"]
             windows = min(DEFAULT_WINDOWS, available)
-        return bench.drawn(text, model, windows=windows, **how)
+        return bench.drawn(text, model.task, windows=windows, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +168,7 @@ def statistics_of(
     if stored is None or text.is_given:
         windows = text.drawn(run, model, bench)
     else:  # what was begun goes on with its own text
-        windows = bench.drawn_again(stored.identity["text"], model.require_tokenizer())
+        windows = bench.drawn_again(stored.identity["text"], model.task)
     if is_whole and not thorough:
         return StoredStatistics.open(run.folder, model, windows)
     if is_whole:
@@ -178,8 +176,8 @@ def statistics_of(
     _refuse_judging_text(run, windows, model, bench)
     run.identify(model_identity(model))
     events.note(
-        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} tokens, into "
-        f"{run.folder / 'statistics'}"
+        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
+        f"into {run.folder / 'statistics'}"
     )
     with going_on(run.folder), events.progress("calibrating") as shown:
         shown.started(len(model.chain), 0)
@@ -199,8 +197,7 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: 
     texts = bench.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
-        tokenizer = model.require_tokenizer()
-        texts = [*texts, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+        texts = [*texts, model.task.in_order(known["source"], split=known["split"], **how)]
     for judging in texts:
         refuse_overlap(windows, judging)
 

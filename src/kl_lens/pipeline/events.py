@@ -21,6 +21,10 @@ class Events:
     def warn(self, text: str) -> None:
         """What a user should know even when nobody reads the results."""
 
+    def fail(self, text: str) -> None:
+        """Why something that others do not need ended badly."""
+        self.warn(text)
+
     def wrote(self, text: str) -> None:
         """A piece of generated text."""
 
@@ -31,6 +35,9 @@ class Events:
 
     def heading(self, text: str) -> None:
         """What `run` does next."""
+
+    def keep_in(self, folder: Path) -> None:
+        """The folder of a `run` that begins, for whoever keeps a log."""
 
     def stage(self, settings: Settings) -> AbstractContextManager[None]:
         """Around a stage of `run`."""

@@ -30,8 +30,7 @@ from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.subjects import own_artifact, plan_digest
-from kl_lens.targets import TARGETS, describe_target, get_target
-from kl_lens.targets import export as write_files
+from kl_lens.targets import TARGETS, describe_target, export as write_files, get_target
 from kl_lens.units import parse_names
 
 _mapped = grouped("formats of other targets")
@@ -150,7 +149,8 @@ def _learns(recipe: str) -> bool:
 def _named_model(settings: ExportSettings) -> str:
     if settings.model is None:
         raise PlanError(
-            "--format exports a whole model: name it, as in: kl-lens export MODEL --target gguf --format q8_0"
+            "--format exports a whole model: name it, as in: kl-lens export MODEL "
+            f"--target {settings.target} --format {settings.format}"
         )
     return settings.model
 
@@ -297,7 +297,7 @@ def _meters(
             "kl-lens evaluate --divergence does that"
         )
         return None
-    windows = bench.held_out(settings, run, model.require_tokenizer())
+    windows = bench.held_out(settings, run, model.task)
     return bench.meter(model, windows), bench.meter(model, windows, settings.target)
 
 

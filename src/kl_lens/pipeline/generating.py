@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, Settings, option
+from kl_lens.pipeline.settings import COUNT, THREADS, Settings, option
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
@@ -34,7 +34,7 @@ class GenerateSettings(Settings):
         metavar="PLACE",
     )
     device: str = option("CPU", "OpenVINO device")
-    threads: int | None = option(None, "default: the runtime's own choice", kind=COUNT)
+    threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
 
 
@@ -109,7 +109,7 @@ def _generated(
         ms_per_token=1000 * seconds / max(1, len(new)),
         runtime=session.description,
         load_seconds=load_seconds,
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=peak_memory(),
     )
 
 

@@ -29,6 +29,7 @@ from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.precision import PRECISIONS
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
@@ -43,7 +44,7 @@ class Calibration(Settings):
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
     windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int = calibration_text(512, "tokens each", kind=COUNT)
+    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=COUNT)
     seed: int = calibration_text(42, "chooses the windows")
 
 
@@ -63,7 +64,15 @@ class MeasureSettings(Calibration, OfModel):
     )
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
     engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
-    memory_budget: int = _how(DEFAULT_MEMORY, "for cached states", kind=SIZE)
+    memory_budget: int = _how(
+        DEFAULT_MEMORY, "for cached states; on a GPU the default is most of what is free there", kind=SIZE
+    )
+    precision: str | None = _how(
+        None,
+        "of products on a GPU; tf32x3 is as accurate as float32, tf32 and bf16 add noise that is measured; not given: "
+        "tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
+        choices=PRECISIONS,
+    )
     as_deployed: str | None = _how(
         None,
         "also quantize the activations as this target's kernels do: the KL of the file that will run",
@@ -82,6 +91,7 @@ class MeasureResult:
     measurements: list[Measurement]
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
+    unit: str = "tokens"  # what windows are made of
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
@@ -92,7 +102,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model,
+        model.task,
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,
@@ -100,7 +110,6 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     )
     folder = new_run_folder(settings.run, model.name)
     target = settings.as_deployed
-    context = deployed(target) if target else None
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         sweep = Sweep(
@@ -108,8 +117,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             run,
             settings.engine,
             settings.memory_budget,
-            deployed=context,
-            deployed_as=target or "weights",
+            deployed=deployed(target),
+            precision=settings.precision,
         )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
@@ -133,7 +142,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result)
+    return MeasureResult(folder, measurements, noise, result, model.task.unit)
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

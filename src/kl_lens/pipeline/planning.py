@@ -27,8 +27,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import Recipe
-from kl_lens.records import Component, Estimate, Measured, Plan, SensitivityTable
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
@@ -82,7 +81,9 @@ class PlanSettings(HeldOut, Loading, OfRun):
     profile: str | None = _budget(None, "which latency profile of the run to use", metavar="NAME")
     minimise: str | None = _budget(None, "default: what has no limit", choices=("bytes", "kl", "latency"))
     formats: tuple[str, ...] = _budget((), "comma-separated; default: all measured ones", kind=NAMES)
-    frontier: bool = _budget(False, "print the whole Pareto frontier of bytes and KL")
+    frontier: bool = _budget(
+        False, "print the whole Pareto frontier of bytes and KL; with --profile, of tokens per second too"
+    )
     verify: bool = _proof(False, "measure the plan as a whole")
     rivals: str | None = _proof(
         None,
@@ -128,6 +129,7 @@ class PlanResult:
     written_to: Path | None = None
     differences: Sequence[planning.Difference] | None = None  # of --compare
     frontier: planning.Frontier | None = None
+    surface: Sequence[planning.SurfacePoint] | None = None  # the same with speeds
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
@@ -141,10 +143,9 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
         aim = Aim(settings, run, bench)
         if settings.frontier:
-            problem = planning.build_problem(
-                table, **settings.menu(table), **aim.holding, metric=_metric(settings, table, events)
-            )
-            return PlanResult(table, frontier=planning.pareto_frontier(problem))
+            return _frontier(settings, run, table, aim, events)
+        if not settings.dry_run:
+            run.note_command(["kl-lens", *command_of(settings)])
         plans = _made(settings, run, table, aim, events)
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, aim, events)
@@ -153,10 +154,26 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
-        run.note_command(["kl-lens", *command_of(settings)])
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
         return PlanResult(table, plans, folder)
+
+
+def _frontier(
+    settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
+) -> PlanResult:
+    latency = _latency(settings.profile, run, settings.target) if settings.profile else None
+    problem = planning.build_problem(
+        table,
+        latency=latency,
+        metric=_metric(settings, table, events),
+        fixed_bytes=aim.besides if aim.target else 0,
+        **settings.menu(table),
+        **aim.holding,
+    )
+    if latency is not None:
+        return PlanResult(table, surface=planning.pareto_surface(problem))
+    return PlanResult(table, frontier=planning.pareto_frontier(problem))
 
 
 class Aim:
@@ -176,7 +193,7 @@ class Aim:
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
         """The model on held-out text, computing as the target does: one half decides, one confirms."""
-        held_out = self._bench.held_out(self._settings, self._run, self.model.require_tokenizer())
+        held_out = self._bench.held_out(self._settings, self._run, self.model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
@@ -195,24 +212,7 @@ class Aim:
     @property
     def holding(self) -> dict[str, Any]:
         """What the target allows, as an argument of planners."""
-        target = self.target
-        if target is None:
-            return {}
-
-        def allowed(component: Component, recipe: str) -> bool | str:
-            fmt = Recipe.parse(recipe).grid
-            reason = target.holds(fmt, component.shape)
-            if (
-                reason is None
-                and fmt.bytes(component.shape) + target.overhead(fmt) > 2 * component.parameters
-            ):
-                reason = "the file would not become smaller"
-            return reason or True
-
-        def overhead(component: Component, recipe: str) -> int:
-            return target.overhead(Recipe.parse(recipe).grid)
-
-        return {"allowed": allowed, "overhead": overhead}
+        return planning.holding(self.target)
 
     def sized(self, plan: Plan) -> Plan:
         """The plan as one for this target: with the size of its file."""
@@ -225,7 +225,7 @@ class Aim:
         """What `make` gives for a file's bytes besides the weights, so that the file is no larger than asked."""
         if self.target is None or max_bytes is None:
             return self.sized(make(0))
-        besides = self._bare_besides()
+        besides = self.besides
         for _ in range(ROUNDS):
             plan = self.sized(make(besides))
             size = plan.file_bytes
@@ -238,7 +238,9 @@ class Aim:
             "raise the budget"
         )
 
-    def _bare_besides(self) -> int:
+    @property
+    def besides(self) -> int:
+        """What the target's file needs besides the weights, as far as no recipe changes it."""
         weights = sum(2 * c.parameters for c in self.model.anatomy.components)
         return self.sized(Plan("fp16", {}, "fp16", bytes=weights)).fixed_bytes
 
@@ -312,14 +314,15 @@ def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, even
         )
     meter = aim.halves[0]
 
+    # One standard error on top of either: a little text must not talk us into too small a plan.
     def lost_perplexity(assignment: Mapping[str, str]) -> float:
         effect = meter.measure(assignment)
-        # One standard error of the change on top: a little text must not talk us into too small a plan.
         change = effect.delta_cross_entropy
         return change.value + change.standard_error
 
     def lost_kl(assignment: Mapping[str, str]) -> float:
-        return meter.measure(assignment).kl.value
+        kl = meter.measure(assignment).kl
+        return kl.value + kl.standard_error
 
     if settings.max_drop is not None:
         asked, loss, allowed = spell_share(settings.max_drop), lost_perplexity, math.log1p(settings.max_drop)
@@ -333,7 +336,7 @@ def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, even
     )
     events.note(
         f"within {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
-        f"per token on {meter.text.label}"
+        f"per token, one standard error included, on {meter.text.label}"
     )
     return replace(result.plan, limits=limits)
 
@@ -342,7 +345,7 @@ def _within_budget(
     settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
 ) -> Plan:
     timed = settings.max_latency or settings.minimise == "latency" or settings.profile
-    latency = _latency(settings.profile, run) if timed else None
+    latency = _latency(settings.profile, run, settings.target) if timed else None
     metric = _metric(settings, table, events)
     solutions: list[planning.BudgetSolution] = []
 
@@ -434,11 +437,16 @@ def judged(ours: Plan, rivals: Sequence[Plan], meter: PlanMeter) -> planning.Con
     return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
 
 
-def _latency(name: str | None, run: Run) -> dict[tuple[str, str], float]:
-    """A profile is stored as {component: {format: seconds}}."""
+def _latency(name: str | None, run: Run, target: str | None) -> dict[tuple[str, str], float]:
+    """A profile is stored as {component: {format: seconds}}, under its target and device."""
     profiles = run.load_all("latency")
+    if target is not None:
+        profiles = {key: value for key, value in profiles.items() if key.startswith(f"{target}-")}
     if not profiles:
-        raise PlanError(f"{run.folder} holds no latency profile; make one with: kl-lens benchmark --layers")
+        whose = f" of {target}" if target else ""
+        raise PlanError(
+            f"{run.folder} holds no latency profile{whose}; make one with: kl-lens benchmark --layers"
+        )
     if name is not None and name not in profiles:
         raise PlanError(f"no latency profile {name!r}; the run has {', '.join(profiles)}")
     profile = profiles[name] if name else list(profiles.values())[-1]

@@ -13,14 +13,13 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import SIZE, Loading, OfRun, command_of, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
-from kl_lens.runs import CALIBRATION, EVALUATION, WEIGHTS, Run
+from kl_lens.runs import CALIBRATION, EVALUATION, Run
+from kl_lens.sensitivity.correlation import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
-from kl_lens.sensitivity.ranking import Ranking
-from kl_lens.sensitivity.ranking import rank as compare_metrics
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.targets import deployed
-from kl_lens.text import Windows, draw_windows, refuse_overlap
+from kl_lens.text import Windows, refuse_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +38,11 @@ def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
     with Run.open(settings.run_folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         model = bench.model_of(run, settings)
-        tokenizer = model.require_tokenizer()
-        length = bench.calibration(run, tokenizer).length
+        length = bench.calibration(run, model.task).length
         held_out = bench.in_order(
-            settings.evaluation_text, tokenizer, length=length, limit=settings.evaluation_windows
+            settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
-        bench.refuse_overlap(run, held_out, tokenizer)
+        bench.refuse_overlap(run, held_out, model.task)
         with going_on(run.folder):
             return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events)
 
@@ -62,28 +60,19 @@ def rank_run(
     candidates = _measured(run)
     calibration = run.text_identity(CALIBRATION)
     assert calibration is not None
-    target = run.usual_target
-    context = deployed(target) if target else None
-
-    model.weights.learnt_by(
-        candidate.format for candidate in candidates
-    )  # has its statistics before a bar is shown
+    kernels = deployed(run.usual_target)
+    # It has its statistics before a bar is shown.
+    model.weights.learnt_by(candidate.format for candidate in candidates)
 
     def sweep(windows: Windows, role: str, title: str) -> None:
         with events.progress(title) as progress:
-            Sweep(
-                model,
-                run,
-                memory_budget=memory_budget,
-                progress=progress,
-                deployed=context,
-                deployed_as=target or WEIGHTS,
-            ).measure(candidates, windows, role)
+            how = Sweep(model, run, memory_budget=memory_budget, progress=progress, deployed=kernels)
+            how.measure(candidates, windows, role)
 
     sweep(held_out, EVALUATION, "damage on held-out text")
     how = {name: calibration[name] for name in ("windows", "length", "seed")}
     for text in other_texts:
-        other = draw_windows(text, model.require_tokenizer(), **how)
+        other = model.task.drawn(text, **how)
         refuse_overlap(other, held_out)
         sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
     ranking = compare_metrics(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,16 +26,28 @@ class ReportSettings(OfRun):
     compare: tuple[Path, ...] = option(
         (), "other runs to put beside it, on one page", nargs="+", metavar="RUN"
     )
+    open: bool = option(False, "open it in the browser")
 
 
 @dataclass(frozen=True)
 class ReportResult:
     path: Path
+    opened: bool | None = None  # None: nobody asked
 
 
 def report(settings: ReportSettings, events: Events) -> ReportResult:
+    path = _written(settings)
+    if not settings.open:
+        return ReportResult(path)
+    opened = webbrowser.open(path.resolve().as_uri())
+    if not opened:
+        events.warn(f"no browser was found here; open {path} yourself")
+    return ReportResult(path, opened)
+
+
+def _written(settings: ReportSettings) -> Path:
     if settings.compare:
         first = [Path(settings.run)] if settings.run else []
-        return ReportResult(write_comparison([*first, *settings.compare], settings.out))
+        return write_comparison([*first, *settings.compare], settings.out)
     with Run.open(settings.run_folder) as run:
-        return ReportResult(write_report(run, settings.out))
+        return write_report(run, settings.out)

@@ -37,6 +37,7 @@ from kl_lens.pipeline.settings import (
     NAMES,
     SHARE,
     SIZE,
+    THREADS,
     HeldOut,
     OfModel,
     chosen_targets,
@@ -102,7 +103,7 @@ class RunSettings(HeldOut, Calibration, OfModel):
     task_data: Path | None = _proof(None, "local task files, instead of the hub", metavar="DIR")
     task_limit: int | None = _proof(None, "examples of each task", kind=COUNT)
     repeats: int = _proof(3, "of timings", kind=COUNT)
-    threads: int | None = _proof(None, "of the runtimes (default: all)", kind=COUNT)
+    threads: int | None = _proof(None, "of the runtimes (default: all)", kind=THREADS)
     prompt: str | None = _proof(None, "for the samples of text (default: two of our own)")
     without: tuple[str, ...] = _proof(
         (), "of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
@@ -131,6 +132,8 @@ class RunResult:
     stage_seconds: dict[str, float]
     failed: list[str]  # commands whose results nothing else needed
     seconds: float
+    generates: bool = True  # the model writes text
+    unit: str = "tokens"  # what it is judged by
 
     @property
     def exit_code(self) -> int:
@@ -144,12 +147,14 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        journal.note_command(["kl-lens", *command_of(settings)])
-    stages = Stages(folder, bench, events, again=settings.again)
-    with going_on(folder):
-        plans, exported = _Course(settings, model, stages, events).run()
+        journal.note_command(["kl-lens", *command_of(settings)])  # and keeps others out until the end
+        events.keep_in(folder)
+        stages = Stages(folder, bench, events, again=settings.again)
+        with going_on(folder):
+            plans, exported = _Course(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
-    return RunResult(settings, folder, plans, exported, stages.seconds, stages.failures, seconds)
+    how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
+    return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
 
 
 class _Course:
@@ -185,9 +190,13 @@ class _Course:
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
             self._evaluate(every, tuple(exported) or (TORCH,))
-            self._write_samples(exported)
-        if "benchmark" not in settings.without and exported:
-            self._benchmark(every, tuple(exported))
+        if self.model.task.generates:
+            if "evaluate" not in settings.without:
+                self._write_samples(exported)
+            if "benchmark" not in settings.without and exported:
+                self._benchmark(every, tuple(exported))
+        else:
+            self.events.note("no samples and no timing: both are of text, and this model classifies images")
         if "report" not in settings.without:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
@@ -296,10 +305,10 @@ class _Course:
                 outputs=[f"artifacts/{target}/{name}/artifact.json" for name in plans],
             )
         except UnsupportedError as error:
-            self.events.warn(f"not exported to {target}: {error}")
+            self.events.fail(f"not exported to {target}: {error}")
             return False
         except TargetError as error:
-            self.events.warn(str(error))
+            self.events.fail(str(error))
             self.stages.failures.append(f"export --target {target}")
             return False
         return True
@@ -314,7 +323,7 @@ class _Course:
                 targets=targets,
                 perplexity=settings.evaluation_text,
                 divergence="",
-                window=settings.window_length,
+                window=settings.window_length or self.model.task.window_length,
                 limit=settings.evaluation_windows,
                 **{name: getattr(settings, name) for name in shared},
                 **self.of_run,
@@ -332,7 +341,7 @@ class _Course:
                 files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
                 store_continuations(journal, self.model, files, prompts)
         except (KLLensError, RuntimeError, OSError) as error:
-            self.events.warn(f"no samples of text: {error}")
+            self.events.fail(f"no samples of text: {error}")
             self.stages.failures.append("generate")
         self.stages.seconds["samples"] = time.perf_counter() - begin
 

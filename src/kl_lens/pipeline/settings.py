@@ -5,7 +5,6 @@ The command line, a YAML file and Python fill the same dataclasses, and `command
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +17,7 @@ from kl_lens import units
 from kl_lens.errors import KLLensError
 from kl_lens.targets import TARGETS
 
-VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid"
+VERB_MODEL = "folder, hub id, or reference: and one of mamba, mamba2, hybrid, hymba, vision"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 
@@ -38,7 +37,16 @@ def _positive(text: str) -> int:
     return value
 
 
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MOST_THREADS:
+        raise ValueError(f"{text} is more than {MOST_THREADS}")
+    return value
+
+
+MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
+THREADS = Kind(_threads, metavar="N")
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
 TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
@@ -189,6 +197,14 @@ class Loading(Settings):
     dtype: str = loading("float32", "what to compute in")
     device: str = loading("cpu", "where to compute")
     trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
+    task: str | None = loading(
+        None, "what the model is asked (default: what its config.json says)", choices=("text", "image")
+    )
+    images: str | None = loading(
+        None,
+        "images for a classifier, in place of text: a folder of CLASS/*.png, with or without train/, val/ and test/",
+        metavar="FOLDER",
+    )
 
     @property
     def how(self) -> dict[str, Any]:
@@ -196,7 +212,7 @@ class Loading(Settings):
         return {name: getattr(self, name) for name in _LOADING_NAMES}
 
 
-_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code")
+_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +243,7 @@ class HeldOut(Settings):
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
     """--run DIR, or runs/<model>."""
-    return Path(run) if run else Path("runs") / re.sub(r"[^\w.-]+", "-", model_name).strip("-")
+    return Path(run) if run else Path("runs") / units.tag_of(model_name)
 
 
 def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:

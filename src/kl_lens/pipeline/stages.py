@@ -71,7 +71,7 @@ class Stages:
         except KLLensError as error:
             if not optional:
                 raise
-            self._events.warn(str(error))
+            self._events.fail(str(error))
             return False
         finally:
             spent = time.perf_counter() - begin

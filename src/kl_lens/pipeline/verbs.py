@@ -26,6 +26,8 @@ HOMES = {
     "generate": "generating",
     "report": "reporting",
     "import-legacy": "importing",
+    "doctor": "doctoring",
+    "runtime": "doctoring",
 }
 
 

@@ -25,7 +25,7 @@ from kl_lens.planning.pareto import undominated
 from kl_lens.planning.predict import finished_plan
 from kl_lens.planning.problem import Problem
 from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl
+from kl_lens.units import human_bytes
 
 MOST_POINTS = 30_000
 
@@ -69,16 +69,6 @@ class Frontier:
             raise BudgetError(
                 f"{human_bytes(max_bytes)} cannot be met: the frontier runs from {human_bytes(int(self.sizes[0]))} "
                 f"to {human_bytes(int(self.sizes[-1]))}; raise the budget"
-            )
-        return self[index]
-
-    def at_kl(self, max_kl: float) -> FrontierPoint:
-        """The smallest point within a predicted KL."""
-        index = bisect.bisect_left((-self.kls).tolist(), -max_kl)
-        if index == len(self):
-            raise BudgetError(
-                f"KL {human_kl(max_kl)} cannot be met: the frontier runs from {human_kl(float(self.kls[-1]))} "
-                f"to {human_kl(float(self.kls[0]))}; raise the budget"
             )
         return self[index]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, recipe_of, stored_recipe
@@ -16,6 +17,9 @@ from kl_lens.planning.predict import (
     require_sane,
 )
 from kl_lens.records import Component, SensitivityTable
+
+if TYPE_CHECKING:
+    from kl_lens.targets import Target
 
 # Seconds that one component takes in one format (or recipe), measured on the target.
 LatencyTable = Mapping[tuple[str, str], float]
@@ -69,32 +73,6 @@ class Problem:
             for member in group.members
         }
 
-    def selection(self, assignment: Mapping[str, str]) -> list[int]:
-        """The inverse of `assignment`; fails where a group's members disagree or a recipe is no choice."""
-        indices = []
-        free = {member for group in self.groups for member in group.members}
-        for name, wanted in assignment.items():
-            if name not in free and wanted != FP16:
-                raise PlanError(f"{name}: {wanted} asked for, but it has no choice here and stays FP16")
-        for group in self.groups:
-            recipes = {assignment.get(member, FP16) for member in group.members}
-            if len(recipes) > 1:
-                raise PlanError(
-                    f"{' and '.join(group.members)} are fused by runtimes but have {', '.join(sorted(recipes))}; "
-                    "give them one format or plan without keeping them together"
-                )
-            wanted = recipes.pop()
-            names = [choice.recipe for choice in group.choices]
-            if wanted not in names:
-                if why := self.refused.get((group.members[0], wanted)):
-                    raise PlanError(f"{group.members[0]}: {why}; change the plan")
-                raise PlanError(
-                    f"{group.members[0]}: {wanted} is not among its measured formats ({', '.join(names)}); "
-                    "measure it first"
-                )
-            indices.append(names.index(wanted))
-        return indices
-
     def totals(self, selection: Sequence[int]) -> Totals:
         chosen = [group.choices[index] for group, index in zip(self.groups, selection, strict=True)]
         return Totals(
@@ -102,6 +80,24 @@ class Problem:
             kl=math.fsum(c.kl for c in chosen),
             seconds=math.fsum([self.fixed_seconds, *(c.seconds for c in chosen)]),
         )
+
+
+def holding(target: Target | None) -> dict[str, Any]:
+    """What a target allows and what its files need for it, as arguments of `build_problem` and of every planner."""
+    if target is None:
+        return {}
+
+    def allowed(component: Component, recipe: str) -> bool | str:
+        grid = recipe_of(recipe).grid
+        reason = target.holds(grid, component.shape)
+        if reason is None and grid.bytes(component.shape) + target.overhead(grid) > 2 * component.parameters:
+            reason = "the file would not become smaller"
+        return reason or True
+
+    def overhead(component: Component, recipe: str) -> int:
+        return target.overhead(recipe_of(recipe).grid)
+
+    return {"allowed": allowed, "overhead": overhead}
 
 
 def build_problem(

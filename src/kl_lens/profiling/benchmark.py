@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from kl_lens.profiling.subjects import Failure, Outcome, Timed, read_all
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
 from kl_lens.subjects import current_results
+from kl_lens.targets.base import Target
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
@@ -97,7 +97,12 @@ class Benchmark:
         notes: list[str] = []
         usable = [s for s in subjects if self._has_place(s, notes)]
         if layers:
-            self._table()  # refused now rather than after the measuring
+            self._tables(usable)  # refused now rather than after the measuring
+        for target in {s.target.name: s.target for s in usable}.values():
+            if (health := target.health()).problem:
+                notes.append(
+                    f"{target.title} ({health.runtime}) is {health.problem}; to mend it: {health.mend}"
+                )
         report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes)
         self.started(self._steps(usable, layers, formats))
         for timing in self.timings:
@@ -115,18 +120,18 @@ class Benchmark:
     def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
         steps = sum(timing.steps(subjects, self.settings) for timing in self.timings)
         if layers:
-            table = self._table()
-            targets = {s.target.name: s.target for s in subjects}.values()
-            steps += sum(target.latency_steps(table, formats or table.formats) for target in targets)
+            steps += sum(
+                t.latency_steps(table, formats or table.formats) for t, table in self._tables(subjects)
+            )
         return max(steps, 1)
 
     def _measure_layers(
         self, subjects: Sequence[Timed], report: Report, formats: Sequence[str] | None
     ) -> None:
         assert self.run is not None
-        table, settings = self._table(), self.settings
+        settings = self.settings
         measured = self._measured(subjects, report)
-        for target in {s.target.name: s.target for s in subjects}.values():
+        for target, table in self._tables(subjects):
             request = LatencyRequest(
                 table,
                 formats or table.formats,
@@ -164,12 +169,14 @@ class Benchmark:
                 )
         return timed
 
-    def _table(self) -> SensitivityTable:
+    def _tables(self, subjects: Sequence[Timed]) -> list[tuple[Target, SensitivityTable]]:
+        """What a latency table is about: for each target what was measured as it computes, or else for nobody."""
         if self.run is None:
             raise TargetError(
                 "--layers needs a run: its components are what a latency table is about; give --run DIR"
             )
-        return self.run.table()
+        targets = {s.target.name: s.target for s in subjects}.values()
+        return [(target, self.run.table(target=target.name)) for target in targets]
 
     def store(self, profile: Profile, partial: bool = False) -> None:
         if self.run is not None:
@@ -200,8 +207,3 @@ def quick(settings: UseSettings) -> UseSettings:
         new_tokens=min(settings.new_tokens, QUICK_TOKENS),
         quick=True,
     )
-
-
-def tag_of(model: str) -> str:
-    """A model's name as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"

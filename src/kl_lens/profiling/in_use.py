@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kl_lens.errors import KLLensError
+from kl_lens.environment import processors
+from kl_lens.errors import KLLensError, last_line
 from kl_lens.profiling.bound import decode_bound, prefill_bound
-from kl_lens.profiling.machine import Machine, processors
+from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
@@ -187,7 +188,7 @@ def benchmark_use(
 
 def reason_of(subject: Timed, error: Exception) -> str:
     """The last line of an error, with the artifact's path in it."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    reason = last_line(error)
     return reason if str(subject.path) in reason else f"{subject.path}: {reason}"
 
 

@@ -6,7 +6,6 @@ the same machine, with the same load from elsewhere.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -18,17 +17,12 @@ import numpy.typing as npt
 import psutil
 import torch
 
+from kl_lens.environment import processors
+
 MIB = 1 << 20
 SMALLEST_BUFFER = 256 * MIB
 _CACHES = Path("/sys/devices/system/cpu")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def last_level_cache(root: Path = _CACHES) -> int | None:

@@ -7,13 +7,12 @@ Linux lets a child inherit the peak of the process that started it, and a benchm
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kl_lens.environment import for_child, peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.records import Record
 from kl_lens.targets import TARGETS, RuntimeSettings
@@ -28,10 +27,7 @@ def resident(field: str) -> int:
         for line in _STATUS.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return 1024 * int(line.split()[1])
-    peak = resource.getrusage(
-        resource.RUSAGE_SELF
-    ).ru_maxrss  # no /proc: macOS, where only the peak is to be had
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_memory()  # no /proc: macOS, where only the peak is to be had
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,8 @@ def fresh_process(place: Path, target: str, settings: RuntimeSettings) -> Memory
     arguments += ["--gpu-layers", str(settings.gpu_layers)]
     if settings.threads is not None:
         arguments += ["--threads", str(settings.threads)]
-    # A target may come from anywhere: what can be imported here can be imported there.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", CHILD, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=for_child())
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
         reason = lines[-1] if lines and done.returncode > 0 else f"the process ended with {done.returncode}"

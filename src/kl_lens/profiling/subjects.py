@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kl_lens.errors import KLLensError, TargetError
-from kl_lens.records import Artifact, Profile
+from kl_lens.records import ARTIFACT, Artifact, Profile, Subject
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import ARTIFACT, Subject, artifact_digest, file_digest, outside_path
+from kl_lens.subjects import artifact_digest, file_digest, outside_path
 from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
 
 

@@ -8,6 +8,7 @@ from statistics import median
 from kl_lens.records import Estimate, Profile
 from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
+from kl_lens.reporting.explorer import explorer
 from kl_lens.reporting.figures.damage import METRIC_NAMES
 from kl_lens.reporting.figures.kinds import spread_rows, values_by_kind
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
@@ -63,7 +64,8 @@ def _runs(views: Sequence[RunView], names: Sequence[str]) -> Html:
     rows = [[label, *(column[label] for column in facts)] for label in facts[0]]
     columns = [text_column(""), *(text_column(name) for name in names)]
     words = "Perplexities of different models or texts are no contest; KL and the change against the original are."
-    return join([table(columns, rows, sortable=False, caption="Side by side"), note(words)])
+    side_by_side = table(columns, rows, sortable=False, caption="Side by side")
+    return join([side_by_side, note(words), explorer(views, names)])
 
 
 def _facts(view: RunView) -> dict[str, str]:
@@ -168,23 +170,21 @@ def _overlay(
 
 
 def _frontiers(views: Sequence[RunView], names: Sequence[str]) -> Html | None:
-    lines = [
-        [(100 * b / view.fp16_bytes, kl) for b, kl in view.frontier if kl > 0] if view.fp16_bytes else []
-        for view in views
-    ]
+    """Of each run, its first target's."""
+    lines = []
+    for view in views:
+        space = next(iter(view.spaces.values()), None)
+        base = view.fp16_of(space.target) if space else 0
+        lines.append([(100 * b / base, kl) for b, kl in space.frontier if kl > 0] if space else [])
     every = [point for points in lines for point in points]
     if not every:
         return None
-    plot = Plot(
-        "Predicted frontiers",
-        linear([x for x, _ in every]),
-        logarithmic([y for _, y in every]),
-        "size, % of FP16",
-        "predicted KL of the best plan, nats per token (log)",
-    )
+    x, y = linear([x for x, _ in every]), logarithmic([y for _, y in every])
+    title, axis = "Predicted frontiers", "predicted KL of the best plan, nats per token (log)"
+    plot = Plot(title, x, y, "size, % of FP16", axis)
     for index, points in enumerate(lines):
         plot.curve(points, _style(index)[0])
-    return figure("Predicted frontiers", plot.render(), "What the best plan of each size is predicted to do.")
+    return figure(title, plot.render(), "What the best plan of each size is predicted to do.")
 
 
 def _kinds(views: Sequence[RunView], names: Sequence[str]) -> Html | None:

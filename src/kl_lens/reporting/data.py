@@ -19,8 +19,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kl_lens import planning
-from kl_lens.errors import PlanError, RunError
+from kl_lens.calibration import StoredStatistics
+from kl_lens.errors import RunError
+from kl_lens.journal import checks_rows
 from kl_lens.records import (
     ARTIFACT,
     ORIGINAL,
@@ -34,13 +35,12 @@ from kl_lens.records import (
     Subject,
 )
 from kl_lens.reporting.plans import PlanView, read_plans
+from kl_lens.reporting.spaces import Line, Space, read_spaces
 from kl_lens.runs import Result, Run
-from kl_lens.sensitivity.ranking import Correlation, Point, Ranking, Reliability
+from kl_lens.sensitivity.correlation import Correlation, Point, Ranking, Reliability
 from kl_lens.subjects import current_results
 
 KL = "kl_teacher_to_student"
-FRONTIER_POINTS = 160
-_FRONTIER_STATES = 4_000  # enough for a line on paper, and quick on a large model
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -74,7 +74,7 @@ class RunView:
     noise: float | None  # KL of the original against itself
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
-    frontiers: dict[str | None, tuple[tuple[int, float], ...]]  # target → bytes of its file, predicted KL
+    spaces: dict[str | None, Space]  # by target
     artifacts: dict[str, Artifact]
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
@@ -83,6 +83,7 @@ class RunView:
     texts: dict[str, dict[str, Any]]
     measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
+    seen: dict[str, dict[str, Any]]  # component → its weights' spread, its inputs' largest columns
 
     @property
     def model(self) -> str:
@@ -94,12 +95,13 @@ class RunView:
 
     @property
     def fp16_bytes(self) -> int:
-        return sum(2 * c.parameters for c in self.components)
+        """Known as soon as the model is, also before anything is measured."""
+        return sum(2 * int(c["parameters"]) for c in self.identity.get("components", ()))
 
-    @property
-    def frontier(self) -> tuple[tuple[int, float], ...]:
-        """Of weights, whoever stores them."""
-        return self.frontiers[None]
+    def frontier(self, target: str | None) -> Line:
+        """The target's own; of what it has none, that of weights alone."""
+        space = self.spaces.get(target) or self.spaces.get(None)
+        return space.frontier if space else ()
 
     def fp16_of(self, target: str | None) -> int:
         """Bytes of FP16: of the target's file where there is one, else of the weights."""
@@ -135,6 +137,7 @@ def plan_or_file(subject: Subject) -> str:
     return subject.own_plan or subject.label
 
 
+@checks_rows
 def collect(run: Run) -> RunView:
     """Reads a run. What is not there is None or empty; what cannot be read is an error that names it."""
     identity = run.identity
@@ -142,9 +145,14 @@ def collect(run: Run) -> RunView:
     if table is not None and not table.measurements:
         table = None
     noise = run.load("noise", run.measured_role()) or {}
-    plans = read_plans(
-        run.folder / "plans", tuple(Component.from_json(c) for c in identity.get("components", []))
-    )
+    components = tuple(Component.from_json(c) for c in identity.get("components", []))
+    if any(component.parameters < 1 for component in components):
+        raise ValueError("a component without parameters")
+    plans = read_plans(run.folder / "plans", components)
+    artifacts = {
+        name: _record(run, "artifact", name, value, Artifact)
+        for name, value in run.load_all("artifact").items()
+    }
     return RunView(
         folder=str(run.folder),
         identity=identity,
@@ -152,11 +160,8 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        frontiers={None: _frontier(table), **_target_frontiers(run, plans)},
-        artifacts={
-            name: _record(run, "artifact", name, value, Artifact)
-            for name, value in run.load_all("artifact").items()
-        },
+        spaces=read_spaces(run, plans, artifacts),
+        artifacts=artifacts,
         scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
         profiles=_profiles(run),
         generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
@@ -164,6 +169,7 @@ def collect(run: Run) -> RunView:
         measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
+        seen=held.shown() if (held := StoredStatistics.held_by(run.folder)) else {},
     )
 
 
@@ -241,28 +247,3 @@ def _point(value: Mapping[str, Any]) -> Point:
         damage=Estimate(**value["damage"]),
         delta_perplexity=Estimate(**value["delta_perplexity"]),
     )
-
-
-def _target_frontiers(
-    run: Run, plans: tuple[PlanView, ...]
-) -> dict[str | None, tuple[tuple[int, float], ...]]:
-    """As each target computes, in bytes of its file as our own plan has them."""
-    ours = {p.target: p.plan for p in plans if p.target and p.family != "stock"}
-    return {
-        target: tuple(
-            (size, kl * float(plan.notes.get("interaction", 1.0)))
-            for size, kl in _frontier(run.table(target=target), plan.fixed_bytes)
-        )
-        for target, plan in ours.items()
-    }
-
-
-def _frontier(table: SensitivityTable | None, fixed_bytes: int = 0) -> tuple[tuple[int, float], ...]:
-    if table is None or not table.measurements:
-        return ()
-    try:
-        problem = planning.build_problem(table, fixed_bytes=fixed_bytes)
-    except PlanError:  # too little was measured to plan with
-        return ()
-    frontier = planning.pareto_frontier(problem, _FRONTIER_STATES)
-    return tuple((point.bytes, point.kl) for point in frontier.thinned(FRONTIER_POINTS))

@@ -68,8 +68,9 @@ _DARK_RAMP = ((0.27, 0.02, -0.055), (0.46, 0.12, -0.055), (0.67, 0.14, 0.06), (0
 
 
 def format_class(name: str) -> str:
-    """The CSS class that colours a format; one that nobody registered gets a neutral one."""
-    return f"f-{name.lower()}" if name.lower() in _FORMATS else "f-other"
+    """The CSS class that colours a recipe's format; one that nobody registered gets a neutral one."""
+    grid = name.lower().partition("+")[0]
+    return f"f-{grid}" if grid in _FORMATS else "f-other"
 
 
 def series_class(index: int) -> str:

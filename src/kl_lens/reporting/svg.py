@@ -6,6 +6,7 @@ turns it into a tooltip that also follows the keyboard and the finger.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from kl_lens.records import Estimate
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.scales import Scale
 
+CROWD = 200  # marks of one figure beyond which only those with a label say what they are
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "down", "star", "plus")
 # Width of a character in the units of the drawing. Text is never measured, only estimated, and fonts differ: these are
 # for a wide one at the size that phones get.
@@ -38,9 +40,9 @@ def polyline(points: Sequence[tuple[float, float]], class_: str) -> Html:
     return tag("path", d="M" + "L".join(f"{places(x)} {places(y)}" for x, y in points), class_=class_)
 
 
-def titled(class_: str, title: str, d: str) -> Html:
-    """A path that can be hovered, focused and read aloud."""
-    return tag("path", tag("title", title), class_=class_, d=d)
+def titled(class_: str, title: str, d: str, plan: str | None = None) -> Html:
+    """A path that can be hovered, focused and read aloud; one that stands for a plan can be pinned."""
+    return tag("path", tag("title", title), class_=class_, d=d, data_plan=plan)
 
 
 def outline(shape: str, x: float, y: float, r: float) -> str:
@@ -95,10 +97,10 @@ class Mark:
     colour: str  # a class of palette.py
     shape: str = "circle"
     radius: float = 4.5
-    x_error: tuple[float, float] | None = None  # low and high ends
-    y_error: tuple[float, float] | None = None
+    y_error: tuple[float, float] | None = None  # low and high ends
     label: str | None = None
     emphasis: bool = False
+    plan: str | None = None  # TARGET/PLAN, for the script
 
 
 def ends(estimate: Estimate) -> tuple[float, float] | None:
@@ -125,6 +127,7 @@ class Plot:
     bottom: float = 44
     marks: list[Mark] = field(default_factory=list)
     below: list[Html] = field(default_factory=list)
+    data: dict[str, str] = field(default_factory=dict)  # attributes for the script
 
     def __post_init__(self) -> None:
         self.x = self.x.placed(self.left, self.width - self.right)
@@ -140,27 +143,35 @@ class Plot:
         drawn = [m for m in self.marks if self.x.holds(m.x) and self.y.holds(m.y)]
         parts = [*self._axes(), *self.below]
         parts += [error for mark in drawn for error in self._errors(mark)]
-        parts.append(tag("g", *(self._mark(m) for m in drawn), class_="marks"))
+        told = drawn if len(drawn) <= CROWD else [m for m in drawn if m.label]
+        crowd: dict[str, list[str]] = {}
+        for mark in drawn if len(drawn) > CROWD else ():
+            place = outline(mark.shape, self.x(mark.x), self.y(mark.y), mark.radius)
+            crowd.setdefault(mark.colour, []).append(place)
+        parts += [tag("path", d="".join(paths), class_=f"m {colour}") for colour, paths in crowd.items()]
+        parts.append(tag("g", *(self._mark(m) for m in told), class_="marks"))
         parts += self._labels(drawn)
-        return drawing(self.title, self.width, self.height, *parts)
+        return drawing(self.title, self.width, self.height, *parts, **self.data)
+
+    def frame(self, unit: float) -> str:
+        """Where the scales lie, for a script that adds a mark; `unit`: what the x axis counts in."""
+
+        def ends_of(scale: Scale) -> list[float | bool]:
+            return [scale.low, scale.high, scale.start, scale.end, scale.kind == "log"]
+
+        return json.dumps({"x": ends_of(self.x), "y": ends_of(self.y), "unit": unit})
 
     def _mark(self, mark: Mark) -> Html:
         kind = "m loud" if mark.emphasis else "m"
         radius = mark.radius + (2 if mark.emphasis else 0)
         path = outline(mark.shape, self.x(mark.x), self.y(mark.y), radius)
-        return titled(f"{kind} {mark.colour}", mark.title, path)
+        return titled(f"{kind} {mark.colour}", mark.title, path, mark.plan)
 
     def _errors(self, mark: Mark) -> list[Html]:
-        bars = []
-        if mark.y_error is not None:
-            low, high = (self._inside(self.y, v) for v in mark.y_error)
-            x = self.x(mark.x)
-            bars.append(line(x, self.y(low), x, self.y(high), f"err {mark.colour}"))
-        if mark.x_error is not None:
-            low, high = (self._inside(self.x, v) for v in mark.x_error)
-            y = self.y(mark.y)
-            bars.append(line(self.x(low), y, self.x(high), y, f"err {mark.colour}"))
-        return bars
+        if mark.y_error is None:
+            return []
+        x, (low, high) = self.x(mark.x), (self.y(self._inside(self.y, v)) for v in mark.y_error)
+        return [line(x, low, x, high, f"err {mark.colour}")]
 
     @staticmethod
     def _inside(scale: Scale, value: float) -> float:
@@ -224,7 +235,9 @@ class Plot:
         return all(right <= a or left >= c or bottom <= b or top >= d for a, b, c, d in taken)
 
 
-def drawing(title: str, width: float, height: float, *parts: Html, class_: str | None = None) -> Html:
+def drawing(
+    title: str, width: float, height: float, *parts: Html, class_: str | None = None, **data: str
+) -> Html:
     """An SVG that fills its column, and never grows beyond a comfortable size."""
     return tag(
         "svg",
@@ -234,6 +247,7 @@ def drawing(title: str, width: float, height: float, *parts: Html, class_: str |
         aria_label=title,
         class_=class_,
         style=f"max-width:{places(1.25 * width)}px",
+        **data,
     )
 
 

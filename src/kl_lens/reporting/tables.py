@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import Component, Measurement
+from kl_lens.records import Component, Estimate, SensitivityTable
 from kl_lens.reporting.data import KL
-from kl_lens.reporting.markup import Html, join, tag
-from kl_lens.reporting.numbers import number
+from kl_lens.reporting.markup import Html, tag
+from kl_lens.reporting.numbers import with_error
 from kl_lens.reporting.plans import PlanView
-
-# About 200 bytes a row; more than these would not fit into a page that opens at once.
-MOST_ROWS = 5000
 
 
 @dataclass(frozen=True)
@@ -70,83 +67,47 @@ def _cell(value: object, column: Column) -> Html:
     return tag("td", value, class_=style)
 
 
-_LAYER_COLUMNS = (
-    text_column("component"),
-    text_column("kind"),
-    Column("block"),
-    Column("weights"),
-    text_column("format"),
-    Column("KL", hint="KL(original ‖ quantized), nats per token"),
-    Column("± KL", hint="standard error over windows"),
-    Column("reverse KL", hint="KL(quantized ‖ original), nats per token"),
-    Column("MSE", hint="mean squared error of the logits"),
-    Column("SQNR dB", hint="signal to quantization noise ratio of the logits; larger is better"),
-    Column("ΔCE", hint="change in cross-entropy against the true next token, nats per token"),
-    Column("± ΔCE", hint="standard error over windows"),
-    Column("same top %", hint="tokens whose most likely next token stays the same"),
-    Column("KL p99", hint="99th percentile over tokens"),
-    Column("in the plan", number=False, hint="format of this component in the recommended plan"),
-)
-
-
-def layer_table(
-    components: Sequence[Component], measurements: Sequence[Measurement], recommended: PlanView | None
-) -> Html:
-    """One row for each component and format, with every metric, and the controls that filter them."""
-    by_name = {c.name: c for c in components}
-    shown = list(measurements)
-    note = None
-    if len(shown) > MOST_ROWS:
-        shown = sorted(shown, key=lambda m: -m.metrics[KL].value if KL in m.metrics else 0.0)[:MOST_ROWS]
-        note = tag("p", f"The {MOST_ROWS:,} most sensitive of {len(measurements):,}.", class_="note")
-    rows = [_layer_row(by_name[m.component], m, recommended) for m in shown]
-    kinds = sorted({by_name[m.component].kind for m in shown})
-    formats = list(dict.fromkeys(m.format for m in shown))
+def layer_table(measured: SensitivityTable, plan: PlanView | None, index: int) -> Html:
+    """One row for each component, KL in one column for each recipe; the other metrics are in the component's page."""
+    by_component: dict[str, dict[str, Estimate]] = {}
+    for m in measured.measurements:
+        if KL in m.metrics:
+            by_component.setdefault(m.component, {})[m.format] = m.metrics[KL]
+    shown = [c for c in measured.components if c.name in by_component]
+    formats = list(dict.fromkeys(name for row in by_component.values() for name in row))
+    columns = [text_column("component"), text_column("kind"), Column("block"), Column("weights"),
+               *(Column(name, hint=f"KL at {name}, nats per token, ± standard error") for name in formats),
+               Column("in the plan", number=False, hint="its recipe in the recommended plan")]  # fmt: skip
+    rows = [_layer_row(c, by_component[c.name], formats, plan) for c in shown]
+    identifier = f"layers-{index}" if index else "layers"
+    search = tag("input", type="search", data_filter="0", placeholder="part of a name")
+    kinds = [tag("option", kind) for kind in sorted({c.kind for c in shown})]
+    select = tag("select", tag("option", "all", value=""), *kinds, data_filter=1)
     controls = tag(
         "div",
-        tag(
-            "label", "component ", tag("input", type="search", data_filter="0", placeholder="part of a name")
-        ),
-        tag("label", "kind ", _select(1, kinds)),
-        tag("label", "format ", _select(4, formats)),
+        tag("label", "component ", search),
+        tag("label", "kind ", select),
         tag("output", f"{len(rows)} rows"),
         class_="controls",
-        data_for="layers",
+        data_for=identifier,
         hidden=True,
     )
     whole = table(
-        _LAYER_COLUMNS, rows, identifier="layers", caption="Every component in every format measured"
+        columns, rows, identifier=identifier, caption="KL of every component in every recipe, nats per token"
     )
-    return join([note, controls, Html(whole.replace('class="scroll"', 'class="scroll tall"', 1))])
-
-
-def _select(column: int, choices: Sequence[str]) -> Html:
     return tag(
-        "select", tag("option", "all", value=""), *(tag("option", c) for c in choices), data_filter=column
+        "div", controls, Html(whole.replace('class="scroll"', 'class="scroll tall"', 1)), class_="layers"
     )
 
 
-def _layer_row(component: Component, m: Measurement, recommended: PlanView | None) -> list[object]:
-    def value(name: str, digits: int = 3, factor: float = 1.0) -> str:
-        return number(m.metrics[name].value * factor, digits).replace(",", "") if name in m.metrics else "–"
-
-    def error(name: str) -> str:
-        return number(m.metrics[name].standard_error, 2) if name in m.metrics else "–"
-
+def _layer_row(
+    component: Component, kls: dict[str, Estimate], formats: Sequence[str], plan: PlanView | None
+) -> list[object]:
     return [
         component.name,
         component.kind,
         "–" if component.block is None else component.block,
         component.parameters,
-        m.format,
-        value(KL),
-        error(KL),
-        value("kl_student_to_teacher"),
-        value("mse"),
-        value("sqnr_db"),
-        value("delta_cross_entropy"),
-        error("delta_cross_entropy"),
-        value("same_top", 4, 100.0),
-        value("kl_p99"),
-        "–" if recommended is None else recommended.stored.get(component.name, "fp16"),
+        *(with_error(kls.get(f)) for f in formats),
+        "–" if plan is None else plan.stored.get(component.name, "fp16"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -31,6 +31,10 @@ class Perturbation:
 
 class Kernels(Protocol):
     """What a runtime's kernels compute with; a target hands itself in as this."""
+
+    @property
+    def name(self) -> str:
+        """Of the target."""
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that they multiply with."""
@@ -131,6 +135,15 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
     finally:
         for (parameter, _), original in zip(weights, originals, strict=True):
             parameter.data = original
+
+
+@contextmanager
+def applied(
+    model: LoadedModel, recipes: Mapping[str, str], weights: Sequence[Replacement], kernels: Kernels | None
+) -> Iterator[None]:
+    """Within, the model has these weights and, with `kernels`, the activations that those multiply with."""
+    with swapped(weights), kernels.activations(model, recipes) if kernels else nullcontext():
+        yield
 
 
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:

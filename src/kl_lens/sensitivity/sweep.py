@@ -6,15 +6,18 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, WEIGHTS, Run, role_as
+from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
+from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
 
@@ -39,6 +42,7 @@ class SweepResult:
     reused: int  # candidate-windows that the run had already
     seconds: float
     settled: Settled | None = None
+    precision: str = FLOAT32  # of products
 
 
 @dataclass
@@ -56,8 +60,8 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    deployed_as: str = (
-        WEIGHTS  # the target whose activations these are: part of the role they are filed under
+    precision: str | None = (
+        None  # of products on a GPU; when not given, the run's, or the fastest that is exact enough
     )
 
     def measure(
@@ -67,10 +71,8 @@ class Sweep:
         begin = time.perf_counter()
         self.identify(windows, role)
         self.bind(candidates)
-        text, role = role, role_as(role, self.deployed_as)
-        engine = engine_for(
-            self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
-        )
+        text, role = role, self._role(role)
+        engine = self._engine(candidates, windows.ids)
         done = self.run.measured_windows(role)
         wanted = range(len(windows))
         work = {str(c): self._work(c) for c in candidates}
@@ -92,7 +94,23 @@ class Sweep:
             measured=measured,
             reused=reused,
             seconds=time.perf_counter() - begin,
+            precision=engine.precision,
         )
+
+    def _engine(self, candidates: Sequence[Candidate], ids: torch.Tensor) -> Engine:
+        """With the precision asked for, that of the run, or the fastest that is exact enough; the run keeps it."""
+        say = self.progress.message
+        build = partial(engine_for, self.engine, self.model, ids, self.memory_budget, self.deployed, say)
+        known = self.run.identity.get("precision")
+        engine = build(self.precision or (None if known == FLOAT32 else known))
+        if self.precision is None and known is None and engine.precision == TF32X3:
+            noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
+            chosen = fastest_within(noise, _medians(engine, candidates, ids))
+            say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
+            engine = engine if chosen == engine.precision else build(chosen)
+        if isinstance(engine, FastEngine) and self.deployed is None:
+            self.run.identify({"precision": accuracy_of(engine.precision)})
+        return engine
 
     def measure_until_settled(
         self,
@@ -119,24 +137,22 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(role_as(role, self.deployed_as), *_key(candidate), windows=count)
+            samples = self.run.samples(self._role(role), *_key(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
 
+    def _role(self, text: str) -> str:
+        """What is measured on a text is filed under whose activations it was measured with."""
+        return role_as(text, self.deployed.name if self.deployed else None)
+
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
         """Fixes what the run is about, or refuses a model or a text that is not the run's."""
         self.run.identify(model_identity(self.model))
-        identity = {
-            "source": windows.source,
-            "split": windows.split,
-            "order": windows.order,
-            "length": windows.length,
-            "seed": windows.seed,
-            "stride": windows.stride,
-        }
+        known = windows.provenance()
+        identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
-        self.run.store("text", role, windows.provenance())
+        self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
         """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
@@ -159,20 +175,25 @@ class Sweep:
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
         check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
-        tokens = ids.shape[1] - 1
-        self.run.store_teacher(text, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        counts = (engine.chain.task.targets(ids[list(missing)]) >= 0).sum(1).tolist()
+        self.run.store_teacher(
+            text, [(w, n, float(e)) for w, n, e in zip(missing, counts, entropies, strict=True)]
+        )
         if self.run.load("noise", role) is None:
             self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
         measured = 0
         # Groups depend on the full list, never on what is left of it: a resumed sweep repeats the same arithmetic.
-        for group in engine.groups([c.perturbation for c in candidates]):
+        every = [c.perturbation for c in candidates]
+        groups = [
+            group
+            for group in engine.groups(every)
+            if any(not set(missing) <= done.get(_key(candidates[index]), set()) for index in group)
+        ]
+        begin = time.perf_counter()
+        for group, results in engine.in_turn(every, groups):
             members = [candidates[index] for index in group]
-            if all(set(missing) <= done.get(_key(c), set()) for c in members):
-                continue
-            begin = time.perf_counter()
-            results = engine.measure_group([c.perturbation for c in members])
-            seconds = (time.perf_counter() - begin) / len(members)
+            seconds, begin = (time.perf_counter() - begin) / len(members), time.perf_counter()
             for candidate, metrics in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
                 check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])
@@ -209,27 +230,44 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "head": anatomy.head,
         "embedding": anatomy.embedding,
         "components": [c.to_json() for c in anatomy.components],
+        **model.task.identity,
     }
 
 
 def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
-    """The teacher against itself in another batch position: what the measuring alone makes of no difference."""
+    """The teacher against itself in another batch position: what the measuring alone makes of no difference.
+
+    On tensor cores: twice the distance of what they give from float32, since teacher and student are both computed so.
+    """
     ids = ids[:windows].to(engine.chain.device)
+    sides = 1 if engine.precision == FLOAT32 else 2
     together = engine.chain.full_logits(ids)
     metrics: list[WindowMetrics] = []
     for index in range(len(ids)):
         targets = torch.full((ids.shape[1],), -1, device=ids.device)
-        alone = engine.chain.full_logits(ids[index : index + 1])[0]
+        alone = engine.logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
         metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
     summary = summarise(metrics)
-    return {
-        "kl_teacher_to_student": summary["kl_teacher_to_student"].value,
-        "kl_student_to_teacher": summary["kl_student_to_teacher"].value,
-        "mse": summary["mse"].value,
-        "kl_max": summary["kl_max"].value,
-    }
+    names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
+    return {name: sides * summary[name].value for name in names}
+
+
+def _medians(
+    engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
+) -> list[float]:
+    """Per format, the median KL of a few candidates spread over the network, on a few windows."""
+    engine.prepare(ids[:4])
+    by_format: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_format.setdefault(candidate.format, []).append(candidate)
+    medians = []
+    for members in by_format.values():
+        some = members[:: -(-len(members) // each)]
+        results = engine.measure([candidate.perturbation for candidate in some])
+        medians.append(float(np.median([summarise(w)["kl_teacher_to_student"].value for w in results])))
+    return medians
 
 
 def _key(candidate: Candidate) -> tuple[str, str]:
@@ -241,4 +279,4 @@ def _hash(ids: torch.Tensor) -> str:
 
 
 def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
-    return WindowMetrics(**{**vars(window), "window": index})
+    return replace(window, window=index)

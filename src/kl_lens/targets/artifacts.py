@@ -27,8 +27,12 @@ def read_artifact(folder: Path) -> Artifact:
         raise TargetError(f"{folder} is no exported model: it has no {RECORD_FILE}; run `kl-lens export`")
     try:
         artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
+    if outside := [name for name in artifact.files if Path(name).name != name]:
+        raise TargetError(
+            f"{path} names {outside[0]!r}, which is no file of its folder; export the model again"
+        )
     missing = [name for name in artifact.files if not (folder / name).exists()]
     if missing:
         raise TargetError(f"{folder}: {missing[0]} is missing; export the model again")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
@@ -74,6 +74,16 @@ class ExportOption:
     given: Any = True  # a switch: what the keyword becomes when the flag is there
 
 
+@dataclass(frozen=True)
+class Health:
+    """How a runtime stands on this machine."""
+
+    runtime: str  # library and version; empty where there is none
+    facts: tuple[str, ...] = ()
+    problem: str = ""  # empty: all is well
+    mend: str = ""  # the one command that mends it
+
+
 class Target(ABC):
     """One runtime: what it holds, how it is exported to, run, timed and understood.
 
@@ -85,6 +95,7 @@ class Target(ABC):
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
     packages: ClassVar[tuple[str, ...]]  # that must be there; the last one's version is the runtime's
     options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    builds: ClassVar[bool] = False  # whether a runtime can be built for the processor and put in place
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
     published: PublishedProgram | None = None  # the benchmark that publications quote
@@ -103,6 +114,26 @@ class Target(ABC):
     def prepare(self) -> None:
         """Loads its libraries, so that what is weighed afterwards is the model alone."""
         self.require()
+
+    def health(self) -> Health:
+        """Whether it runs here, and as fast as it could."""
+        try:
+            self.require()
+        except UnsupportedError:
+            return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
+        return Health(f"{self.packages[-1]} {self.version}")
+
+    def install_runtime(
+        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+    ) -> Path:
+        """Puts a faster runtime in place: the libraries of a folder, or (None) built here."""
+        raise UnsupportedError(
+            f"{self.title}: its packages are as fast as they get; there is nothing to build"
+        )
+
+    def remove_runtime(self) -> bool:
+        """Undoes that; whether there was anything to remove."""
+        return False
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -135,9 +166,9 @@ class Target(ABC):
         """What recipes of other targets become here (int8 → q8_0): other numbers, to be measured again."""
         return {}
 
-    @abstractmethod
     def unsupported(self, model_type: str) -> str | None:
-        """None, or why this runtime cannot run such models."""
+        """Why this runtime cannot run such models; None also where only trying shows it (`UnsupportedError`)."""
+        return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         """The runtime's own well-known mixtures for this model."""
@@ -172,10 +203,6 @@ class Target(ABC):
     def owns(self, path: Path) -> bool:
         """Whether a file, by its name, is of this target also without a record beside it."""
         return False
-
-    def record(self, place: Path) -> Artifact | None:
-        """The record of an exported folder; None for a bare file."""
-        return None if self.owns(place) else read_artifact(place)
 
     @abstractmethod
     def weight_file(self, place: Path) -> Path:

@@ -57,18 +57,15 @@ def target_of(path: Path | str) -> Target:
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     """The exported folder and its record, or a bare file without one; a file of an exported folder stands for it."""
     path = Path(path)
-    owner = _owner(path)
-    if owner is None:
+    if not path.is_file():
+        if _owner(path) or (path.suffix and not path.is_dir()):
+            raise TargetError(f"{path}: no such file")
         return path, read_artifact(path)
     try:
         artifact = read_artifact(path.parent)
     except TargetError:
-        artifact = None
-    if artifact is not None and artifact.target == owner and path.name in artifact.files:
-        return path.parent, artifact
-    if not path.is_file():
-        raise TargetError(f"{path}: no such file")
-    return path, None
+        return path, None
+    return (path.parent, artifact) if path.name in artifact.files else (path, None)
 
 
 def _owner(path: Path) -> str | None:
@@ -98,6 +95,6 @@ def open_session(
     return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact))
 
 
-def deployed(target: str) -> Target:
+def deployed(target: str | None) -> Target | None:
     """What a PyTorch model needs to compute as the target's kernels do: `kernel_values` and `activations`."""
-    return get_target(target)
+    return get_target(target) if target else None

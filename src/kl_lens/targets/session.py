@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.errors import TargetError
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -55,3 +57,16 @@ class TokenizingSession(Session, Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of tokens; half a character becomes U+FFFD."""
+
+
+def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:
+    """The tokens to feed; TargetError that names `where` for none, and for what the model has no row for."""
+    tokens = [int(token) for token in ids]
+    if not tokens:
+        raise TargetError("no tokens to feed; give at least one")
+    if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise TargetError(
+            f"{where}: token {wrong[0]} is outside the vocabulary of {vocabulary}; "
+            "the text was tokenized for another model"
+        )
+    return tokens

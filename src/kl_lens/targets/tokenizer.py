@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kl_lens.errors import TargetError, one_line
+from kl_lens.errors import TargetError
 from kl_lens.targets.registry import target_of
 from kl_lens.targets.session import Session, TokenizingSession
 
@@ -76,17 +75,11 @@ class VocabularyTokenizer:
 
 def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
     """The same for evaluation: transformers' own, which knows special tokens too, or the vocabulary inside the file."""
-    if place and os.path.isfile(place):
-        from transformers import PreTrainedTokenizerFast
+    beside = _file(subject.path, None)
+    if chosen := place or (beside and beside.parent):
+        from kl_lens.checkpoints import load_tokenizer
 
-        try:
-            return PreTrainedTokenizerFast(tokenizer_file=place)
-        except Exception as error:  # tokenizers raises nothing more precise
-            raise TargetError(f"{place} is no tokenizer.json: {one_line(error)}") from error
-    if place:
-        return _transformers_tokenizer(place)
-    if (file := _file(subject.path, None)) is not None:
-        return _transformers_tokenizer(str(file.parent))
+        return load_tokenizer(subject.path, chosen, trust_remote_code=False)
     if not target_of(subject.path).holds_vocabulary:
         raise _none_at(subject.path)
     session = subject.open()
@@ -159,22 +152,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_transformers(place: str) -> ArtifactTokenizer:
-    tokenizer = _transformers_tokenizer(place)
+    from kl_lens.checkpoints import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(Path(place), place, trust_remote_code=False)
     end = tokenizer.eos_token_id
     return ArtifactTokenizer(
         encode=lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
     )
-
-
-def _transformers_tokenizer(place: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=Path(place).is_dir())
-    except Exception as error:  # a broken file, no such folder, no such hub id, no network
-        reason = str(error).strip().partition("\n")[0]
-        raise TargetError(
-            f"{place} holds no tokenizer that can be read ({reason}); give a folder, a tokenizer.json or a hub id"
-        ) from error

@@ -95,6 +95,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "bamba": lambda: transformers.BambaConfig(
         **_COMMON, **_ATTENTION, **_ONE_GROUP, num_hidden_layers=4, attn_layer_indices=[1, 3]
     ),
+    "lfm2": families.OTHERS["lfm2"],
+    "lfm2_moe": families.OTHERS["lfm2_moe"],
+    "qwen3_5_text": families.OTHERS["qwen3_5_text"],
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
 }
@@ -112,7 +115,7 @@ def tiny(
     finally:
         del families.CONFIGS[key]
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(-0.3, 0.3)
     return LoadedModel(name, Path("."), model, tokenizer)
 

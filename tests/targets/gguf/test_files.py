@@ -158,7 +158,9 @@ def test_the_users_library_is_used_or_refused_never_replaced(
 ) -> None:
     find = library.find_library.__wrapped__
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
-    with pytest.raises(TargetError, match=r"LLAMA_CPP_LIB names .*libllama\.so, which is no file"):
+    with pytest.raises(
+        TargetError, match=r"LLAMA_CPP_LIB names .*libllama\.so, which is no library and no folder with one"
+    ):
         find()
     (tmp_path / "libllama.so").write_bytes(b"no library")
     with pytest.raises(TargetError, match="cannot be loaded"):

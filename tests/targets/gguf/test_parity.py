@@ -166,7 +166,7 @@ REFUSED = {
     "attention layers only": lambda: _granite(layer_types=["attention"] * 4),
     "one kind or the other": lambda: _nemotron("mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]),
     "latent space": lambda: _nemotron("moe", moe_latent_size=32),
-    "GGUF export knows no 'zamba2'": lambda: transformers.Zamba2Config(**_COMMON),
+    "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
     "it knows bamba, falcon_h1, falcon_mamba": lambda: transformers.LlamaConfig(**_COMMON),
 }
 

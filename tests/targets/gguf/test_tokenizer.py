@@ -146,7 +146,7 @@ def test_tokenizers_without_a_proven_equal_are_refused(reason: str) -> None:
     with pytest.raises(TargetError) as caught:
         tokenizer_data(_from(specification, None), 10**6)
     assert reason in str(caught.value)
-    assert "export without a tokenizer" in str(caught.value)
+    assert "--without-tokenizer" in str(caught.value)
 
 
 def test_a_file_without_tokenizer_runs_on_ids(tmp_path: Path) -> None:

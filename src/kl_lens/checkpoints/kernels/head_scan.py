@@ -166,20 +166,7 @@ def head_scan(
     *,
     skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan in float32 on CPU.
-
-    Args:
-        x: inputs, (batch, time, heads, width).
-        dt: time steps Δ ≥ 0, after softplus and clamping, (batch, time, heads).
-        a: decay rates A ≤ 0, (heads,).
-        b: input vectors, (batch, time, groups, states).
-        c: output vectors, (batch, time, groups, states).
-        initial_state: (batch, heads, width, states); zeros when not given.
-        skip: adds skip · x to the outputs, (heads,).
-
-    Returns:
-        outputs (batch, time, heads, width) and the last state (batch, heads, width, states), both float32.
-    """
+    """Arguments and results as those of `chunked_scan`, in float32 on CPU; `skip` · x is added to the outputs."""
     batch, time, heads, width = x.shape
     states = b.shape[3]
     channels = heads * width

@@ -1,6 +1,5 @@
 // Everything on the page can be read without this script. It adds tooltips that follow pointer, finger and keyboard,
 // sorting and filtering of tables, and a switch between light and dark. It sends nothing and loads nothing.
-"use strict";
 (() => {
   const tip = document.createElement("div");
   tip.id = "tip";
@@ -66,7 +65,7 @@
     group.addEventListener("focusout", hide);
   }
   document.addEventListener("pointerdown", (event) => {
-    if (!event.target.closest("g.marks, .strip svg")) hide();
+    if (!event.target.closest("g.marks, [data-tip]")) hide();
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
   // Scrolled away from what it explains; the event of a scroll that was over before the tip appeared does not count.
@@ -74,39 +73,17 @@
     if (event.target !== document || Math.abs(scrollY - shownAt) > 4) hide();
   }, { passive: true, capture: true });
 
-  // Strips: the component under the pointer follows from where it is.
-  const data = document.getElementById("strips");
-  if (data) {
-    const { components, formats } = JSON.parse(data.textContent);
-    for (const strip of document.querySelectorAll("svg[data-codes]")) {
-      const codes = strip.dataset.codes;
-      let at = 0;
-      strip.querySelector("title")?.remove();
-      strip.setAttribute("tabindex", "0");
-      const say = (x, y) => show(`${components[at]}\n${formats[parseInt(codes[at], 36)] ?? "fp16"}`, x, y);
-      const point = (event) => {
-        const box = strip.getBoundingClientRect();
-        at = Math.min(codes.length - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * codes.length)));
-        say(event.clientX, box.top);
-      };
-      const stay = () => {
-        const box = strip.getBoundingClientRect();
-        say(box.left + ((at + 0.5) / codes.length) * box.width, box.top);
-      };
-      strip.addEventListener("pointermove", point);
-      strip.addEventListener("pointerdown", point);
-      strip.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
-      strip.addEventListener("focus", () => { if (strip.matches(":focus-visible")) stay(); });
-      strip.addEventListener("blur", hide);
-      strip.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-        if (!step) return;
-        event.preventDefault();
-        at = Math.min(codes.length - 1, Math.max(0, at + step));
-        stay();
-      });
-    }
-  }
+  // Whatever else has words of its own.
+  const tipped = (event) => event.target.closest?.("[data-tip]");
+  document.addEventListener("pointerover", (event) => { if (tipped(event)) show(tipped(event).dataset.tip, event.clientX, event.clientY); });
+  document.addEventListener("pointerout", (event) => { if (tipped(event) && event.pointerType === "mouse") hide(); });
+  document.addEventListener("focusin", (event) => {
+    const at = tipped(event);
+    if (!at?.matches(":focus-visible")) return;
+    const box = at.getBoundingClientRect();
+    show(at.dataset.tip, box.left + box.width / 2, box.top);
+  });
+  document.addEventListener("focusout", (event) => { if (tipped(event)) hide(); });
 
   // Tables: numbers as numbers, text as people sort it (layers.2 before layers.10); what is not known goes last.
   const collator = new Intl.Collator("en", { numeric: true });

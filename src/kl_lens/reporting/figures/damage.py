@@ -25,7 +25,7 @@ from kl_lens.reporting.svg import (
     text,
     titled,
 )
-from kl_lens.sensitivity.ranking import Correlation, Point
+from kl_lens.sensitivity.correlation import Correlation, Point
 
 METRIC_NAMES = {
     "kl_teacher_to_student": "KL",

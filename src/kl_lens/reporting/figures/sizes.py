@@ -36,6 +36,7 @@ class SizePoint:
     bytes: int
     quality: Estimate
     recommended: bool = False
+    plan: str | None = None  # TARGET/PLAN: the script can pin it
 
 
 def unit_of(count: float) -> tuple[float, str]:
@@ -53,12 +54,18 @@ def size_plot(
     caption: object = None,
     frontier: Sequence[tuple[int, float]] = (),
     logarithmic_quality: bool = False,
+    target: str | None = None,
 ) -> Html:
-    """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier."""
+    """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier.
+
+    Args:
+        target: whose plans they are ("" for nobody's), where the script is to show its own plan among them.
+    """
     shown = [p for p in points if math.isfinite(p.quality.value)]
     divisor, unit = unit_of(max(p.bytes for p in shown))
     y = _quality_scale(shown, frontier, logarithmic_quality)
-    x = linear([p.bytes / divisor for p in shown], margin=0.08)
+    smallest = [frontier[0][0]] if frontier and target is not None else []  # what is asked for may be smaller
+    x = linear([b / divisor for b in (*(p.bytes for p in shown), *smallest)], margin=0.08)
     plot = Plot(title, x, y, f"size, {unit}", quality + _kind(y))
     if frontier:
         plot.curve([(b / divisor, kl) for b, kl in frontier], "quiet dashed")
@@ -76,8 +83,11 @@ def size_plot(
                 y_error=ends(point.quality),
                 label=point.label,
                 emphasis=point.recommended,
+                plan=point.plan,
             )
         )
+    if target is not None:
+        plot.data = {"data_frame": plot.frame(divisor), "data_target": target}
     return figure(title, plot.render(), caption, _legend(shown, bool(frontier)))
 
 
@@ -88,8 +98,8 @@ def _kind(scale: Scale) -> str:
 def _quality_scale(points: Sequence[SizePoint], frontier: Sequence[tuple[int, float]], as_log: bool) -> Scale:
     values = [p.quality.value for p in points]
     if as_log:
-        sizes = [p.bytes for p in points]
-        return logarithmic(values + [kl for b, kl in frontier if min(sizes) <= b <= max(sizes)])
+        largest = max(p.bytes for p in points)
+        return logarithmic(values + [kl for b, kl in frontier if b <= largest])
     # The ends of error bars belong into the frame, unless they would squeeze everything else.
     reach = [v for p in points for v in (ends(p.quality) or ()) if v > 0]
     spread = max(values) - min(values)

@@ -1,11 +1,10 @@
-"""Section 6: every layer, every plan over the network, task results, and what the models write."""
+"""Section 6: every layer, task results, and what the models write."""
 
 from __future__ import annotations
 
 from kl_lens.records import ORIGINAL, Score, Subject
-from kl_lens.reporting.answer import recommend, recommended_names
+from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import Generation, RunView
-from kl_lens.reporting.figures.strips import strips
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.numbers import fixed_with_error
 from kl_lens.reporting.sections import Section
@@ -20,17 +19,13 @@ def section(view: RunView) -> Section:
         return Section(
             "details", TITLE, None, f"kl-lens measure MODEL --run {view.folder}", "nothing has been measured"
         )
-    chosen = recommend(view)
-    plan = chosen.plan if chosen else None
+    plans = {each.plan.target: each.plan for each in recommendations(view)}
     parts: list[Html | None] = []
-    if view.table is not None:
-        parts += [heading("Every layer"), layer_table(view.components, view.table.measurements, plan)]
-    parts.append(heading("Every plan over the network"))
-    if view.plans:
-        words = "One stripe for each component that can be quantized, in the model's order, all equally wide."
-        parts += [paragraph(words), strips(view.plans, view.components, recommended_names(view))]
-    else:
-        parts.append(fills("Plans", on_run(view, "plan", "--paper")))
+    tables = [(space.target, space.title, space.table) for space in view.spaces.values()]
+    if not tables and view.table:
+        tables = [(None, "as published", view.table)]
+    for index, (target, title, of) in enumerate(tables):
+        parts += [heading(f"Every layer, {title}"), layer_table(of, plans.get(target), index)]
     parts += [
         _tasks(view),
         heading("Samples of text"),

@@ -9,7 +9,7 @@ from kl_lens.reporting.numbers import number
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import command, details, grid, heading, note, on_run, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
-from kl_lens.sensitivity.ranking import Correlation, Ranking
+from kl_lens.sensitivity.correlation import Correlation, Ranking
 
 TITLE = "Does KL predict the damage?"
 _DAMAGES = {"perplexity": "change in perplexity", "divergence": "KL on held-out text"}

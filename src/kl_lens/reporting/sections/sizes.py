@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from kl_lens.records import ORIGINAL, Estimate, Score, Subject
 from kl_lens.reporting.answer import recommended_names
@@ -17,9 +16,7 @@ from kl_lens.reporting.sections.words import fills, grid, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "Size against quality"
-_NAMES = {"perplexity": "token perplexity", "divergence": "KL from the original, nats per token"}
 _PAIRED = "Error bars: of the difference from the original, on the same text."
-_NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 _VALUES = {"perplexity": "token_perplexity", "divergence": "kl_mean"}
 
 
@@ -28,7 +25,7 @@ def section(view: RunView) -> Section:
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("sizes", TITLE, None, line, "no plan has been made")
     recommended = recommended_names(view)
-    figures = [*_verified(view, recommended), *scored(view, recommended)]
+    figures = [*_verified(view, recommended), *_scored(view, recommended)]
     parts: list[Html | None] = [
         paragraph(
             "Every plan of the run: how many bytes it takes, and what it costs in quality. Lower and further left is "
@@ -47,54 +44,25 @@ def section(view: RunView) -> Section:
 
 
 def _verified(view: RunView, recommended: frozenset[str]) -> list[Html]:
-    """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one pair per text."""
+    """From `plan --verify`: whole plans in PyTorch, on text that decided nothing; one for each text and target."""
     figures = []
-    texts = list(dict.fromkeys((p.measured_on, p.target) for p in view.plans if p.kl is not None))
+    texts = dict.fromkeys((p.measured_on, p.target) for p in view.plans if p.kl is not None)
     for text, target in texts:
         plans = [p for p in view.plans if p.measured_on == text and p.target == target]
         whose = f", computing as {target} does" if target else ""
         original = next((p.original_perplexity for p in plans if p.original_perplexity), None)
         points = [_point(p, p.perplexity, recommended) for p in plans if p.perplexity]
-        where = text or "held-out text"
         if points and original:
-            points.append(
-                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(target), Estimate(original))
-            )
-            figures.append(
-                size_plot(
-                    "Size against perplexity",
-                    points,
-                    _NAMES["perplexity"],
-                    f"In PyTorch{whose}, {where}. {_PAIRED}",
-                )
-            )
-        points = [_point(p, p.kl, recommended) for p in plans if p.kl and p.kl.value >= _NOTHING]
+            fp16 = SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(target), Estimate(original))
+            caption = f"In PyTorch{whose}, {text or 'held-out text'}. {_PAIRED}"
+            figures.append(size_plot("Size against perplexity", [*points, fp16], "token perplexity", caption))
+    if not figures and view.frontier(None):
+        predicted = [(p, p.row.predicted_kl) for p in view.plans if p.row.predicted_kl]
+        points = [_point(p, Estimate(kl), recommended) for p, kl in predicted]
         if points:
-            caption = f"In PyTorch{whose}, {where}. The frontier is what the best plan of each size is predicted to do."
+            axis = "predicted KL, nats per token"
             figures.append(
-                size_plot(
-                    "Size against KL",
-                    points,
-                    _NAMES["divergence"],
-                    caption,
-                    view.frontiers.get(target, ()),
-                    True,
-                )
-            )
-    if not figures and view.frontier:
-        points = [
-            _point(p, Estimate(p.row.predicted_kl), recommended) for p in view.plans if p.row.predicted_kl
-        ]
-        if points:
-            figures.append(
-                size_plot(
-                    "Size against predicted KL",
-                    points,
-                    "predicted KL, nats per token",
-                    None,
-                    view.frontier,
-                    True,
-                )
+                size_plot("Size against predicted KL", points, axis, None, view.frontier(None), True)
             )
     return figures
 
@@ -103,63 +71,39 @@ def _point(plan: PlanView, quality: Estimate, recommended: frozenset[str]) -> Si
     return SizePoint(plan.name, plan.label, plan.family, plan.bytes, quality, plan.name in recommended)
 
 
-def scored(
-    view: RunView, recommended: frozenset[str], kinds: Sequence[str] = tuple(_VALUES), only: str | None = None
-) -> list[Html]:
+def _scored(view: RunView, recommended: frozenset[str]) -> list[Html]:
     """From `evaluate`: one figure for each text, protocol and runtime that judged at least two plans."""
-    groups: dict[tuple[str, str, str, str], list[Score]] = {}
-    originals: dict[tuple[str, str, str], Score] = {}
+    groups: dict[tuple[str, str, str], list[Score]] = {}
+    originals: dict[tuple[str, str], Score] = {}
     for score in view.scores:
-        if score.kind not in kinds or _VALUES[score.kind] not in score.values:
-            continue
-        if only is not None and runtime_of(score.subject) != only and score.subject.what != ORIGINAL:
+        if score.kind != "perplexity" or _VALUES[score.kind] not in score.values:
             continue
         protocol = json.dumps(score.protocol, sort_keys=True)
         if score.subject.what == ORIGINAL:
-            originals[score.kind, score.what, protocol] = score
+            originals[score.what, protocol] = score
         elif score.subject.is_usual:  # a stand-in in PyTorch, or a file in float32: in the table, not drawn
-            runtime = runtime_of(score.subject)
-            groups.setdefault((score.kind, score.what, protocol, runtime), []).append(score)
+            groups.setdefault((score.what, protocol, runtime_of(score.subject)), []).append(score)
     figures = []
-    for (kind, what, protocol, runtime), scores in sorted(groups.items(), key=_order):
+    for (what, protocol, runtime), scores in sorted(groups.items()):
         points = [p for s in scores if (p := _scored_point(view, s, recommended)) is not None]
         if len(points) < 2:  # one plan is no curve; the table has it
             continue
-        original = originals.get((kind, what, protocol))
-        if original is not None and kind == "perplexity":
-            value = original.values[_VALUES[kind]]
-            points.append(
-                SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), Estimate(value.value))
-            )
-        title = "Size against perplexity" if kind == "perplexity" else "Size against KL"
-        figures.append(
-            size_plot(
-                f"{title}: {runtime}",
-                points,
-                _NAMES[kind],
-                f"{what}: {_protocol(scores[0])}" + (f" {_PAIRED}" if kind == "perplexity" else ""),
-                view.frontiers.get(runtime if runtime in view.frontiers else None, ())
-                if kind == "divergence"
-                else (),
-                kind == "divergence",
-            )
-        )
+        if (original := originals.get((what, protocol))) is not None:
+            value = Estimate(original.values["token_perplexity"].value)
+            points.append(SizePoint("the original", "FP16", ORIGINAL, view.fp16_of(runtime), value))
+        caption = f"{what}: {_protocol(scores[0])} {_PAIRED}"
+        figures.append(size_plot(f"Size against perplexity: {runtime}", points, "token perplexity", caption))
     return figures
-
-
-def _order(item: tuple[tuple[str, str, str, str], list[Score]]) -> tuple[str, str, str, bool]:
-    (kind, what, protocol, runtime), _ = item
-    return what, protocol, runtime, kind != "perplexity"
 
 
 def _scored_point(view: RunView, score: Score, recommended: frozenset[str]) -> SizePoint | None:
     count = view.subject_bytes(score.subject)
-    value = score.values[_VALUES[score.kind]]
-    if count is None or (score.kind == "divergence" and value.value < _NOTHING):
+    if count is None:
         return None
     change = score.values.get("token_perplexity_change")
-    if score.kind == "perplexity":
-        value = Estimate(value.value, change.standard_error if change else float("nan"))
+    value = Estimate(
+        score.values["token_perplexity"].value, change.standard_error if change else float("nan")
+    )
     name = plan_or_file(score.subject)
     plan = view.plan(name)
     family, label = (plan.family, plan.label) if plan else ("other", name)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kl_lens.records import ARTIFACT, Profile, Subject
-from kl_lens.reporting import answer
+from kl_lens.planning.cost import FP16
+from kl_lens.records import Profile
+from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
+from kl_lens.reporting.figures.sizes import SizePoint, size_plot
 from kl_lens.reporting.markup import Html, join, tag
-from kl_lens.reporting.numbers import count, fixed_with_error, number, percent, size, with_error
+from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.sizes import scored
-from kl_lens.reporting.sections.words import fills, grid, heading, note, on_run, paragraph
+from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "The answer"
+_NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
 
 def section(view: RunView) -> Section:
@@ -27,28 +29,51 @@ def section(view: RunView) -> Section:
             reason = "no plan has been made"
         line = on_run(view, "plan", "--paper", "--verify")
         return Section("answer", TITLE, None, line, reason)
-    parts: list[Html | None] = []
+    sentences = [tag("p", *_sentence(view, each.plan), class_="lead") for each in answers]
+    parts: list[Html | None] = [
+        tag("div", *sentences, class_="grid answers"),
+        explorer.explorer([view]),
+        tag("div", *_charts(view), class_="grid charts"),
+    ]
     for each in answers:
-        plan = each.plan
-        parts += [
-            heading(f"For {plan.target}") if len(answers) > 1 else None,
-            tag("p", *_sentence(view, plan), class_="lead"),
-            tag("div", *_tiles(view, plan), class_="tiles"),
-            note(each.rule),
-            _missing(view, plan),
-            grid(scored(view, answer.recommended_names(view), ("divergence",), plan.target))
-            if plan.target
-            else None,
-            _comparison(view, plan),
-        ]
+        parts += [_comparison(view, each.plan), note(each.rule), _missing(view, each.plan)]
     return Section("answer", TITLE, join([*parts, _commands(view, answers[0].plan)]))
+
+
+def _charts(view: RunView) -> list[Html]:
+    """One for each target: size against KL, ours and every rival as measured."""
+    charts = []
+    for target, space in view.spaces.items():
+        points, texts = [], dict[str, None]()
+        for plan in explorer.plans_of(view, space):
+            kl, where = explorer.measured_kl(view, plan, target)
+            if kl is not None and kl.value > _NOTHING and set(plan.stored.values()) != {FP16}:
+                size_, star = (
+                    explorer.bytes_of(view, plan, target),
+                    plan.name in answer.recommended_names(view),
+                )
+                points.append(
+                    SizePoint(
+                        plan.name, plan.label, plan.family, size_, kl, star, f"{target or ''}/{plan.name}"
+                    )
+                )
+                texts[where] = None
+        if points:
+            caption = (
+                f"Measured: {'; '.join(texts)}. Bars: one standard error. Dashed: what the best plan of each size is "
+                "predicted to do. With scripts, a click pins a plan; two are compared component by component."
+            )
+            name, axis = f"Size against KL: {space.title}", "KL from the original, nats per token"
+            charts.append(size_plot(name, points, axis, caption, space.frontier, True, target or ""))
+    return charts
 
 
 def _sentence(view: RunView, plan: PlanView) -> list[object]:
     """What a colleague would say."""
     base = view.fp16_of(plan.target)
+    whose = f"For {plan.target}, store " if plan.target else "Store "
     parts: list[object] = [
-        "Store ", tag("b", view.model), " as plan ", tag("b", plan.name), f": {size(plan.bytes)} instead of ",
+        whose, tag("b", view.model), " as plan ", tag("b", plan.name), f": {size(plan.bytes)} instead of ",
         f"{size(base)} ({percent(plan.bytes / base)} of FP16, {plan.row.bits_per_weight:.2f} bits per weight).",
     ]  # fmt: skip
     quality = _quality(view, plan)
@@ -103,45 +128,6 @@ def _perplexity_words(quality: _Quality) -> str:
     return f" Perplexity {verb} by {share}{known}, {values} ({quality.where})."
 
 
-def _tiles(view: RunView, plan: PlanView) -> list[Html]:
-    base = view.fp16_of(plan.target)
-    tiles = [
-        _tile(
-            "Size",
-            size(plan.bytes),
-            f"{percent(plan.bytes / base)} of FP16 ({size(base)})",
-        )
-    ]
-    quality = _quality(view, plan)
-    if quality is not None:
-        below = f"original {quality.original:.2f}; {quality.where}"
-        tiles.append(_tile("Token perplexity", f"{quality.value:.2f}", below))
-    if plan.kl is not None:
-        predicted = plan.row.predicted_kl
-        below = "nats per token" + (f"; predicted {number(predicted)}" if predicted is not None else "")
-        below += f"; {plan.measured_on}, in PyTorch" if plan.measured_on else ""
-        tiles.append(_tile("KL from the original", with_error(plan.kl), below))
-    elif plan.row.predicted_kl is not None:
-        tiles.append(_tile("Predicted KL", number(plan.row.predicted_kl), "nats per token; not verified"))
-    for profile in answer.best_profiles(view, plan)[:3]:
-        speed, ratio = answer.speed_of(profile), answer.speed_ratio(profile)
-        if speed is not None:
-            below = f"{ratio.median:.2f} × FP16; " if ratio is not None else ""
-            memory = f"; peak memory {size(profile.peak_memory_bytes)}" if profile.peak_memory_bytes else ""
-            below += f"{profile.device}, {count(profile.threads, 'thread')}{memory}"
-            tiles.append(
-                _tile(f"Speed, {runtime_of(profile.subject)}", f"{number(speed[1].median)} {speed[0]}", below)
-            )
-    return tiles
-
-
-def _tile(name: str, value: str, below: str) -> Html:
-    return tag(
-        "div", tag("span", name, class_="what"), tag("span", value, class_="value"), tag("span", below, class_="below"),
-        class_="tile",
-    )  # fmt: skip
-
-
 def _missing(view: RunView, plan: PlanView) -> Html | None:
     lines = []
     if _quality(view, plan) is None:
@@ -175,7 +161,7 @@ def _comparison(view: RunView, plan: PlanView) -> Html:
         _original_row(view, plan, ratios, targets),
         *(_row(view, p, ratios, targets, plan) for p in shown),
     ]
-    title = "The recommended plan beside the others"
+    title = f"The recommended plan{f' for {plan.target}' if plan.target else ''} beside the others"
     return join(
         [table(columns, rows, highlight=[1 + shown.index(plan)], caption=title), note(_protocol(shown))]
     )
@@ -212,22 +198,7 @@ def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
         ][:1]
         others += [p for p in view.plans if p.family == "refined"][:2]
     unique = {p.name: p for p in [*others, plan] if set(p.stored.values()) - {"fp16"}}  # FP16 has its own row
-    return sorted(unique.values(), key=lambda p: -_bytes(view, p, plan))
-
-
-def _bytes(view: RunView, plan: PlanView, beside: PlanView) -> int:
-    """Of the file where the table is about files."""
-    return (
-        view.subject_bytes(Subject(ARTIFACT, plan.name, beside.target)) or plan.bytes
-        if beside.target
-        else plan.bytes
-    )
-
-
-def _on_test(view: RunView, plan: PlanView, target: str | None) -> str:
-    wanted = Subject(ARTIFACT, plan.name, target).key
-    scores = [s for s in view.scores if s.kind == "divergence" and s.subject.key == wanted]
-    return with_error(scores[-1].values.get("kl_mean")) if scores else "–"
+    return sorted(unique.values(), key=lambda p: -explorer.bytes_of(view, p, plan.target))
 
 
 def _profile(view: RunView, plan: PlanView, target: str) -> Profile | None:
@@ -264,7 +235,7 @@ def _speed(profile: Profile | None) -> str:
 def _row(
     view: RunView, plan: PlanView, ratios: list[str], targets: list[str], beside: PlanView
 ) -> list[object]:
-    count, base = _bytes(view, plan, beside), view.fp16_of(beside.target)
+    count, base = explorer.bytes_of(view, plan, beside.target), view.fp16_of(beside.target)
     profiles = {target: _profile(view, plan, target) for target in targets}
     return [
         plan.name,
@@ -273,7 +244,7 @@ def _row(
         number(plan.row.predicted_kl),
         with_error(plan.kl),
         fixed_with_error(plan.perplexity),
-        *([_on_test(view, plan, beside.target)] if beside.target else []),
+        *([with_error(explorer.measured_kl(view, plan, beside.target)[0])] if beside.target else []),
         *(_speed(profiles[target]) for target in ratios),
         *(_memory(profiles[target]) for target in targets),
     ]

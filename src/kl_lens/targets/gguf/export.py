@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.gguf.glass import HEADER_DIGEST, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
+from kl_lens.units import tag_of
 from kl_lens.version import __version__
 
 # The package gives `export` and so loads this file, also where it only runs a file: torch and transformers come in
@@ -43,11 +42,9 @@ def export(
     format_map: Mapping[str, str] | None = None,
     include_tokenizer: bool = True,
     tokenizer: Any | None = None,
-    file_name: str | None = None,
     fingerprint: str | None = None,
     statistics: Statistics | None = None,
     weights_folder: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Artifact:
     """Writes `folder/NAME-PLAN.gguf` and says what became of every component.
 
@@ -62,18 +59,16 @@ def export(
             of another: measure the artifact again.
         include_tokenizer: False writes a file that works with token ids only.
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
-        file_name: another name for the file.
         fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
         statistics, weights_folder: of a streamed folder: what learnt recipes are made from, and where what is
             expensive is kept. An opened model has its own.
-        progress: called with (bytes written, bytes in all).
 
     Raises:
         TargetError, PlanError, FormatError: one line; nothing is left behind.
     """
-    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.checkpoints import LoadedModel, load_tokenizer
     from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
-    from kl_lens.targets.gguf.folder import read_configuration, read_tokenizer
+    from kl_lens.targets.gguf.folder import read_configuration
     from kl_lens.weights import WeightStore
 
     tensors: TensorSource
@@ -87,20 +82,21 @@ def export(
         config, name = read_configuration(source), source.resolve().name
         tensors = CheckpointTensors(source, config)
         store = WeightStore(tensors, statistics, weights_folder, memory_budget=0)
-        own_tokenizer = read_tokenizer(source) if include_tokenizer and tokenizer is None else None
+        own_tokenizer = (
+            load_tokenizer(source, None, False) if include_tokenizer and tokenizer is None else None
+        )
     try:
         return export_weights(
             tensors,
             store,
             config,
             plan,
-            Path(folder) / (file_name or f"{_safe(name)}-{_safe(plan.name)}.gguf"),
+            Path(folder) / f"{tag_of(name)}-{tag_of(plan.name)}.gguf",
             name=name,
             fallback=fallback,
             format_map=format_map,
             tokenizer=(tokenizer or own_tokenizer) if include_tokenizer else None,
             fingerprint=fingerprint or "",
-            progress=progress,
         )
     finally:
         tensors.close()
@@ -140,7 +136,6 @@ def export_weights(
     format_map: Mapping[str, str] | None = None,
     tokenizer: Any | None = None,
     fingerprint: str = "",
-    progress: Callable[[int, int], None] | None = None,
 ) -> Artifact:
     """`export` for weights from anywhere; `config` is a transformers configuration."""
     from kl_lens.targets.gguf.architectures import get_architecture
@@ -151,7 +146,7 @@ def export_weights(
     text = header.tokenizer
     jobs = header.jobs
     learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
-    digests = write_file(path, header, tensors, store, progress)
+    digests = write_file(path, header, tensors, store)
     records = tuple(
         replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
         for _, record in decided
@@ -225,10 +220,3 @@ def file_bytes(model: LoadedModel, plan: Plan) -> int:
         return size_on_disk(header)
     finally:
         tensors.close()
-
-
-def _safe(name: str) -> str:
-    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
-    if not cleaned:
-        raise TargetError(f"{name!r} makes no file name; pass file_name")
-    return cleaned

@@ -1,4 +1,4 @@
-"""A checkpoint folder as the exporter reads it without opening the model: configuration and tokenizer."""
+"""A checkpoint folder's configuration, as the exporter reads it without opening the model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 import transformers
 
 from kl_lens.checkpoints import mamba_ssm
-from kl_lens.checkpoints.files import read_config
+from kl_lens.checkpoints.files import check_sizes, read_config
+from kl_lens.checkpoints.opening import why_not_loaded
+from kl_lens.errors import CheckpointError
 from kl_lens.targets.gguf.architectures import get_architecture
 
 
 def read_configuration(folder: Path) -> Any:
     """The transformers configuration of a checkpoint folder, whichever library wrote it."""
     raw = read_config(folder)
+    check_sizes(folder, raw)
     if mamba_ssm.is_layout(raw):
         version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
         return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
     get_architecture(str(raw.get("model_type")))  # a clear refusal before transformers looks at it
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
-def read_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
-        return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(why_not_loaded(folder, raw, error)) from error

@@ -11,6 +11,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ _LONGEST_KEPT_ARRAY = 4096
 # Kernels that read these as float32 whatever their type says.
 _FLOAT32_ONLY = re.compile(r"\.ssm_(conv1d\.(weight|bias)|a|d|dt\.bias)$|norm(\.weight)?$")
 _EXPANSION_OF_TWO = ("mamba", "jamba", "granitehybrid")
+_ALIGNMENTS = [2**power for power in range(3, 17)]
+_BLOCK = re.compile(r"^blk\.(\d+)\.")
+_MOST_BLOCKS = 512  # llama.cpp's own limit
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ def _parse(cursor: _Cursor, size: int) -> FileInfo:
         metadata[key] = cursor.value(cursor.number(4))
     raw = [_entry(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
+    if alignment not in _ALIGNMENTS:
+        raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
     start = math.ceil(cursor.at / alignment) * alignment
     placed = tuple(TensorEntry(name, shape, kind, start + at, count) for name, shape, kind, at, count in raw)
     for entry in placed:
@@ -151,16 +157,46 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
 def check_file(path: Path) -> FileInfo:
     """`read_header`, and refusal of what llama.cpp would abort the process on."""
     info = read_header(path)
-    metadata, architecture = info.metadata, info.architecture
-    if architecture == "?":
+    if info.architecture == "?":
         raise TargetError(f"{path} names no architecture (general.architecture); export it again")
     for entry in info.tensors:
         if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
             raise TargetError(
                 f"{path}: tensor {entry.name} is {entry.type} and llama.cpp reads it as F32; export it again"
             )
-    inner = metadata.get(f"{architecture}.ssm.inner_size")
-    width = metadata.get(f"{architecture}.embedding_length")
-    if architecture in _EXPANSION_OF_TWO and inner is not None and inner != 2 * (width or 0):
-        raise TargetError(f"{path}: {architecture} needs an inner size of twice {width}, and it is {inner}")
+    if problem := next(_contradictions(info), None):
+        raise TargetError(f"{path}: {problem}; export or download it again")
     return info
+
+
+def _contradictions(info: FileInfo) -> Iterator[str]:
+    """Settings that cannot be, or that the tensors do not have: llama.cpp aborts, hangs or divides by zero on some."""
+    metadata, architecture = info.metadata, info.architecture
+
+    def setting(name: str) -> Any:
+        return metadata.get(f"{architecture}.{name}")
+
+    counts = ("block_count", "embedding_length", "context_length", "rope.dimension_count")
+    for name in counts:
+        value = setting(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield f"{architecture}.{name} is {str(value)[:40]}, not a positive number"
+    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
+        value = setting(f"attention.{name}")
+        if value is not None and not (isinstance(value, float) and 0 <= value < 1):
+            yield f"{architecture}.attention.{name} is {str(value)[:40]}, not a small positive number"
+    blocks = {int(match[1]) for entry in info.tensors if (match := _BLOCK.match(entry.name))}
+    count, width, rope = setting("block_count"), setting("embedding_length"), setting("rope.dimension_count")
+    if count is not None and (count > _MOST_BLOCKS or max(blocks, default=-1) >= count):
+        yield f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)} blocks"
+    if rope is not None and rope % 2:
+        yield f"{architecture}.rope.dimension_count is {rope}, not an even number"
+    inner = setting("ssm.inner_size")
+    if architecture in _EXPANSION_OF_TWO and inner is not None and inner != 2 * (width or 0):
+        yield f"{architecture} needs an inner size of twice {width}, and it is {inner}"
+    embedding = next((entry for entry in info.tensors if entry.name == "token_embd.weight"), None)
+    if embedding is not None and width is not None and embedding.shape[1:] != (width,):
+        yield f"{architecture}.embedding_length is {width}, and the embedding has the shape {embedding.shape}"
+    tokens = re.fullmatch(r"\[(\d+) strings\]", str(metadata.get("tokenizer.ggml.tokens")))
+    if embedding is not None and tokens and int(tokens[1]) != embedding.shape[0]:
+        yield f"its tokenizer has {tokens[1]} tokens, and the embedding has the shape {embedding.shape}"

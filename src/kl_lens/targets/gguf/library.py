@@ -11,6 +11,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import re
 import shutil
 import struct
 from collections.abc import Iterator
@@ -20,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import TargetError
+from kl_lens.targets.gguf.instructions import unused_instructions
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
+_VERSIONED = re.compile(
+    r"(lib)?llama(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
+)  # libllama.v0.5.0.so, libllama.so.0
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
@@ -112,6 +117,11 @@ class LlamaLibrary:
         return self.functions.llama_print_system_info().decode().strip().strip("|").strip()
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Instructions that the processor has and this build does not use."""
+        return unused_instructions(self.system_info)
+
+    @property
     def has_gpu(self) -> bool:
         return bool(self.functions.llama_supports_gpu_offload())
 
@@ -157,11 +167,26 @@ class LlamaLibrary:
             )
 
 
-def _candidates() -> Iterator[tuple[str, Path]]:
+def runtime_folder() -> Path:
+    """Where `kl-lens runtime` puts a library that every session finds by itself."""
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local/share") / "kl-lens/llama.cpp"
+
+
+def library_in(folder: Path) -> Path | None:
+    """The libllama of a folder, however deep packages keep it."""
+    files = (path for path in sorted(folder.rglob("*llama*")) if _VERSIONED.fullmatch(path.name))
+    return min(files, key=lambda path: (len(path.parts), len(path.name)), default=None)
+
+
+def candidates() -> Iterator[tuple[str, Path]]:
     """Libraries worth trying, best first: the user's own, native builds, then the portable wheel."""
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
-        yield ENVIRONMENT_VARIABLE, Path(chosen)
+        place = Path(chosen)
+        yield ENVIRONMENT_VARIABLE, (library_in(place) or place) if place.is_dir() else place
         return  # what the user names is used or refused, never replaced
+    if own := library_in(runtime_folder()):
+        yield "kl-lens runtime", own
     if folder := _package_folder("llama_cpp"):
         yield from (("llama-cpp-python", folder / "lib" / name) for name in _NAMES)
     if installed := ctypes.util.find_library("llama"):
@@ -180,17 +205,20 @@ def _candidates() -> Iterator[tuple[str, Path]]:
 def find_library() -> LlamaLibrary:
     """The llama.cpp library to use; the same one for the life of the process.
 
-    Looked for in this order: `LLAMA_CPP_LIB`, llama-cpp-python, the system's library path, beside llama.cpp's
-    tools on PATH, and xllamacpp (which is in the extra `gguf`: right everywhere, slow on ARM).
+    Looked for in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), what `kl-lens runtime` put in place,
+    llama-cpp-python, the system's library path, beside llama.cpp's tools on PATH, and xllamacpp (which is in the extra
+    `gguf`: right everywhere, slow on ARM).
     """
     reasons = []
-    for origin, path in _candidates():
+    for origin, path in candidates():
         if path.is_absolute() and not path.is_file():
             if origin == ENVIRONMENT_VARIABLE:
-                raise TargetError(f"{ENVIRONMENT_VARIABLE} names {path}, which is no file")
+                raise TargetError(
+                    f"{ENVIRONMENT_VARIABLE} names {path}, which is no library and no folder with one"
+                )
             continue
         try:
-            return _open(origin, path)
+            return open_library(origin, path)
         except TargetError as error:
             reasons.append(str(error))
     tried = f" ({'; '.join(reasons)})" if reasons else ""
@@ -199,7 +227,7 @@ def find_library() -> LlamaLibrary:
     )
 
 
-def _open(origin: str, path: Path) -> LlamaLibrary:
+def open_library(origin: str, path: Path) -> LlamaLibrary:
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
@@ -220,15 +248,19 @@ def _open(origin: str, path: Path) -> LlamaLibrary:
     library._callback = _LogCallback(log)
     functions.llama_log_set(library._callback, None)
     functions.llama_backend_init()
-    _load_backends(functions)
+    _load_backends(functions, path)
     return library
 
 
-def _load_backends(functions: ctypes.CDLL) -> None:
-    """Builds with loadable backends start with none, not even the CPU."""
+def _load_backends(functions: ctypes.CDLL, path: Path) -> None:
+    """Builds with loadable backends start with none, not even the CPU. Packages have one variant of it for each set of
+    instructions beside the library, of which ggml takes the best that this processor runs."""
     if not (hasattr(functions, "ggml_backend_reg_count") and hasattr(functions, "ggml_backend_load_all")):
         return
     functions.ggml_backend_reg_count.restype = ctypes.c_size_t
+    if functions.ggml_backend_reg_count() == 0 and hasattr(functions, "ggml_backend_load_all_from_path"):
+        functions.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+        functions.ggml_backend_load_all_from_path(os.fsencode(path.resolve().parent))
     if functions.ggml_backend_reg_count() == 0:
         functions.ggml_backend_load_all()
 

@@ -6,15 +6,15 @@ import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from kl_lens.environment import processors
 from kl_lens.errors import TargetError
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import Logits, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
@@ -27,16 +27,27 @@ class GGUFSession:
 
     Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:
     `prefill` and `logits` use the one, `step` the other.
+
+    Args:
+        path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
+        threads: all processors this process may use, unless given.
+        gpu_layers: layers to put on a GPU, where the library has one.
+        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
+        exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
+            llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
+
+    Raises:
+        TargetError: one line that says what is wrong with the file, the library or the options.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        threads: int | None,
-        gpu_layers: int,
-        context: int | None,
-        exact_attention: bool,
+        threads: int | None = None,
+        gpu_layers: int = 0,
+        context: int | None = None,
+        exact_attention: bool = False,
     ) -> None:
         self.path = Path(path)
         self._context: int | None = None
@@ -50,7 +61,7 @@ class GGUFSession:
             )
         if threads is not None and threads < 1:
             raise TargetError(f"threads must be at least 1, not {threads}")
-        self.threads = threads or _processors()
+        self.threads = threads or processors()
         self.gpu_layers = gpu_layers
         self.exact_attention = exact_attention
         self._load(context)
@@ -164,9 +175,7 @@ class GGUFSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -187,8 +196,12 @@ class GGUFSession:
     def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
         """Logits behind every token, or behind the last alone; continues after what was fed before."""
         context = self._open_context  # before the batch is touched, which closing frees
-        tokens = [int(token) for token in ids]
-        self._check(tokens)
+        tokens = checked_tokens(ids, self._vocabulary, str(self.path))
+        if not self.endless and self._position + len(tokens) > self.context:
+            raise TargetError(
+                f"{self.path}: {self._position + len(tokens)} tokens do not fit the context of {self.context}; "
+                "open the session with a larger context"
+            )
         rows = np.empty((len(tokens) if every else 1, self._vocabulary), np.float32)
         filled = 0
         for start in range(0, len(tokens), self._batch_size):
@@ -200,21 +213,6 @@ class GGUFSession:
                 rows[filled] = self._logits_of(context, index)
                 filled += 1
         return rows
-
-    def _check(self, tokens: list[int]) -> None:
-        if not tokens:
-            raise TargetError("no tokens to feed; give at least one")
-        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise TargetError(
-                f"{self.path}: token {wrong[0]} is outside the vocabulary of {self._vocabulary}; "
-                "the text was tokenized for another model"
-            )
-        if not self.endless and self._position + len(tokens) > self.context:
-            raise TargetError(
-                f"{self.path}: {self._position + len(tokens)} tokens do not fit the context of {self.context}; "
-                "open the session with a larger context"
-            )
 
     def _decode(self, context: int, chunk: list[int], wanted: set[int]) -> None:
         batch = self._batch
@@ -242,34 +240,4 @@ class GGUFSession:
         return lines[0] if lines else "it gave no reason"
 
 
-def _processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def open_session(
-    path: str | Path,
-    *,
-    threads: int | None = None,
-    gpu_layers: int = 0,
-    context: int | None = None,
-    exact_attention: bool = False,
-) -> GGUFSession:
-    """Loads a GGUF file into llama.cpp.
-
-    Args:
-        path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
-        threads: all processors this process may use, unless given.
-        gpu_layers: layers to put on a GPU, where the library has one.
-        context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
-        exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
-            llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
-
-    Raises:
-        TargetError: one line that says what is wrong with the file, the library or the options.
-    """
-    return GGUFSession(
-        path, threads=threads, gpu_layers=gpu_layers, context=context, exact_attention=exact_attention
-    )
+open_session = GGUFSession

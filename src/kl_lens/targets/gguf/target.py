@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
-from kl_lens.records import Artifact, Plan
+from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, Health, RuntimeSettings, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
 from kl_lens.targets.session import Session
 
 if TYPE_CHECKING:
@@ -26,8 +26,13 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
-    streams = holds_vocabulary = True
+    builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
+    options = (
+        ExportOption(
+            "include_tokenizer", "--without-tokenizer", "a file that works with token ids alone", given=False
+        ),
+    )
 
     def prepare(self) -> None:
         from kl_lens.targets.gguf.library import find_library
@@ -169,6 +174,36 @@ class GGUFTarget(Target):
         """llama.cpp knows no device names: layers are on a GPU, or they are not."""
         return "GPU" if settings.gpu_layers else "CPU"
 
+    def health(self) -> Health:
+        from kl_lens.targets.gguf.instructions import used_instructions
+        from kl_lens.targets.gguf.library import find_library
+
+        basic = super().health()
+        if basic.problem:
+            return basic
+        try:
+            library = find_library()
+        except TargetError as error:
+            return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
+        used = ", ".join(sorted(used_instructions(library.system_info) - {"LLAMAFILE", "OPENMP", "REPACK"}))
+        facts = (f"from {library.origin}: {library.path}", f"uses {used or 'no special instructions'}")
+        if not (unused := library.unused):
+            return Health(library.version, facts)
+        problem = f"slow: the processor also has {', '.join(unused)}, which this build does not use"
+        return Health(library.version, facts, problem, "kl-lens runtime build")
+
+    def install_runtime(
+        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+    ) -> Path:
+        from kl_lens.targets.gguf.native import build_library, install_libraries
+
+        return build_library(advanced) if folder is None else install_libraries(folder)
+
+    def remove_runtime(self) -> bool:
+        from kl_lens.targets.gguf.native import remove_libraries
+
+        return remove_libraries()
+
     # -- timing --------------------------------------------------------------------------------------------
 
     def latency(self, request: LatencyRequest) -> LatencyProfile:
@@ -176,9 +211,15 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.latency import fitted_latency, require_artifacts
 
         require_artifacts(request, self.name)
-        file = check_file(self.weight_file(request.measured[0].place))
-        device = self.device_label(request.settings)
-        return fitted_latency(request, file, f"{self.name}-{device}", device)
+        # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
+        whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
+        file = self.weight_file(whole.place)
+        formats = storable(self, request.table, request.recipes)
+        name = f"{self.name}-{self.device_label(request.settings)}"
+        return fitted_latency(request, formats, file, whole.artifact, check_file(file), name)
+
+    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
+        return 2 * len(storable(self, table, recipes))
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

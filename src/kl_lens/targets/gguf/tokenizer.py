@@ -73,7 +73,7 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     if backend is None:
         raise UnsupportedError(
             f"{type(tokenizer).__name__} has no tokenizer.json behind it, which GGUF needs; "
-            "export without a tokenizer (the file then works with token ids)"
+            "--without-tokenizer makes a file that works with token ids alone"
         )
     specification: dict[str, Any] = json.loads(backend.to_str())
     kind = specification["model"].get("type")
@@ -130,7 +130,7 @@ def _names(steps: list[dict[str, Any]]) -> str:
 def _unknown(reason: str) -> TargetError:
     return UnsupportedError(
         f"no proven llama.cpp tokenizer equals this model's: {reason}; known are byte-level BPE of the GPT-2, "
-        "GPT-NeoX, Llama-3 and Qwen-2 kind; export without a tokenizer (the file then works with token ids)"
+        "GPT-NeoX, Llama-3 and Qwen-2 kind; --without-tokenizer makes a file that works with token ids alone"
     )
 
 

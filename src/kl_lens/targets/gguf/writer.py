@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,33 +98,21 @@ def size_on_disk(header: Header) -> int:
 
 
 def write_file(
-    path: Path,
-    header: Header,
-    tensors: TensorSource,
-    store: WeightStore,
-    progress: Callable[[int, int], None] | None = None,
+    path: Path, header: Header, tensors: TensorSource, store: WeightStore
 ) -> dict[str, tuple[str, str]]:
     """Writes `path`, or leaves what was there before untouched. Returns for each tensor the digests of what is stored:
     of its bytes, and of the weight store's quantized weight.
-
-    Args:
-        progress: called with (bytes written, bytes in all) after each tensor.
     """
     from kl_lens.weights import bytes_digest
 
-    jobs = header.jobs
-    total, done = sum(job.bytes for job in jobs), 0
     digests: dict[str, tuple[str, str]] = {}
     with whole(path) as partial:
         writer = header.begin(partial)
         try:
-            for job in jobs:
+            for job in header.jobs:
                 stored = stored_tensor(job, tensors, store)
                 writer.write_tensor_data(stored.data)
                 digests[job.rule.name] = (bytes_digest(stored.data), stored.weights)
-                done += job.bytes
-                if progress:
-                    progress(done, total)
         finally:
             writer.close()
     return digests

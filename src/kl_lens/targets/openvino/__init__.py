@@ -15,24 +15,14 @@ from kl_lens.records import Artifact, Plan
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
-    from kl_lens.targets.openvino.profiles import PROFILES, DeviceProfile
-    from kl_lens.targets.openvino.session import OpenVINOSession, open_session
-else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "kl_lens.targets.openvino.profiles": ["PROFILES", "DeviceProfile"],
-            "kl_lens.targets.openvino.session": ["OpenVINOSession", "open_session"],
-        },
+    from kl_lens.targets.openvino.profiles import PROFILES as PROFILES, DeviceProfile as DeviceProfile
+    from kl_lens.targets.openvino.session import (
+        OpenVINOSession as OpenVINOSession,
+        open_session as open_session,
     )
-
-__all__ = [
-    "PROFILES",
-    "DeviceProfile",
-    "OpenVINOSession",
-    "export",
-    "open_session",
-]
+else:
+    __getattr__, __all__ = lazy_names(__name__)
+    __all__.append("export")
 
 
 def export(model: LoadedModel, plan: Plan, folder: Path | str, **options: Any) -> Artifact:

@@ -22,8 +22,10 @@ _TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 class BenchmarkApp(PublishedProgram):
     def input_shapes(self, place: Path) -> str | None:
         """Dynamic inputs get one token each."""
+        from kl_lens.targets.openvino.glass import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
+        require_safe(place)
         shapes = []
         for entry in read_graph(graph_file(place)).inputs:
             shape = entry.get_partial_shape()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from torch.nn import functional
 from kl_lens.checkpoints.patching import patched, with_globals
 from kl_lens.errors import TargetError
 
-# Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens.
+# Families whose exported logits are tested against PyTorch's, whole prompts, chunks and single tokens. Any other that
+# can be traced is exported, too, once its graph has been proven on the model itself (`graph.py`).
 FAMILIES = (
     "mamba",
     "falcon_mamba",
@@ -34,8 +36,25 @@ FAMILIES = (
     "bamba",
     "nemotron_h",
     "granitemoehybrid",
+    "hymba",
+    "zamba",
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "minimax",
+    "rwkv",
 )
-_SCANS = {"mamba_selective_scan", "mamba2_chunk_scan"}
+# What mixers of transformers call for their scans → the scan of ours that it is cut out for.
+_SCANS = {
+    "mamba_selective_scan": "selective",
+    "mamba2_chunk_scan": "chunked",
+    "torch_chunk_gated_delta_rule": "delta",
+    "chunk_kimi_delta_attention": "delta",
+    "rwkv_linear_attention": "weighted",
+}
+_NO_STATE = torch.zeros(1)  # for callers that hand the last state to the cache, which does not want it
 SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
 
 
@@ -43,9 +62,8 @@ SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for seve
 class ScanSite:
     """One scan that was cut out: what enters it, and the shape of what it has to return."""
 
-    name: str  # of the mixer
-    kind: str  # selective (Mamba-1) or chunked (Mamba-2)
-    layer: int
+    name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
+    kind: str  # selective (Mamba-1), chunked (Mamba-2, MiniMax), delta (gated delta rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
     arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
     result_shape: tuple[int, ...] = ()  # without time, which comes first
@@ -55,7 +73,7 @@ class ScanSite:
 class StateShapes:
     """What a model carries from call to call, apart from the states of its scans; found by one forward."""
 
-    convolutions: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer → (channels, kernel)
+    convolutions: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → (channels, kernel)
     attention: dict[int, tuple[int, int, int]] = field(
         default_factory=dict
     )  # layer → (heads, key, value width)
@@ -87,15 +105,16 @@ class GraphCache:
         return False
 
     def update_conv_state(
-        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int = 4, **_: Any
+        self, new: torch.Tensor, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """(1, channels, time) → with the kernel's width − 1 columns before it."""
         past = conv_kernel_size - 1
-        self.shapes.convolutions[layer_idx] = (new.shape[1], conv_kernel_size)
+        name = f"convolution.{layer_idx}" + (f".{state_idx}" if state_idx else "")
+        self.shapes.convolutions[name] = (new.shape[1], conv_kernel_size)
         if self.states is None:
             return functional.pad(new, (past, 0))
-        joined = torch.cat([self.states[f"convolution.{layer_idx}"], new], dim=-1)
-        self.updated[f"convolution.{layer_idx}"] = joined[:, :, -past:]
+        joined = torch.cat([self.states[name], new], dim=-1)
+        self.updated[name] = joined[:, :, -past:]
         return joined
 
     def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
@@ -138,15 +157,19 @@ class GraphForward(nn.Module):
         self.stateful = stateful
         self.with_head = with_head
         self.probing = False
+        self.prefix = 0  # positions that the model itself puts before the first token
         self._results: dict[str, torch.Tensor] = {}
+        self._calls: Counter[int] = Counter()  # scans of each layer so far in this forward
         self._time: Any = 0
+        self._cache = GraphCache(None, shapes)
 
     @property
     def state_names(self) -> list[str]:
         if not self.stateful:
             return []
-        names = [f"convolution.{layer}" for layer in self.shapes.convolutions]
-        return names + [f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")]
+        return list(self.shapes.convolutions) + [
+            f"{kind}.{layer}" for layer in self.shapes.attention for kind in ("key", "value")
+        ]
 
     def forward(self, ids: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = self.state_names
@@ -155,7 +178,9 @@ class GraphForward(nn.Module):
             zip((s.name for s in self.sites), tensors[len(names) :], strict=not self.probing)
         )
         self._time = ids.shape[1]
+        self._calls.clear()
         cache = GraphCache(states if self.stateful and not self.probing else None, self.shapes)
+        self._cache = cache
         output = self._run_model(ids, cache)
         new_states = [cache.updated[name] for name in names] if not self.probing else []
         arguments = [argument for site in self.sites for argument in site.arguments]
@@ -164,30 +189,47 @@ class GraphForward(nn.Module):
     def _run_model(self, ids: torch.Tensor, cache: GraphCache) -> torch.Tensor:
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
-        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+        # MiniMax wants a cache of its own class, unless it is told not to use one.
+        own_cache = any(hasattr(module, "slope_rate") for module in self.model.modules())
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": not own_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache
+        elif "past_key_values" not in accepted:  # RWKV's state, which our replacements keep
+            arguments["use_cache"] = False
         else:
             past = cache.get_seq_length()
             positions = torch.arange(self._time, device=ids.device) + past
-            keys = torch.arange(self._time + past, device=ids.device)
-            future = keys[None, :] > positions[:, None]
             arguments["past_key_values"] = cache
             arguments["position_ids"] = positions[None]
-            mask = torch.zeros(1).masked_fill(future[None, None], float("-inf"))
-            arguments["attention_mask"] = {
-                "full_attention": mask,
-                "attention": mask,
-                "linear_attention": None,
-                "mamba": None,
-            }
+            arguments["attention_mask"] = self._masks(positions, torch.arange(self._time + past))
         if self.with_head:
             return self.model(**arguments).logits
         return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
 
+    def _masks(self, positions: torch.Tensor, keys: torch.Tensor) -> Any:
+        """By kind of layer, for models that take them so; else the one that all layers share."""
+        distance = positions[:, None] - keys[None, :]
+        full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
+        window = getattr(self.model.config, "sliding_window", None)
+        near = full if not window else full.masked_fill((distance >= window)[None, None], float("-inf"))
+        forward = inspect.unwrap(type(self.model.base_model).forward)
+        if "dict" not in forward.__code__.co_names:
+            return near
+        recurrent = dict.fromkeys(("linear_attention", "mamba", "conv"))
+        return {"full_attention": full, "attention": full, "sliding_attention": near, **recurrent}
+
     # -- what replaces the library's functions, one set for each mixer -------------------------------------
 
-    def selective(self, site: ScanSite) -> Callable[..., Any]:
+    def _site(self, layer: int, kind: str) -> ScanSite:
+        """That of this call: a mixer may scan several times, head by head."""
+        number = self._calls[layer]
+        self._calls[layer] += 1
+        name = f"{layer}.{number}" if number else str(layer)
+        if self.probing and all(site.name != name for site in self.sites):
+            self.sites.append(ScanSite(name, kind, ()))
+        return next(site for site in self.sites if site.name == name)
+
+    def selective(self, layer: int) -> Callable[..., Any]:
         def scan(
             hidden_states: torch.Tensor,  # (1, channels, time)
             dt: torch.Tensor,
@@ -201,6 +243,7 @@ class GraphForward(nn.Module):
             return_last_state: bool = False,
             **_: Any,
         ) -> Any:
+            site = self._site(layer, "selective")
             # Channels innermost from here on: with time innermost, one token leaves the vector units nothing to do.
             x, dt = hidden_states.transpose(1, 2), dt.transpose(1, 2)
             if delta_bias is not None:
@@ -216,11 +259,11 @@ class GraphForward(nn.Module):
             if z is not None:
                 y = y * functional.silu(z.transpose(1, 2))
             y = y.transpose(1, 2)
-            return (y, None) if return_last_state else y
+            return (y, _NO_STATE) if return_last_state else y
 
         return scan
 
-    def chunked(self, site: ScanSite) -> Callable[..., Any]:
+    def chunked(self, layer: int) -> Callable[..., Any]:
         def scan(
             hidden_states: torch.Tensor,  # (1, time, heads, width)
             dt: torch.Tensor,  # (1, time, heads)
@@ -236,6 +279,7 @@ class GraphForward(nn.Module):
             return_final_states: bool = False,
             **_: Any,
         ) -> Any:
+            site = self._site(layer, "chunked")
             if dt_bias is not None:
                 dt = dt + dt_bias
             if dt_softplus:
@@ -249,13 +293,73 @@ class GraphForward(nn.Module):
             y = self._result_of(site)[None]
             if D is not None:
                 y = y + hidden_states * D[..., None]
-            return (y, None) if return_final_states else y
+            return (y, _NO_STATE) if return_final_states else y
 
         return scan
 
+    def delta(self, layer: int) -> Callable[..., Any]:
+        def scan(
+            query: torch.Tensor,  # (1, time, heads, key width)
+            key: torch.Tensor,
+            value: torch.Tensor,  # (1, time, heads, value width)
+            g: torch.Tensor,  # (1, time, heads), or with the key's width behind: logarithm of the decay
+            beta: torch.Tensor,  # (1, time, heads)
+            use_qk_l2norm_in_kernel: bool = False,
+            **_: Any,
+        ) -> Any:
+            site = self._site(layer, "delta")
+            if use_qk_l2norm_in_kernel:
+                query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+            query = query * query.shape[-1] ** -0.5
+            site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
+            site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
+            site.result_shape = (int(value.shape[2]), int(value.shape[3]))
+            return self._result_of(site)[None], _NO_STATE
+
+        return scan
+
+    def weighted(self, layer: int) -> Callable[..., Any]:
+        def scan(
+            time_decay: torch.Tensor,  # (channels,)
+            time_first: torch.Tensor,
+            key: torch.Tensor,  # (1, time, channels)
+            value: torch.Tensor,
+            **_: Any,
+        ) -> Any:
+            site = self._site(layer, "weighted")
+            site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
+            site.state_shape = (3, int(time_decay.shape[0]))  # numerator, denominator, largest exponent
+            site.result_shape = (int(time_decay.shape[0]),)
+            return self._result_of(site)[None], None
+
+        return scan
+
+    def shifted(self, name: str) -> Callable[..., torch.Tensor]:
+        """RWKV's time shift, a convolution that gives what came one token before."""
+
+        def forward(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            joined = self._cache.update_conv_state(hidden.transpose(1, 2), name, conv_kernel_size=2)
+            return joined[:, :, :-1].transpose(1, 2)
+
+        return forward
+
+    def lightning(self, layer: int) -> Callable[..., Any]:
+        """MiniMax's linear attention: Mamba-2's recurrence with steps of one and a decay for each head."""
+
+        def forward(module: Any, hidden_states: torch.Tensor, **_: Any) -> Any:
+            mixed = module.act_fn(module.qkv_proj(hidden_states))
+            mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
+            query, key, value = mixed.split(module.head_dim, -1)
+            steps = torch.ones_like(value[..., 0])
+            y = self.chunked(layer)(value, steps, -module.slope_rate.flatten(), key, query, chunk_size=0)
+            gate = torch.sigmoid(module.output_gate(hidden_states))
+            return module.out_proj(gate * module.norm(y.flatten(2))), None
+
+        return forward
+
     def _result_of(self, site: ScanSite) -> torch.Tensor:
         if self.probing:
-            return torch.zeros(int(self._time), *(int(n) for n in site.result_shape))
+            return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
         return self._results[site.name]
 
 
@@ -303,6 +407,8 @@ def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[G
             with torch.no_grad():
                 graph(torch.ones(1, SAMPLE_TOKENS, dtype=torch.long))
             graph.probing = False
+            if sites:
+                graph.prefix = sites[0].arguments[0].shape[0] - SAMPLE_TOKENS
             yield graph
     finally:
         if change_attention:
@@ -323,26 +429,33 @@ def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[
         if odd or not hasattr(module, "has_gate"):
             raise TargetError(f"{name}: expert layers with {odd or 'an unknown layout'} cannot be exported")
         return _dense_experts
-    if not hasattr(module, "A_log"):
-        return None
+    if name.endswith("time_shift") and isinstance(module, nn.ZeroPad2d):
+        return graph.shifted(name)
+    if hasattr(module, "slope_rate"):
+        return graph.lightning(_layer(module))
     plain = inspect.unwrap(type(module).forward)
-    called = set(plain.__code__.co_names) & _SCANS & set(plain.__globals__)
-    if len(called) != 1 or "causal_conv1d_fn" not in plain.__code__.co_names:
+    called = set(plain.__code__.co_names)
+    scans = [function for function in _SCANS if function in called & set(plain.__globals__)]
+    if hasattr(module, "A_log") and hasattr(module, "conv1d") and len(scans) != 1:
         raise TargetError(
             f"{name}: {type(module).__name__} does not call the scan functions of transformers 5.22; "
             "install that version to export this model to OpenVINO"
         )
-    function = called.pop()
-    kind = "selective" if function == "mamba_selective_scan" else "chunked"
-    site = ScanSite(name=name, kind=kind, layer=int(module.layer_idx), state_shape=())  # type: ignore[arg-type]
-    graph.sites.append(site)
-    scan = graph.selective(site) if kind == "selective" else graph.chunked(site)
-    return with_globals(plain, {function: scan, "causal_conv1d_fn": _convolution})
+    ours: dict[str, Callable[..., Any]] = {
+        function: getattr(graph, _SCANS[function])(_layer(module)) for function in scans
+    }
+    if "causal_conv1d_fn" in called:
+        ours["causal_conv1d_fn"] = _convolution
+    return with_globals(plain, ours) if ours else None
+
+
+def _layer(module: Any) -> int:
+    return int(module.layer_idx if hasattr(module, "layer_idx") else module.layer_id)
 
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:
     """Inputs of the right shapes for tracing, with a past of a few tokens so that no axis looks empty."""
-    past = 3
+    past = graph.prefix + 3
     inputs = [torch.ones(1, tokens, dtype=torch.long)]
     if graph.stateful:
         for channels, kernel in graph.shapes.convolutions.values():
@@ -350,5 +463,6 @@ def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]
         for heads, key, value in graph.shapes.attention.values():
             inputs.append(torch.zeros(1, heads, past, key))
             inputs.append(torch.zeros(1, heads, past, value))
-    inputs.extend(torch.zeros(tokens, *site.result_shape) for site in graph.sites)
+    positions = tokens if graph.stateful else tokens + graph.prefix
+    inputs.extend(torch.zeros(positions, *site.result_shape) for site in graph.sites)
     return tuple(inputs)

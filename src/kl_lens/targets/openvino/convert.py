@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,10 +15,13 @@ import torch
 import transformers
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import TargetError
+from kl_lens.environment import peak_memory
+from kl_lens.errors import TargetError, last_line
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.graph import StaticShape, graph_of
+from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
+from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
+from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
@@ -32,7 +34,6 @@ from kl_lens.targets.openvino.session import (
 IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
 UNPLANNED = ("fp16", "fp32")
 ACTIBA_TOKENS = 128
-_NONE = torch.empty(0, 0)
 
 
 def export(
@@ -46,7 +47,6 @@ def export(
     with_head: bool = True,
     fallback: bool = False,
     unplanned: str = "fp16",
-    sample_ids: Sequence[int] | None = None,
 ) -> Artifact:
     """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
     puts them in their place together with their record.
@@ -61,60 +61,95 @@ def export(
         with_head: without it the graph ends in the last hidden states (static graphs only).
         fallback: put substitutes where a format does not fit, and say so in the record, instead of refusing.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
-        sample_ids: tokens on which ActiBA's cost in KL is measured; random ones when not given.
 
     Raises:
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
     """
     started = time.perf_counter()
+    task = model.classifier
+    if task is None:
+        require_family(model.model)
     profile = get_profile(device_profile)
-    static = _static_shape(profile.static_only, profile.unrolled, profile.name, static_tokens)
+    needs_length = profile.static_only and task is None
+    static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
     if not with_head and static is None:
         raise TargetError("a graph without its head makes sense only with --static-tokens N")
     if unplanned not in UNPLANNED:
         raise TargetError(f"weights outside the plan can be {' or '.join(UNPLANNED)}, not {unplanned!r}")
-    chunked = any(getattr(module, "A_log", _NONE).dim() == 1 for module in model.model.modules())
+    chunked = any(c.kind == "A_log" and len(c.shape) == 1 for c in model.anatomy.components)
     chosen = tuple(profile.default_rewrites(chunked) if rewrites is None else rewrites)
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    graph = graph_of(model.model, static=static, with_head=with_head)
+    if task is None:
+        graph = graph_of(model.model, static=static, with_head=with_head)
+    elif static is not None or not with_head or "actiba" in chosen:
+        raise TargetError(
+            "--static-tokens, --without-head and actiba are for language models, not for images"
+        )
+    else:
+        graph = image_graph_of(model.model, task)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     anatomy = model.anatomy
-    weight_map = constants.map_weights(graph, model.model, anatomy, without_head=not with_head)
+    weight_map = constants.map_weights(
+        graph, model.model, anatomy, without_head=not with_head, may_fold=task is not None
+    )
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
-    settings = _settings(model, device_profile, chosen, static_tokens, with_head, unplanned, weight_map)
-    settings |= {"statistics": learnt} if learnt else {}
+    settings: dict[str, Any] = {
+        "device_profile": device_profile,
+        "rewrites": list(chosen),
+        "static_tokens": static_tokens,
+        "with_head": with_head,
+        "unplanned": unplanned,
+        "folded_away": weight_map.folded,
+        "family": anatomy.model_type,
+        "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
+        **({"statistics": learnt} if learnt else {}),
+        **({} if task is None else {"task": task.name}),
+    }
 
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     plain = graph.clone() if "actiba" in chosen else None
     settings["rewritten"] = _rewrites.apply(graph, chosen)
-    ov.save_model(graph, place / IR_FILE, compress_to_fp16=False)
+    _save(graph, place / IR_FILE)
     if plain is not None:
         _rewrites.apply(plain, tuple(name for name in chosen if name != "actiba"))
         with tempfile.TemporaryDirectory(dir=place) as beside:
             without = Path(beside) / "without_actiba.xml"
-            ov.save_model(plain, without, compress_to_fp16=False)
-            settings["actiba"] = _actiba_cost(
-                without, place / IR_FILE, model, static_tokens, with_head, sample_ids
-            )
+            _save(plain, without)
+            settings["actiba"] = _actiba_cost(without, place / IR_FILE, model, static_tokens, with_head)
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)
     model.config.save_pretrained(place)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(place)
+    if task is not None:
+        task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
+    settings[GRAPH_DIGEST] = graph_digest(place / IR_FILE)
     settings["export_seconds"] = round(time.perf_counter() - started, 2)
-    settings["export_peak_bytes"] = _peak_memory()
+    settings["export_peak_bytes"] = peak_memory()
     return _artifact(model, plan, realised, placed, files, place, settings)
 
 
 _rewrites = rewrites  # `export` has an argument of that name, as the command line does
+
+
+def _save(graph: ov.Model, path: Path) -> None:
+    _rewrites.number_names(graph)
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:  # it does not say why
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise TargetError(
+            f"{path.parent.parent}: OpenVINO cannot write there ({last_line(error)}); is the disk full? "
+            f"{free:.1f} MB are free"
+        ) from error
 
 
 def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | None) -> StaticShape | None:
@@ -135,31 +170,6 @@ def _name_head(graph: ov.Model) -> None:
             raise TargetError("no matrix product before the logits; this head is not understood")
         node = node.input_value(0).get_node()
     node.set_friendly_name(HEAD_NODE)
-
-
-def _settings(
-    model: LoadedModel,
-    profile: str,
-    chosen: tuple[str, ...],
-    static_tokens: int | None,
-    with_head: bool,
-    unplanned: str,
-    weight_map: constants.WeightMap,
-) -> dict[str, Any]:
-    return {
-        "device_profile": profile,
-        "rewrites": list(chosen),
-        "static_tokens": static_tokens,
-        "with_head": with_head,
-        "unplanned": unplanned,
-        "folded_away": weight_map.folded,
-        "family": model.anatomy.model_type,
-        "versions": {
-            "openvino": ov.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
 
 
 def _artifact(
@@ -212,34 +222,19 @@ def _artifact(
 
 
 def _actiba_cost(
-    plain: Path,
-    rewritten: Path,
-    model: LoadedModel,
-    static_tokens: int | None,
-    with_head: bool,
-    sample_ids: Sequence[int] | None,
+    plain: Path, rewritten: Path, model: LoadedModel, static_tokens: int | None, with_head: bool
 ) -> dict[str, Any]:
     """The tables' error bound, and the KL per token between the graphs without and with them (on this CPU)."""
     cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
     if not with_head:
         return cost
     tokens = static_tokens or ACTIBA_TOKENS
-    if sample_ids is None:
-        generator = np.random.default_rng(0)
-        sample_ids = generator.integers(0, int(model.config.vocab_size), tokens).tolist()
-        cost["measured_on"] = f"{tokens} random tokens"
-    else:
-        sample_ids = list(sample_ids)[: static_tokens or len(sample_ids)]
-        cost["measured_on"] = f"{len(sample_ids)} given tokens"
+    ids = np.random.default_rng(0).integers(0, int(model.config.vocab_size), tokens).tolist()
+    cost["measured_on"] = f"{tokens} random tokens"
     before, after = (
-        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), sample_ids))
+        log_softmax(run_graph(compile_graph(read_graph(path), "CPU", exact=True), ids))
         for path in (plain, rewritten)
     )
     per_token = (np.exp(before) * (before - after)).sum(-1)
     cost["kl_nats_per_token"] = float(per_token.mean())
     return cost
-
-
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,11 +6,14 @@ import contextlib
 import io
 import logging
 import os
+import tempfile
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import openvino as ov
@@ -19,8 +22,8 @@ import openvino.opset13 as ops
 import torch
 from torch import nn
 
-from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.targets.openvino import scans
+from kl_lens.errors import TargetError, UnsupportedError, one_line
+from kl_lens.targets.openvino import rewrites, scans, session
 from kl_lens.targets.openvino.capture import (
     FAMILIES,
     SAMPLE_TOKENS,
@@ -31,7 +34,8 @@ from kl_lens.targets.openvino.capture import (
 )
 from kl_lens.weights import state_of
 
-SCAN_ARGUMENTS = 5  # x, Δ, A, B, C
+PROOF_TOKENS, PROOF_PARTS = 24, (7, 8, 9)
+PROOF_SHARE = 1e-3  # of the logits' range
 MAX_UNROLLED = scans.CHUNK  # tokens of a graph without loops: one chunk of Mamba-2, a large graph of Mamba-1
 
 
@@ -45,34 +49,82 @@ class StaticShape:
 
 # Converted graphs of models that are in memory. Tracing takes seconds, and plans differ in their constants alone.
 _converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
+_proven: WeakSet[nn.Module] = WeakSet()
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """`build_graph`, remembered as long as the model's weights stay as they are; a copy of its own for every caller."""
-    key = (static, with_head, tuple(state_of(parameter) for parameter in model.parameters()))
+    """`build_graph`, remembered."""
+    build = partial(build_graph, model, static=static, with_head=with_head)
+    return remembered(model, (static, with_head), build)
+
+
+def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
+    """A graph, kept as long as the model's weights stay as they are; a copy of its own for every caller."""
+    key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
     known = _converted.setdefault(model, {})
     if key not in known:
-        for other in [k for k in known if k[2] != key[2]]:  # type: ignore[index]
+        for other in [k for k in known if k[1] != key[1]]:  # type: ignore[index]
             del known[other]  # of other weights
-        known[key] = build_graph(model, static=static, with_head=with_head)
+        known[key] = build()
     return known[key].clone()
 
 
 def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
     """Token ids in, logits (or, without the head, the last hidden states) out; states inside unless static."""
+    require_family(model)
+    return _build(model, static, with_head)
+
+
+def require_family(model: nn.Module) -> None:
+    """Raises UnsupportedError for a model that nothing shows to come out right: no test, nor a proof here and now."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
-    if family not in FAMILIES:
+    if family not in FAMILIES and model not in _proven:
+        _prove(model, family)
+        _proven.add(model)
+
+
+def _prove(model: nn.Module, family: str) -> None:
+    """The graph has to give the model's own logits, whole and in parts."""
+    refused = f"{family} cannot be exported to OpenVINO: "
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    ids = torch.randint(0, vocabulary, (1, PROOF_TOKENS), generator=generator)
+    try:
+        graph = _build(model, None, True)
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits[0].float().numpy()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "proof.xml"
+            rewrites.apply(graph, ())
+            ov.save_model(graph, path, compress_to_fp16=False)
+            compiled = session.compile_graph(session.read_graph(path), "CPU", exact=True)
+            whole = session.run_graph(compiled, ids[0].tolist())
+            request, parts = compiled.create_infer_request(), []
+            for part in np.split(ids.numpy(), PROOF_PARTS, 1):
+                request.infer([part])
+                parts.append(np.array(request.get_output_tensor(0).data[0]))
+    except TargetError as error:
+        raise UnsupportedError(refused + one_line(error)) from error
+    except Exception as error:  # whatever a model's code raises when it meets our cache
         raise UnsupportedError(
-            f"{family} cannot be exported to OpenVINO: no test shows that its IR is right; "
-            f"families that can: {', '.join(FAMILIES)}"
+            f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    off = max(float(np.abs(logits - expected).max()) for logits in (whole, np.concatenate(parts)))
+    if not off <= PROOF_SHARE * float(np.ptp(expected)):
+        raise UnsupportedError(
+            f"{refused}the converted graph gives other logits than PyTorch, off by {off:.1e} in a range of "
+            f"{float(np.ptp(expected)):.1e}"
         )
+
+
+def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
     tokens = static.tokens if static else SAMPLE_TOKENS
     with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
-        converted = _convert(graph, example_inputs(graph, tokens))
+        converted = convert_quietly(graph, example_inputs(graph, tokens))
         return _stitch(converted, graph, static, with_head)
 
 
-def _convert(graph: GraphForward, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
+def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
     """OpenVINO's converter, without the tracer's warnings: what they warn of is what the tests check."""
     quiet = logging.getLogger("transformers")
     level = quiet.level
@@ -109,7 +161,8 @@ def _stitch(
     names = graph.state_names
     parameters = converted.get_parameters()
     values = [result.input_value(0) for result in converted.get_results()]
-    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + SCAN_ARGUMENTS * len(graph.sites))
+    taken = [len(site.arguments) for site in graph.sites]
+    expected = (1 + len(names) + len(graph.sites), 1 + len(names) + sum(taken))
     if (len(parameters), len(values)) != expected:
         raise TargetError(
             f"the converted graph has {len(parameters)} inputs and {len(values)} outputs, expected {expected}"
@@ -124,8 +177,8 @@ def _stitch(
         _replace(parameter.output(0), read.output(0))
         sinks.append(_assign(value, variable))
     for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
-        first = 1 + len(names) + index * SCAN_ARGUMENTS
-        arguments = values[first : first + SCAN_ARGUMENTS]
+        first = 1 + len(names) + sum(taken[:index])
+        arguments = values[first : first + taken[index]]
         state, variable = _scan_state(site, static)
         y, last = _scan(site, arguments, state, static)
         _replace(result.output(0), y if isinstance(y, ov.Output) else y.output(0))
@@ -154,13 +207,14 @@ def _set_shapes(
     for parameter, shape in zip(states, shapes, strict=False):
         parameter.set_partial_shape(ov.PartialShape(shape))
     for parameter, site in zip(results, graph.sites, strict=True):
-        parameter.set_partial_shape(ov.PartialShape([time, *site.result_shape]))
+        positions = time + graph.prefix if static else -1
+        parameter.set_partial_shape(ov.PartialShape([positions, *site.result_shape]))
 
 
-def _variable(name: str, shape: ov.PartialShape) -> tuple[Any, Any]:
+def _variable(name: str, shape: ov.PartialShape, first: Any = None) -> tuple[Any, Any]:
     """A state that begins as zeros, or as nothing along an axis that grows: the node that reads it, and itself."""
     start = [axis.get_length() if axis.is_static else 0 for axis in shape]
-    zeros = ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
+    zeros = first or ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
     info = op.util.VariableInfo()
     info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, shape
     variable = op.util.Variable(info)
@@ -178,42 +232,44 @@ def _assign(value: Any, variable: Any) -> Any:
 
 
 def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
+    shape, first = site.state_shape, None
     if site.kind == "selective":
-        channels, states = site.state_shape
-        shape = scans.selective_state_shape(channels, states)
-    else:
-        heads, width, states = site.state_shape
-        shape = scans.chunked_state_shape(heads, width, states, _groups(site))
+        shape = shape[::-1]
+    elif site.kind == "chunked":
+        shape = _sizes(site).state_shape
+    elif site.kind == "weighted":
+        first = scans.weighted_start(shape[1])
     if static is not None:
-        return ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
-    return _variable(f"scan.{site.layer}", ov.PartialShape(list(shape)))
+        return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
+    return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)), first)
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:
-    x, dt, a, b, c = arguments
-    unroll = static is not None and static.unroll
-    if static is not None and unroll and static.tokens > MAX_UNROLLED:
-        raise TargetError(
-            f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {static.tokens}"
-        )
+    inputs = (*arguments, state)
+    unrolled = static.tokens if static is not None and static.unroll else 0
+    if unrolled > MAX_UNROLLED:
+        raise TargetError(f"a graph without loops holds at most {MAX_UNROLLED} tokens, asked for {unrolled}")
+    if site.kind in ("delta", "weighted"):
+        if unrolled:
+            raise TargetError(
+                f"the {site.kind} scan of this model has no form without a loop; use the profile cpu or gpu"
+            )
+        return (scans.delta_scan if site.kind == "delta" else scans.weighted_scan)(inputs, site.state_shape)
     if site.kind == "selective":
         channels, states = site.state_shape
-        if static is None or not unroll:
-            return scans.selective_scan(x, dt, a, b, c, state, channels=channels, states=states)
-        return scans.unrolled_selective_scan(
-            x, dt, a, b, c, state, channels=channels, states=states, tokens=static.tokens
-        )
-    heads, width, states = site.state_shape
-    sizes = {"heads": heads, "width": width, "states": states, "groups": _groups(site)}
+        if not unrolled:
+            return scans.selective_scan(inputs, channels, states)
+        return scans.unrolled_selective_scan(inputs, states, unrolled)
     if static is None:
-        return scans.one_or_many_scan(x, dt, a, b, c, state, **sizes)
+        return scans.one_or_many_scan(inputs, _sizes(site))
     if static.tokens == 1:
-        return scans.one_token_scan(x, dt, a, b, c, state, **sizes)
-    return scans.chunked_scan(x, dt, a, b, c, state, **sizes, single=static.tokens <= scans.CHUNK)
+        return scans.one_token_scan(inputs, _sizes(site))
+    return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)
 
 
-def _groups(site: ScanSite) -> int:
-    return int(site.arguments[3].shape[1])
+def _sizes(site: ScanSite) -> scans.Sizes:
+    heads, width, states = site.state_shape
+    return scans.Sizes(heads, width, states, groups=int(site.arguments[3].shape[1]))
 
 
 def _replace(old: ov.Output, new: ov.Output) -> None:

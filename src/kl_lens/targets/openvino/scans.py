@@ -6,7 +6,7 @@ tested against are the plain recurrences beside KL Lens's own kernels (`checkpoi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -14,6 +14,20 @@ import openvino.opset13 as ops
 
 CHUNK = 64  # tokens per chunk of Mamba-2's matrix form
 Value = Any  # an ov.Output or ov.Node
+Inputs = tuple[Value, ...]  # x, Δ, A, B, C, or what else a scan takes; and the state before
+
+
+class Sizes(NamedTuple):
+    """Of a scan of Mamba-2."""
+
+    heads: int
+    width: int
+    states: int
+    groups: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (1, self.groups, self.states, self.heads // self.groups, self.width)
 
 
 def constant(value: Any, dtype: Any = np.int64) -> Value:
@@ -37,19 +51,15 @@ def length(value: Value, axis: int = 0) -> Value:
     return ops.gather(ops.shape_of(value), constant(axis), constant(0))
 
 
-def selective_state_shape(channels: int, states: int) -> tuple[int, ...]:
-    return (states, channels)  # channels innermost: what the vector units run along
-
-
-def selective_scan(
-    x: Value, dt: Value, a: Value, b: Value, c: Value, state: Value, *, channels: int, states: int
-) -> tuple[Value, Value]:
+def selective_scan(inputs: Inputs, channels: int, states: int) -> tuple[Value, Value]:
     """Mamba-1: h ← exp(Δ·A)·h + Δ·x ⊗ B, y = C·h, token by token in one TensorIterator.
 
     x, dt (time, channels); a (channels, states); b, c (time, states); state (states, channels).
     Returns y (time, channels) and the last state. The decay differs for every channel and state, so there is no
-    matrix form; the iterator is the same for one token and for many.
+    matrix form; the iterator is the same for one token and for many. Channels are innermost, because vector units
+    run along them.
     """
+    x, dt, a, b, c, state = inputs
     step = ops.parameter([1, channels], np.float32)
     inflow = ops.parameter([1, channels], np.float32)
     into = ops.parameter([1, states], np.float32)
@@ -75,19 +85,9 @@ def selective_scan(
     return outputs, last
 
 
-def unrolled_selective_scan(
-    x: Value,
-    dt: Value,
-    a: Value,
-    b: Value,
-    c: Value,
-    state: Value,
-    *,
-    channels: int,
-    states: int,
-    tokens: int,
-) -> tuple[Value, Value]:
+def unrolled_selective_scan(inputs: Inputs, states: int, tokens: int) -> tuple[Value, Value]:
     """Mamba-1 for a few tokens whose number is fixed: no iterator, for devices that cannot run one."""
+    x, dt, a, b, c, state = inputs
     rates = transposed(a, [1, 0])
     inflow = ops.multiply(x, dt)
     outputs = []
@@ -102,24 +102,79 @@ def unrolled_selective_scan(
     return ops.concat(outputs, 0) if tokens > 1 else outputs[0], state
 
 
-def chunked_state_shape(heads: int, width: int, states: int, groups: int) -> tuple[int, ...]:
-    return (1, groups, states, heads // groups, width)
+def delta_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
+    """Gated delta rule: S ← e^g·S, then S ← S + k ⊗ β(v − k·S), y = q·S, token by token in one TensorIterator.
+
+    query, key (time, heads, keys); value (time, heads, values); g (time, heads) or (time, heads, keys); beta
+    (time, heads); state (heads, keys, values). Returns y (time, heads, values) and the last state.
+    """
+    query, key, value, g, beta, state = inputs
+    heads, keys, values = shape
+    widths = {"query": keys, "key": keys, "value": values, "beta": 1}
+    decays = keys if g.get_partial_shape().rank.get_length() == 3 else 1
+    tokens = {name: ops.parameter([1, heads, 1, width], np.float32) for name, width in widths.items()}
+    decay = ops.parameter([1, heads, decays, 1], np.float32)
+    before = ops.parameter([heads, keys, values], np.float32)
+    q, k, v, b = (reshaped(tokens[name], [heads, 1, width]) for name, width in widths.items())
+    kept = ops.multiply(before, reshaped(decay, [heads, decays, 1]))
+    news = ops.multiply(ops.subtract(v, ops.matmul(k, kept, False, False)), b)
+    after = ops.add(kept, ops.multiply(reshaped(tokens["key"], [heads, keys, 1]), news))
+    y = reshaped(ops.matmul(q, after, False, False), [1, heads, values])
+    body = ov.Model([ops.result(after), ops.result(y)], [*tokens.values(), decay, before], "delta_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    for name, whole in {"query": query, "key": key, "value": value, "beta": beta}.items():
+        sliced = reshaped(whole, [-1, heads, 1, widths[name]])
+        iterator.set_sliced_input(tokens[name], _output(sliced), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(decay, _output(reshaped(ops.exp(g), [-1, heads, decays, 1])), 0, 1, 1, -1, 0)
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
 
 
-def chunked_scan(
-    x: Value,
-    dt: Value,
-    a: Value,
-    b: Value,
-    c: Value,
-    state: Value,
-    *,
-    heads: int,
-    width: int,
-    states: int,
-    groups: int,
-    single: bool = False,
-) -> tuple[Value, Value]:
+def weighted_start(channels: int) -> Value:
+    """RWKV's first state: nothing summed up, and a largest exponent below any other."""
+    start = np.zeros((3, channels), np.float32)
+    start[2] = -1e38
+    value = constant(start, np.float32)
+    value.set_friendly_name("kl_lens/first_state")
+    return value
+
+
+def weighted_scan(inputs: Inputs, shape: tuple[int, ...]) -> tuple[Value, Value]:
+    """RWKV-4: an average of values weighted by e^key, fading with `decay`; the present token's weight is e^(key+first).
+
+    key, value (time, channels); decay, first (channels,); state (3, channels): numerator and denominator, both
+    divided by e^m, and m. Returns y (time, channels) and the last state.
+    """
+    key, value, decay, first, state = inputs
+    channels = shape[1]
+    k, v = (ops.parameter([1, channels], np.float32) for _ in range(2))
+    w, u = (ops.parameter([channels], np.float32) for _ in range(2))
+    before = ops.parameter([3, channels], np.float32)
+    top, bottom, most = (ops.gather(before, constant([row]), constant(0)) for row in range(3))
+
+    def joined(old: Value, new: Value) -> tuple[Value, Value, Value]:
+        largest = ops.maximum(old, new)
+        a, b = ops.exp(ops.subtract(old, largest)), ops.exp(ops.subtract(new, largest))
+        return ops.add(ops.multiply(a, top), ops.multiply(b, v)), ops.add(ops.multiply(a, bottom), b), largest
+
+    numerator, denominator, _ = joined(most, ops.add(k, u))
+    y = ops.divide(numerator, denominator)
+    after = ops.concat(list(joined(ops.add(most, w), k)), 0)
+    body = ov.Model([ops.result(after), ops.result(y)], [k, v, w, u, before], "weighted_scan")
+    iterator = ops.tensor_iterator()
+    iterator.set_body(body)
+    iterator.set_sliced_input(k, _output(key), 0, 1, 1, -1, 0)
+    iterator.set_sliced_input(v, _output(value), 0, 1, 1, -1, 0)
+    iterator.set_invariant_input(w, _output(decay))
+    iterator.set_invariant_input(u, _output(first))
+    iterator.set_merged_input(before, _output(state), body.results[0].output(0))
+    last = iterator.get_iter_value(body.results[0].output(0), -1)
+    return iterator.get_concatenated_slices(body.results[1].output(0), 0, 1, 1, -1, 0), last
+
+
+def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple[Value, Value]:
     """Mamba-2 in chunks of at most 64 tokens: matrix products inside, a TensorIterator from chunk to chunk.
 
     x (time, heads, width); dt (time, heads); a (heads,); b, c (time, groups, states);
@@ -127,6 +182,8 @@ def chunked_scan(
     so a single token costs products with 1 × 1 matrices and nothing is padded. `single` promises that there is one
     chunk at most, and leaves the iterator out.
     """
+    x, dt, a, b, c, state = inputs
+    heads, width, states, groups = sizes
     per_group = heads // groups
     time = length(x)
     chunk = ops.minimum(time, constant(CHUNK))
@@ -169,7 +226,7 @@ def chunked_scan(
     if single:
         entering, last = state, ops.add(ops.multiply(surviving, state), added)
     else:
-        entering, last = _between_chunks(surviving, added, state, (1, groups, states, per_group, width))
+        entering, last = _between_chunks(surviving, added, state, sizes.state_shape)
 
     # What the state at the chunk's start still says to token t.
     carried = ops.matmul(
@@ -183,22 +240,11 @@ def chunked_scan(
     return ops.slice(y, constant([0]), end, constant([1]), constant([0])), last
 
 
-def one_token_scan(
-    x: Value,
-    dt: Value,
-    a: Value,
-    b: Value,
-    c: Value,
-    state: Value,
-    *,
-    heads: int,
-    width: int,
-    states: int,
-    groups: int,
-) -> tuple[Value, Value]:
+def one_token_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     """Mamba-2's recurrence for exactly one token; shapes as in `chunked_scan`."""
-    per_group = heads // groups
-    columns = per_group * width
+    x, dt, a, b, c, state = inputs
+    heads, width, states, groups = sizes
+    columns = heads // groups * width
     decay = ops.exp(ops.multiply(dt, ops.unsqueeze(a, constant(0))))
     ones = constant(np.ones((1, width)), np.float32)
     ones.set_friendly_name("kl_lens/ones")
@@ -208,44 +254,31 @@ def one_token_scan(
     before = reshaped(state, [groups, states, columns])
     after = ops.add(ops.multiply(reshaped(over_width, [groups, 1, columns]), before), added)
     y = ops.matmul(reshaped(c, [groups, 1, states]), after, False, False)
-    return reshaped(y, [1, heads, width]), reshaped(after, [1, groups, states, per_group, width])
+    return reshaped(y, [1, heads, width]), reshaped(after, list(sizes.state_shape))
 
 
-def one_or_many_scan(
-    x: Value,
-    dt: Value,
-    a: Value,
-    b: Value,
-    c: Value,
-    state: Value,
-    *,
-    heads: int,
-    width: int,
-    states: int,
-    groups: int,
-) -> tuple[Value, Value]:
+def one_or_many_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
     """Mamba-2: the recurrence for a single token, the matrix form for more; both in one graph, behind an If."""
-    sizes = {"heads": heads, "width": width, "states": states, "groups": groups}
-    values = (x, dt, a, b, c, state)
+    heads, width, states, groups = sizes
     shapes = (
         [-1, heads, width],
         [-1, heads],
         [heads],
         [-1, groups, states],
         [-1, groups, states],
-        list(chunked_state_shape(heads, width, states, groups)),
+        list(sizes.state_shape),
     )
 
     def branch(scan: Any, name: str) -> ov.Model:
         parameters = [ops.parameter(ov.PartialShape(shape), np.float32) for shape in shapes]
-        y, last = scan(*parameters, **sizes)
+        y, last = scan(tuple(parameters), sizes)
         return ov.Model([ops.result(y), ops.result(last)], parameters, name)
 
     one, many = branch(one_token_scan, "one_token"), branch(chunked_scan, "many_tokens")
-    choice = ops.if_op(_output(ops.equal(length(x), constant(1))))
+    choice = ops.if_op(_output(ops.equal(length(inputs[0]), constant(1))))
     choice.set_then_body(one)
     choice.set_else_body(many)
-    for value, for_one, for_many in zip(values, one.get_parameters(), many.get_parameters(), strict=True):
+    for value, for_one, for_many in zip(inputs, one.get_parameters(), many.get_parameters(), strict=True):
         choice.set_input(_output(value), for_one, for_many)
     y = choice.set_output(one.results[0], many.results[0])
     last = choice.set_output(one.results[1], many.results[1])

@@ -19,11 +19,13 @@ import openvino.opset13 as ops
 
 from kl_lens.errors import TargetError, last_line
 from kl_lens.formats import get_format
+from kl_lens.images import Preparation
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
+from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -69,7 +71,7 @@ def open_session(
     threads: int | None = None,
     cache: bool = True,
     settings: dict[str, Any] | None = None,
-) -> OpenVINOSession:
+) -> Session:
     """Loads an exported folder.
 
     Args:
@@ -91,7 +93,13 @@ def open_session(
     graph = read_graph(graph_file(folder))
     equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
-    if static is None:
+    of_images = artifact.settings.get("task") == "image"
+    length = graph.inputs[0].get_partial_shape()[1]
+    if not of_images and static != (length.get_length() if length.is_static else None):
+        raise TargetError(
+            f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
+        )
+    if static is None and not of_images:
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
@@ -105,15 +113,50 @@ def open_session(
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )
-    return OpenVINOSession(compiled, artifact, device, exact, static)
+    if of_images:
+        description = {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
+        return ImageSession(compiled, Preparation.of(folder, {}), describe(compiled, device) | description)
+    return OpenVINOSession(compiled, artifact, device, exact, static, folder)
+
+
+def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
+    """What computes: library, device, and the plugin's settings."""
+    properties = {}
+    for name in (
+        "FULL_DEVICE_NAME",
+        "INFERENCE_PRECISION_HINT",
+        "KV_CACHE_PRECISION",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE",
+        "INFERENCE_NUM_THREADS",
+        "LOADED_FROM_CACHE",
+    ):
+        try:
+            properties[name.lower()] = str(compiled.get_property(name))
+        except RuntimeError:
+            if name == "FULL_DEVICE_NAME":
+                properties["full_device_name"] = str(core().get_property(device, name))
+    about = {
+        "library": "openvino",
+        "version": ov.__version__,
+        "device": device,
+        "machine": platform.machine(),
+    }
+    return about | properties
 
 
 class OpenVINOSession:
     """One sequence at a time; the states are inside the compiled model's request."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, artifact: Artifact, device: str, exact: bool, static: int | None
+        self,
+        compiled: ov.CompiledModel,
+        artifact: Artifact,
+        device: str,
+        exact: bool,
+        static: int | None,
+        place: Path,
     ) -> None:
+        self._place = place
         self._compiled: ov.CompiledModel | None = compiled
         self._request: Any = compiled.create_infer_request()
         self._artifact = artifact
@@ -128,31 +171,9 @@ class OpenVINOSession:
 
     @property
     def description(self) -> dict[str, Any]:
-        compiled = self._open()
-        properties = {}
-        for name in (
-            "FULL_DEVICE_NAME",
-            "INFERENCE_PRECISION_HINT",
-            "KV_CACHE_PRECISION",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-            "INFERENCE_NUM_THREADS",
-            "LOADED_FROM_CACHE",
-        ):
-            try:
-                properties[name.lower()] = str(compiled.get_property(name))
-            except RuntimeError:
-                if name == "FULL_DEVICE_NAME":
-                    properties["full_device_name"] = str(core().get_property(self._device, name))
-        return {
-            "library": "openvino",
-            "version": ov.__version__,
-            "device": self._device,
-            "machine": platform.machine(),
-            "mode": "exact" if self._exact else "deployed",
-            "plan": self._artifact.plan,
-            "static_tokens": self._static,
-            **properties,
-        }
+        about = {"plan": self._artifact.plan, "static_tokens": self._static}
+        mode = {"mode": "exact" if self._exact else "deployed"}
+        return describe(self._open(), self._device) | mode | about
 
     def reset(self) -> None:
         self._open()
@@ -191,32 +212,31 @@ class OpenVINOSession:
             raise TargetError("this session is closed")
         return self._compiled
 
+    def _tokens(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.array([checked_tokens(ids, self._vocabulary, self._artifact.plan)], np.int64)
+
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
-        tokens = _tokens(ids, self._vocabulary)
-        self._open()
-        self._request.infer([tokens, rows])
+        tokens = self._tokens(ids)
+        self._infer([tokens, rows])
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
+
+    def _infer(self, inputs: list[npt.NDArray[np.int64]]) -> None:
+        self._open()
+        try:
+            self._request.infer(inputs)
+        except RuntimeError as error:
+            raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
 
     def _run_static(self, ids: Sequence[int]) -> Logits:
         """Shorter prompts are padded behind: a causal model does not see it."""
         assert self._static is not None
-        tokens = _tokens(ids, self._vocabulary)
+        tokens = self._tokens(ids)
         if tokens.shape[1] > self._static:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        self._open()
-        self._request.infer([padded])
+        self._infer([padded])
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
-
-
-def _tokens(ids: Sequence[int], vocabulary: int) -> npt.NDArray[np.int64]:
-    tokens = np.asarray(ids, np.int64).reshape(1, -1)
-    if tokens.size == 0:
-        raise TargetError("no tokens to feed")
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise TargetError(f"token {int(tokens.max())} is outside the vocabulary of {vocabulary}")
-    return tokens
 
 
 def _choose_rows(graph: ov.Model) -> None:

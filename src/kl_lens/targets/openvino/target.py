@@ -74,12 +74,6 @@ class OpenVINOTarget(Target):
     def short_menu(self) -> tuple[str, ...]:
         return (*self.recipes(("int4-g128", "int4-g32")), "int8")
 
-    def unsupported(self, model_type: str) -> str | None:
-        from kl_lens.targets.openvino.capture import FAMILIES
-
-        known = ", ".join(FAMILIES)
-        return None if model_type in FAMILIES else f"no {model_type} IR is tested; there are {known}"
-
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.openvino.stock import stock_recipes
 
@@ -119,13 +113,17 @@ class OpenVINOTarget(Target):
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.openvino.contents import graph_contents
+        from kl_lens.targets.openvino.glass import require_safe
 
+        require_safe(place)
         return graph_contents(place, read_artifact(place))
 
     def shipped_digests(self, place: Path) -> dict[str, str]:
         from kl_lens.targets.openvino.constants import stored_digests
+        from kl_lens.targets.openvino.glass import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
+        require_safe(place)
         names = {tensor.runtime_name for tensor in read_artifact(place).tensors}
         held = stored_digests(read_graph(graph_file(place)))
         return {name: digest for name, digest in held.items() if name in names}
@@ -133,10 +131,13 @@ class OpenVINOTarget(Target):
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.openvino.glass import require_safe
         from kl_lens.targets.openvino.session import open_session
 
+        # Cold is asked for in a process that was made for it. What was compiled from a graph of others is theirs too.
+        cache = not cold and require_safe(place)
         return open_session(
-            place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=not cold
+            place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=cache
         )
 
     def check_device(self, settings: RuntimeSettings) -> str | None:

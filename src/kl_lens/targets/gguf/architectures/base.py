@@ -6,6 +6,7 @@ side is an error with a name, and nothing is dropped or matched twice without a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,9 +79,17 @@ def get_architecture(model_type: str) -> Architecture:
     try:
         return _architectures[model_type]
     except KeyError:
-        raise UnsupportedError(
-            f"GGUF export knows no {model_type!r} models; it knows {', '.join(supported_architectures())}"
-        ) from None
+        raise UnsupportedError(_why_unknown(model_type)) from None
+
+
+def _why_unknown(model_type: str) -> str:
+    from gguf.constants import MODEL_ARCH_NAMES  # llama.cpp's own list
+
+    bare = re.sub(r"[-_.]|text$", "", model_type)
+    if bare not in {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}:
+        return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
+    known = ", ".join(supported_architectures())
+    return f"llama.cpp has {model_type} models, but GGUF export does not know them yet; it knows {known}"
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:

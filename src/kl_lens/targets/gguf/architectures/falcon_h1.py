@@ -27,31 +27,18 @@ from kl_lens.targets.gguf.architectures.base import (
 _HEAD = "lm_head.weight"
 
 
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _inner(config: Any) -> int:
     return int(config.mamba_d_ssm or config.mamba_expand * config.hidden_size)
 
 
 def _metadata(config: Any) -> Metadata:
     return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
+        **parts.hybrid_metadata(config, _inner(config), config.mamba_n_heads),
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": _head_size(config),
-        "attention.value_length": _head_size(config),
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": parts.head_size(config),
+        "attention.value_length": parts.head_size(config),
         "rope.freq_base": parts.rope_base(config),
-        "rope.dimension_count": _head_size(config),
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": _inner(config),
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": config.mamba_n_heads,
+        "rope.dimension_count": parts.head_size(config),
         "ssm.group_count": config.mamba_n_groups,
     }
 

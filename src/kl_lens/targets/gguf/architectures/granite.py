@@ -23,15 +23,11 @@ def _attention_layers(config: Any) -> list[bool]:
     return [kind in _ATTENTION for kind in kinds]
 
 
-def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _rotary(config: Any) -> int:
     """How many dimensions of a head rotate; 0 without rope."""
     if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
         return 0
-    return int(_head_size(config) * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    return int(parts.head_size(config) * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
 
 def _inner(config: Any) -> int:
@@ -43,27 +39,15 @@ def _experts(config: Any) -> int:
 
 
 def _metadata(config: Any) -> Metadata:
-    feed_forward = config.intermediate_size
-    if config.model_type == "granitemoehybrid" and not _experts(config):
-        feed_forward = config.shared_intermediate_size
     values: Metadata = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": feed_forward,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
+        **parts.hybrid_metadata(config, _inner(config), config.mamba_n_heads),
         "attention.head_count_kv": [
             config.num_key_value_heads if attention else 0 for attention in _attention_layers(config)
         ],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         # llama.cpp uses this flag as a switch for rope in this architecture.
         "rope.scaling.finetuned": _rotary(config) > 0,
-        "rope.dimension_count": _rotary(config) or _head_size(config),
+        "rope.dimension_count": _rotary(config) or parts.head_size(config),
         "rope.freq_base": parts.rope_base(config),
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": _inner(config),
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.group_count": config.mamba_n_groups,
     }
     if config.model_type == "granitemoehybrid":
@@ -73,6 +57,8 @@ def _metadata(config: Any) -> Metadata:
             "residual_scale": float(config.residual_multiplier),
             "logit_scale": float(config.logits_scaling),
         }
+        if not _experts(config):
+            values["feed_forward_length"] = config.shared_intermediate_size
     if _experts(config):
         values |= {
             "expert_count": _experts(config),

@@ -25,17 +25,8 @@ def _metadata(config: Any) -> Metadata:
     layers = range(config.num_hidden_layers)
     with_experts = any(_has_experts(config, index) for index in layers)
     return {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "attention.head_count": config.num_attention_heads,
+        **parts.hybrid_metadata(config, _inner(config), int(config.mamba_dt_rank)),
         "attention.head_count_kv": [config.num_key_value_heads * _is_attention(config, i) for i in layers],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": _inner(config),
-        "ssm.state_size": config.mamba_d_state,
-        "ssm.time_step_rank": int(config.mamba_dt_rank),
         "expert_count": config.num_experts if with_experts else 0,
         "expert_used_count": config.num_experts_per_tok if with_experts else 0,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kl_lens.targets.gguf.architectures.base import Shapes, TensorRule, Transform, as_is
+from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule, Transform, as_is
 
 # -- transforms ------------------------------------------------------------------------------------------
 
@@ -55,6 +55,29 @@ def interleaved_heads(heads: int, rotary: int) -> Transform:
         return tensor[index.to(tensor.device)]
 
     return reorder
+
+
+# -- metadata --------------------------------------------------------------------------------------------
+
+
+def head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
+    """What every mixture of attention and state-space layers says of itself; `rank` of the time steps, or heads."""
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": inner,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": rank,
+    }
 
 
 # -- groups of tensors -----------------------------------------------------------------------------------

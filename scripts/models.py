@@ -1,0 +1,229 @@
+"""Prints docs/models.md by trying every model: `python scripts/models.py > docs/models.md`. Takes minutes.
+
+Of every causal class of the installed transformers that has a recurrent, linear-attention or convolutional layer, of
+Hymba, and of the transformers that people use most, a tiny random model is opened, measured by both engines, checked
+against a forward in float64 that shares nothing with the engines, exported, and the file's logits set beside PyTorch's.
+Names as arguments try only those: `python scripts/models.py lfm2 qwen3_next`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests import families
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import KLLensError, one_line
+from kl_lens.records import Plan
+from kl_lens.samples import summarise
+from kl_lens.sensitivity.engines import ENGINES
+from kl_lens.sensitivity.perturbation import Perturbation, replacements
+
+WINDOWS, TOKENS = 2, 24
+AGREE = 2e-3  # relative difference of two KL
+LOGITS = 1e-3  # share of the logits' range
+_RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm")
+# Classes of images, sound or drafts: no language model that a text alone measures.
+_NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")
+
+INTRODUCTION = """\
+# Models
+
+Made by `python scripts/models.py > docs/models.md` with transformers {transformers}, torch {torch}, OpenVINO {openvino}
+and llama.cpp from xllamacpp {llama}; a slow test makes it again and fails where a row has become worse. Every row is a
+tiny random model of that class, so that it says what is computed right, not how good a quantized one is.
+
+| column | what was compared |
+|---|---|
+| blocks | how many were found; the chain of them gives the logits of the model's own forward, in parts and stacked |
+| engines | KL of the fast engine beside the plain one's, INT4, first component of every kind: relative difference |
+| float64 | the same KL from a forward in float64 by transformers alone: relative difference, {agree:g} allowed |
+| OpenVINO, GGUF | the FP32 file's logits beside PyTorch's, whole and token by token: share of their range |
+
+*plain* in the column *engines*: the blocks cannot be run in parts, so the plain engine measures, and says so.
+"""
+
+
+@dataclass
+class Row:
+    """What was found of one model; an empty place is a no, and `reasons` say why."""
+
+    family: str
+    kind: str = ""
+    blocks: str = ""
+    engines: str = ""
+    float64: str = ""
+    openvino: str = ""
+    gguf: str = ""
+    reasons: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        places = (self.blocks, self.engines, self.float64, self.openvino, self.gguf)
+        cells = [f"`{self.family}`", self.kind, *(place or "–" for place in places), "; ".join(self.reasons)]
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def recurrent_families() -> list[str]:
+    """Model types of transformers' causal classes whose code has a recurrent or convolutional layer."""
+    found = set()
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        cls = getattr(transformers, name if isinstance(name, str) else name[0], None)
+        if cls is None or _NOT_TEXT.search(cls.__name__):
+            continue
+        if _RECURRENT.search(inspect.getsource(inspect.getmodule(cls))):  # type: ignore[arg-type]
+            found.add(str(getattr(getattr(cls, "config_class", None), "model_type", None) or model_type))
+    return sorted(found)
+
+
+def rows(chosen: list[str] | None = None) -> Iterator[Row]:
+    known = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
+    recurrent = recurrent_families()
+    order = sorted(["hymba", *recurrent]) + sorted(known.keys() - {*recurrent, "hymba", "jamba_experts"})
+    for family in chosen or order:
+        if family in known:
+            yield tried(family)
+        else:
+            yield Row(family, reasons=["no tiny model of it in tests/families.py: not tried"])
+
+
+def tried(family: str) -> Row:
+    row = Row(family)
+    try:
+        bare = families.tiny_model(family)
+        if getattr(bare.config, "rescale_every", 0):
+            bare.config.rescale_every = 0  # as `load` does in float32
+    except Exception as error:
+        row.reasons.append(f"transformers cannot make it: {one_line(error)}")
+        return row
+    row.kind = type(bare).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    model = LoadedModel(family, Path(), bare, None)
+    ids = families.token_ids(WINDOWS, TOKENS)
+    try:
+        row.blocks = str(len(model.chain))
+        doubt = model.chain.doubt(ids)
+        _measure(row, model, ids, plain_only=doubt is not None)
+        if doubt:
+            row.reasons.append(doubt)
+    except KLLensError as error:
+        row.blocks = ""
+        row.reasons.append(one_line(error))
+        return row
+    except Exception as error:
+        row.reasons.append(f"**fails**: {type(error).__name__}: {one_line(error)}")
+        return row
+    for target in ("openvino", "gguf"):
+        try:
+            setattr(row, target, _parity(target, model, ids[:1]))
+        except KLLensError as error:
+            row.reasons.append(one_line(error).partition("; it knows")[0])
+        except Exception as error:
+            row.reasons.append(f"**fails** as {target}: {type(error).__name__}: {one_line(error)}")
+    return row
+
+
+def _measure(row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: bool) -> None:
+    """The first component of every kind at 4 bits: both engines, and float64."""
+    first = {component.kind: component.name for component in reversed(model.anatomy.candidates)}
+    perturbations = [Perturbation.single(name, "int4") for name in first.values()]
+    found: dict[str, list[float]] = {}
+    for name, engine_class in ENGINES.items():
+        if plain_only and name == "fast":
+            continue
+        engine = engine_class(model)
+        engine.prepare(ids)
+        found[name] = [summarise(w)["kl_teacher_to_student"].value for w in engine.measure(perturbations)]
+    exact = _float64(model, perturbations, ids)
+    off = _apart(found["plain"], exact)
+    row.float64 = f"{off:.0e}" if off <= AGREE else f"**off by {off:.0e}**"
+    if plain_only:
+        row.engines = "plain"
+    else:
+        off = _apart(found["plain"], found["fast"])
+        row.engines = f"{off:.0e}" if off <= AGREE else f"**off by {off:.0e}**"
+
+
+def _apart(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-7) for a, b in zip(ours, theirs, strict=True))
+
+
+@torch.no_grad()
+def _float64(model: LoadedModel, perturbations: list[Perturbation], ids: torch.Tensor) -> list[float]:
+    """KL per token between two plain forwards of a copy in float64."""
+    twin = copy.deepcopy(model.model).double()
+    with contextlib.suppress(Exception):  # the grouped products of experts know no float64
+        twin.set_experts_implementation("eager")
+    places = {id(p): name for name, p in model.model.named_parameters()}
+
+    def log_probabilities() -> torch.Tensor:
+        return twin(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+
+    teacher, found = log_probabilities(), []
+    for perturbation in perturbations:
+        kept = []
+        for parameter, weight in replacements(model, perturbation, None):
+            place = twin.get_parameter(places[id(parameter)])
+            kept.append((place, place.clone()))
+            place.copy_(weight.double())
+        found.append(float((teacher.exp() * (teacher - log_probabilities())).sum(-1).mean()))
+        for place, value in kept:
+            place.copy_(value)
+    return found
+
+
+def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
+    with torch.no_grad():
+        expected = model.model(input_ids=ids, use_cache=False).logits[0].float().numpy()
+    tokens = ids[0].tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "artifact"
+        if target == "openvino":
+            from kl_lens.targets.openvino import export, open_session
+
+            place.mkdir()
+            export(model, Plan("fp32", {}, made_by="models"), place, unplanned="fp32")
+            session = open_session(place, exact=True, threads=1)
+        else:
+            from kl_lens.targets.gguf import export, open_session
+
+            matrices = {c.name: "fp32" for c in model.anatomy.components if len(c.shape) >= 2}
+            artifact = export(model, Plan("fp32", matrices, made_by="models"), place, fingerprint="-")
+            session = open_session(place / artifact.files[0], threads=1, exact_attention=True)
+        with contextlib.closing(session):
+            whole = session.logits(tokens)
+            session.reset()
+            steps = np.stack([session.step(token) for token in tokens])
+    off = max(float(np.abs(logits - expected).max()) for logits in (whole, steps)) / float(np.ptp(expected))
+    return f"{off:.0e}" if off <= LOGITS else f"**off by {off:.0e}**"
+
+
+def page(chosen: list[str] | None = None) -> Iterator[str]:
+    from importlib.metadata import version
+
+    yield INTRODUCTION.format(
+        transformers=transformers.__version__, torch=torch.__version__.split("+")[0], openvino=version("openvino"),
+        llama=version("xllamacpp"), agree=AGREE,
+    )  # fmt: skip
+    yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | why not |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows(chosen):
+        yield str(row)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    for line in page(sys.argv[1:] or None):
+        print(line, flush=True)

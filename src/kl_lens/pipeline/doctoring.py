@@ -1,0 +1,100 @@
+"""`doctor`: what is installed, what is slow here, and the one command that mends it. `runtime`: does so."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import Settings, option
+from kl_lens.targets import TARGETS, describe_target
+from kl_lens.targets.base import Health
+
+BUILD, USE, REMOVE = "build", "use", "remove"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(Settings):
+    verb: ClassVar[str] = "doctor"
+    opens_models: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class DoctorResult:
+    parts: dict[str, Health]  # what is shown first: PyTorch, then each target
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(health.problem for health in self.parts.values()) else 0
+
+
+def doctor(settings: DoctorSettings, events: Events) -> DoctorResult:
+    targets = {describe_target(name).title: describe_target(name).health() for name in TARGETS}
+    return DoctorResult({"PyTorch": _torch(), **targets})
+
+
+def _torch() -> Health:
+    """Measures and plans; generating text needs none of it."""
+    python = f"Python {platform.python_version()} on {platform.machine()}"
+    try:
+        import torch
+    except ImportError:
+        return Health("", (python,), "not installed: nothing can be measured", "pip install kl-lens")
+    facts = [python, f"{torch.get_num_threads()} threads"]
+    facts.append(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device")
+    facts.append(f"transformers {metadata.version('transformers')}, numba {metadata.version('numba')}")
+    return Health(f"torch {torch.__version__}", tuple(facts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings(Settings):
+    verb: ClassVar[str] = "runtime"
+    opens_models: ClassVar[bool] = False
+
+    action: str = option(
+        help="build it for this processor (needs cmake and a compiler, some minutes), use the libraries of a folder, "
+        "or remove what was put in place",
+        positional=True,
+        choices=(BUILD, USE, REMOVE),
+        metavar="ACTION",
+    )
+    folder: Path | None = option(
+        None,
+        "of prebuilt libraries, for `use`: with one variant of the CPU backend per instruction set the best is taken",
+        positional=True,
+        nargs="?",
+        metavar="FOLDER",
+    )
+    target: str | None = option(None, "whose runtime (default: the one that can be built)", choices=TARGETS)
+
+
+@dataclass(frozen=True)
+class RuntimeResult:
+    place: Path | None  # None: removed, or nothing was there
+    health: Health
+
+
+def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
+    buildable = (name for name in TARGETS if describe_target(name).builds)
+    target = describe_target(settings.target or next(buildable))
+    if (settings.action == USE) != (settings.folder is not None):
+        raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
+    if settings.action == REMOVE:
+        if not target.remove_runtime():
+            raise KLLensError(f"{target.title}: nothing was put in place by `kl-lens runtime`")
+        return RuntimeResult(None, target.health())
+    done = 0
+    with events.progress("runtime") as progress:
+        progress.started(100, 0)
+
+        def advanced(percent: int, what: str) -> None:
+            nonlocal done
+            progress.advanced(max(0, percent - done), what)
+            done = max(done, percent)
+
+        place = target.install_runtime(settings.folder, advanced)
+    return RuntimeResult(place, target.health())

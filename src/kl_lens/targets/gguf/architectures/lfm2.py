@@ -1,0 +1,104 @@
+"""LFM2, dense and with experts: llama.cpp's `lfm2` and `lfm2moe`. Short convolutions, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import Architecture, Metadata, Shapes, TensorRule, register
+
+
+def _has_experts(config: Any, index: int) -> bool:
+    return bool(config.model_type == "lfm2_moe" and index >= config.num_dense_layers)
+
+
+def _feed_forward(config: Any) -> int:
+    """The width that the model itself makes of the one it is configured with."""
+    width = int(config.intermediate_size)
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        width = int(2 * width / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            width = int(config.block_ffn_dim_multiplier * width)
+            width = config.block_multiple_of * -(-width // config.block_multiple_of)
+    return width
+
+
+def _metadata(config: Any) -> Metadata:
+    values: Metadata = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": _feed_forward(config),
+        "block_count": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [
+            0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types
+        ],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": parts.rope_base(config),
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+    if config.model_type == "lfm2_moe":
+        values |= {
+            "leading_dense_block_count": config.num_dense_layers,
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_gating_func": 2,  # a sigmoid
+        }
+    return values
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embed_tokens.weight", "model.embedding_norm.weight", "lm_head.weight", shapes)
+    rules[1] = TensorRule(
+        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
+    )  # its place is the end
+    for index, kind in enumerate(config.layer_types):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        rules += [
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.operator_norm.weight", float32=True),
+            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.ffn_norm.weight", float32=True),
+        ]
+        if kind == "conv":
+            taps = f"{layer}.conv.conv.weight"
+            rules += [
+                TensorRule(f"{block}.shortconv.conv.weight", taps, parts.squeezed_convolution, float32=True),
+                TensorRule(f"{block}.shortconv.in_proj.weight", f"{layer}.conv.in_proj.weight"),
+                TensorRule(f"{block}.shortconv.out_proj.weight", f"{layer}.conv.out_proj.weight"),
+            ]
+        else:
+            attention = f"{layer}.self_attn"
+            rules += [
+                TensorRule(f"{block}.attn_{part}.weight", f"{attention}.{part}_proj.weight") for part in "qkv"
+            ]
+            rules.append(TensorRule(f"{block}.attn_output.weight", f"{attention}.out_proj.weight"))
+            rules += [
+                TensorRule(
+                    f"{block}.attn_{part}_norm.weight", f"{attention}.{part}_layernorm.weight", float32=True
+                )
+                for part in "qk"
+            ]
+        mlp = f"{layer}.feed_forward"
+        if _has_experts(config, index):
+            rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
+            rules.append(TensorRule(f"{block}.exp_probs_b.bias", f"{mlp}.expert_bias", float32=True))
+        else:
+            names = {"gate": "w1", "up": "w3", "down": "w2"}
+            rules += [TensorRule(f"{block}.ffn_{n}.weight", f"{mlp}.{w}.weight") for n, w in names.items()]
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    yield parts.refuse_bias(config, "conv_bias")
+    yield parts.refuse_rope_scaling(config)
+    if config.model_type == "lfm2_moe":
+        if not config.norm_topk_prob or config.routed_scaling_factor != 1:
+            yield "llama.cpp's lfm2moe makes the chosen experts' shares sum to one, and this model does not"
+        if not config.use_expert_bias:
+            yield "it has no bias for its experts, and llama.cpp's lfm2moe wants one"
+
+
+for _model_type, _name in (("lfm2", "lfm2"), ("lfm2_moe", "lfm2moe")):
+    register(Architecture(_model_type, lambda _, name=_name: name, _metadata, _tensors, _refusals))

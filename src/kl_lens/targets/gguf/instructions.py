@@ -1,0 +1,38 @@
+"""Which instructions the processor has, and which of them a build of llama.cpp uses: most of its speed."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+_CPU_INFO = Path("/proc/cpuinfo")
+# llama.cpp's word → the kernel's. Those that its products of quantized weights are written for.
+_WORDS = {
+    "AVX": "avx", "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16", "AMX_INT8": "amx_int8",
+    "NEON": "asimd", "FP16_VA": "asimdhp", "DOTPROD": "asimddp", "MATMUL_INT8": "i8mm", "SVE": "sve",
+}  # fmt: skip
+
+
+@cache
+def processor_instructions() -> frozenset[str]:
+    """In llama.cpp's words; empty where the system does not say."""
+    try:
+        text = _CPU_INFO.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    flags = set(line.group(1).split()) if line else set()
+    return frozenset(word for word, flag in _WORDS.items() if flag in flags)
+
+
+def used_instructions(system_info: str) -> frozenset[str]:
+    """Of what `llama_print_system_info` says: `CPU : AVX2 = 1 | F16C = 1 | …`."""
+    return frozenset(word for word, value in re.findall(r"(\w+) = (\d+)", system_info) if int(value))
+
+
+def unused_instructions(system_info: str) -> tuple[str, ...]:
+    """What the processor has and this build leaves lying, in the order of the list above."""
+    unused = processor_instructions() - used_instructions(system_info)
+    return tuple(word for word in _WORDS if word in unused)

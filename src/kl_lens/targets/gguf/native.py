@@ -1,0 +1,129 @@
+"""A llama.cpp that uses what this processor has: built here, or taken from a folder of prebuilt libraries.
+
+Either goes to `runtime_folder()`, where sessions look before they take the portable wheel.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kl_lens.environment import for_child
+from kl_lens.errors import TargetError
+from kl_lens.targets.gguf.library import find_library, library_in, runtime_folder
+
+SOURCE = "llama-cpp-python"  # its sdist carries llama.cpp
+_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # they find each other wherever they are
+)  # fmt: skip
+Advanced = Callable[[int, str], None]  # percent, what is being done
+
+
+def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
+    """Builds llama.cpp for this processor and puts it in place; the library's path."""
+    for tool, package in (("cmake", "pip install cmake, or "), ("c++", "")):
+        if shutil.which(tool) is None:
+            raise TargetError(
+                f"building llama.cpp needs {tool}: {package}Debian: apt install cmake g++; or take prebuilt libraries, "
+                "kl-lens runtime use FOLDER"
+            )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        advanced(0, f"fetching {SOURCE}")
+        words = f"pip download --no-deps --no-binary :all: {SOURCE} --dest".split()
+        _call([sys.executable, "-m", *words, temporary], f"pip cannot fetch {SOURCE}")
+        (sdist,) = folder.glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        source = next(path.parent for path in sorted(folder.glob("*/vendor/llama.cpp/CMakeLists.txt")))
+        build = folder / "build"
+        _call(["cmake", "-S", str(source), "-B", str(build), *_OPTIONS], "cmake cannot configure llama.cpp")
+        _call(
+            ["cmake", "--build", str(build), "--target", "llama", "--parallel"],
+            "llama.cpp cannot be built",
+            lambda line: _percent(line, advanced),
+        )
+        return install_libraries(build, f"built from {sdist.name}")
+
+
+def install_libraries(folder: Path, origin: str = "") -> Path:
+    """Copies the libraries of a folder to where sessions find them, in place of earlier ones; tried before."""
+    main = library_in(folder) if folder.is_dir() else None
+    if main is None:
+        raise TargetError(f"{folder}: no llama.cpp library in it; name a folder with libllama.so")
+    place = runtime_folder()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".llama.cpp-") as temporary:
+        copy = Path(temporary) / "new"
+        copy.mkdir()
+        for library in _libraries(folder, main):
+            shutil.copy2(library, copy / library.name, follow_symlinks=True)
+        (copy / "ORIGIN").write_text(f"{origin or folder}\n", encoding="utf-8")
+        _require_working(copy / main.name)
+        if place.exists():
+            place.rename(Path(temporary) / "old")
+        copy.rename(place)
+    find_library.cache_clear()
+    return place / main.name
+
+
+def remove_libraries() -> bool:
+    """Back to what was there before; whether there was anything to remove."""
+    place = runtime_folder()
+    if place.exists():
+        shutil.rmtree(place)
+        find_library.cache_clear()
+        return True
+    return False
+
+
+def _libraries(folder: Path, main: Path) -> list[Path]:
+    """All of a package's: those beside the library, or wherever a build left them."""
+    beside = [path for path in main.parent.iterdir() if _is_library(path)]
+    return (
+        beside if any("ggml" in p.name for p in beside) else [p for p in folder.rglob("*") if _is_library(p)]
+    )
+
+
+def _is_library(path: Path) -> bool:
+    return path.is_file() and re.search(r"\.(so|dylib|dll)(\.\d+)*$", path.name) is not None
+
+
+def _require_working(library: Path) -> None:
+    """Opened by another process, for what is wrong with a library may end the one that opens it."""
+    program = (
+        "import sys; from pathlib import Path; from kl_lens.targets.gguf.library import open_library; "
+        "open_library('', Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, env=for_child())
+    if result.returncode:
+        said = result.stderr.strip().splitlines()
+        raise TargetError(
+            f"{library.name} does not work here: {said[-1] if said else 'it ended the process'}"
+        )
+
+
+def _call(command: Sequence[str], problem: str, heard: Callable[[str], None] = lambda line: None) -> None:
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            heard(line)
+    if process.returncode:
+        errors = [line for line in lines if "error" in line.lower()] or lines[-1:] or ["it gave no reason"]
+        raise TargetError(f"{problem}: {errors[0]}")
+
+
+def _percent(line: str, advanced: Advanced) -> None:
+    if match := re.match(r"\[\s*(\d+)%\]", line):
+        advanced(int(match.group(1)), "building")

@@ -1,0 +1,72 @@
+"""Files from elsewhere are opened in a process of their own first: on some, a native runtime ends its process, hangs,
+or asks for all the memory there is. That process may take it; then it is an error about that file.
+
+python -m kl_lens.targets.glass MODULE PLACE: `try_out(PLACE)` of that module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kl_lens.environment import for_child
+from kl_lens.errors import TargetError, one_line
+
+# Opening is reading: a second for every so many bytes, and enough for the libraries to load on a busy machine.
+_SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
+# What it may take: libraries and little models, and for large ones what runtimes make of compressed weights.
+_MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
+_stood: set[tuple[object, ...]] = set()  # what passed, as it was
+
+
+def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str) -> None:
+    """Raises TargetError where opening this place would end or hang the process."""
+    states = [file.stat() for file in files]
+    stamp = (str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
+    if stamp in _stood:
+        return
+    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # else it starts a debugger on itself, for seconds
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # each has its own memory
+    limit = _SECONDS + sum(state.st_size for state in states) / _BYTES_PER_SECOND
+    again = "export or download it again"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, module, str(place), *map(str, files)],
+            stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=limit,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TargetError(f"{place}: {runtime} hangs on it; {again}") from None
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    last = one_line(Exception(lines[-1])) if lines else ""
+    if done.returncode < 0:
+        name, said = signal.Signals(-done.returncode).name, f" ({last})" if last else ""
+        raise TargetError(f"{place}: {runtime} ends the process on it with {name}{said}; {again}")
+    if done.returncode:
+        reason = last or f"opening it ended with {done.returncode}"
+        raise TargetError(reason if str(place) in reason else f"{place}: {reason}; {again}")
+    _stood.add(stamp)
+
+
+def main() -> int:
+    module, place, *files = sys.argv[1:]
+    most = _MEMORY + _MEMORY_PER_BYTE * sum(os.path.getsize(file) for file in files)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    try:
+        importlib.import_module(module).try_out(Path(place))
+    except MemoryError:
+        print(f"{place}: opening it takes more than {most >> 20} MB of memory", file=sys.stderr)
+        return 1
+    except Exception as error:
+        print(one_line(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

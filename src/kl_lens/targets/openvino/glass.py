@@ -1,0 +1,64 @@
+"""IRs from elsewhere are tried out by another process. One whose graph is what its export recorded goes straight in."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from kl_lens.records import Artifact
+from kl_lens.targets import glass
+from kl_lens.targets.artifacts import read_artifact
+
+GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
+_STEERING = 4096  # bytes; constants up to this size say shapes and axes, larger ones are weights
+_CONSTANT = re.compile(rb'offset="(\d{1,18})" size="(\d{1,18})"')
+
+
+def graph_digest(graph: Path) -> str:
+    """Of everything that steers: the graph, the small constants of its weights' file, and how long that is."""
+    content, weights = graph.read_bytes(), graph.with_suffix(".bin")
+    digest = hashlib.blake2b(content, digest_size=16)
+    places = sorted({(int(offset), int(size)) for offset, size in _CONSTANT.findall(content)})
+    with weights.open("rb") as file:
+        for offset, size in places:
+            if size <= _STEERING:
+                file.seek(offset)
+                digest.update(file.read(size))
+    digest.update(str(weights.stat().st_size).encode())
+    return digest.hexdigest()
+
+
+def is_ours(folder: Path, artifact: Artifact) -> bool:
+    from kl_lens.targets.openvino.session import graph_file
+
+    recorded = artifact.settings.get(GRAPH_DIGEST)
+    try:
+        return recorded is not None and recorded == graph_digest(graph_file(folder))
+    except OSError:  # weights that are not beside their graph
+        return False
+
+
+def require_safe(folder: Path) -> bool:
+    """Whether it is as export wrote it; else TargetError where opening it would end or hang the process."""
+    from kl_lens.targets.openvino.session import graph_file
+
+    artifact = read_artifact(folder)
+    if ours := is_ours(folder, artifact):
+        return ours
+    graph = graph_file(folder)
+    files = [path for path in (graph, graph.with_suffix(".bin")) if path.is_file()]
+    glass.require_opens(__name__, folder, files, "OpenVINO")
+    return False
+
+
+def try_out(folder: Path) -> None:
+    from kl_lens.targets.openvino.session import compile_graph, graph_file, open_session, read_graph
+
+    if not read_artifact(folder).settings.get("with_head", True):  # for benchmark_app alone
+        compile_graph(read_graph(graph_file(folder)), "CPU", threads=1)
+        return
+    session = open_session(folder, threads=1, cache=False)
+    logits = session.logits([0, min(1, session.vocabulary - 1)])
+    if read_artifact(folder).settings.get("static_tokens") is None:
+        session.step(int(logits[-1].argmax()))

@@ -1,0 +1,111 @@
+"""`kl-lens doctor` and `kl-lens runtime`: with the wheel, with a library put in place, and with nothing installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kl_lens.cli.main import main
+from kl_lens.targets.gguf import instructions, library, native
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the user has put in place stays out of it, and what is found here is forgotten."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv(library.ENVIRONMENT_VARIABLE, raising=False)
+    yield
+    library.find_library.cache_clear()
+    instructions.processor_instructions.cache_clear()
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> None:
+    """A processor that has these instructions."""
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\n")
+    monkeypatch.setattr(instructions, "_CPU_INFO", info)
+    instructions.processor_instructions.cache_clear()
+    library.find_library.cache_clear()
+
+
+def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
+    capsys.readouterr()
+    code = main(["doctor", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def wheel() -> Path:
+    """The library that the extra `gguf` brings along."""
+    return next(path for origin, path in library.candidates() if origin == "xllamacpp")
+
+
+def test_the_wheel_is_well_where_it_uses_all_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor(monkeypatch, tmp_path)
+    code, parts = doctor(capsys)
+    assert code == 0
+    assert parts["llama.cpp"]["problem"] == parts["OpenVINO"]["problem"] == parts["PyTorch"]["problem"] == ""
+
+
+def test_instructions_left_lying_are_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor(monkeypatch, tmp_path, "amx_int8", "i8mm")
+    code, parts = doctor(capsys)
+    assert code == 1
+    assert "AMX_INT8, MATMUL_INT8, which this build does not use" in str(parts["llama.cpp"]["problem"])
+    assert parts["llama.cpp"]["mend"] == "kl-lens runtime build"
+    assert main(["doctor"]) == 1
+    assert "To mend it: kl-lens runtime build" in capsys.readouterr().out
+
+
+def test_libraries_of_a_folder_are_found_until_they_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However deep in a package, under whatever version's name."""
+    processor(monkeypatch, tmp_path)
+    package = tmp_path / "package/bins/linux"
+    package.mkdir(parents=True)
+    shutil.copy(wheel(), package / "libllama.v0.5.0.so")
+    assert main(["runtime", "use", str(tmp_path / "package")]) == 0
+    shutil.rmtree(tmp_path / "package")
+    place = library.runtime_folder() / "libllama.v0.5.0.so"
+    assert f"In place: {place}" in capsys.readouterr().out
+    assert library.find_library().origin == "kl-lens runtime"
+    assert str(place) in str(doctor(capsys)[1]["llama.cpp"]["facts"])
+    assert main(["runtime", "remove"]) == 0
+    assert library.find_library().origin != "kl-lens runtime"
+    assert main(["runtime", "remove"]) == 1
+    assert "nothing was put in place" in capsys.readouterr().err
+
+
+def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "libllama.so").write_bytes(b"no library")
+    assert main(["runtime", "use", str(tmp_path)]) == 1
+    assert "libllama.so does not work here" in capsys.readouterr().err
+    assert not library.runtime_folder().exists()
+    assert main(["runtime", "use", str(tmp_path / "nowhere")]) == 1
+    assert "no llama.cpp library in it" in capsys.readouterr().err
+    for words in (["use"], ["build", str(tmp_path)]):
+        assert main(["runtime", *words]) == 1
+        assert "`use` needs a FOLDER, and nothing else takes one" in capsys.readouterr().err
+
+
+def test_nothing_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor(monkeypatch, tmp_path)
+    monkeypatch.setattr(library, "candidates", lambda: iter(()))
+    code, parts = doctor(capsys)
+    assert code == 1
+    assert parts["llama.cpp"]["mend"] == "pip install 'kl-lens[gguf]'"
+    monkeypatch.setattr(native.shutil, "which", lambda tool: None)
+    assert main(["runtime", "build"]) == 1
+    assert "building llama.cpp needs cmake" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""The glass of the targets, served by forks of a warm process: real runtimes, real aborts, a tenth of the time."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kl_lens.errors import KLLensError
+from kl_lens.targets import glass, open_session
+from tests.forking import Forks
+from tests.hostile.saying import told, took
+
+
+def look(words: list[str]) -> int:
+    """What a fork does."""
+    glass.sys.argv[1:] = words
+    return glass.main()
+
+
+@contextmanager
+def forked_glass(*modules: str) -> Iterator[None]:
+    """Within, a file that is tried out aside is so by a fork that has the libraries already."""
+    with Forks("tests.hostile.aside", *modules) as forks, pytest.MonkeyPatch.context() as patch:
+
+        def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+            ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=60)
+            took(ended.peak)
+            if ended.code == -9:
+                told("(a hang aside)")
+                raise subprocess.TimeoutExpired(words, 60)
+            if ended.code < 0:
+                told("(ended by a signal aside)")
+            return subprocess.CompletedProcess(words, ended.code, b"", ended.said.encode())
+
+        patch.setattr(glass.subprocess, "run", run)
+        yield
+
+
+def opens(place: Any) -> None:
+    """Opens a file in this process, as evaluation would; a clear error about it is as good."""
+    said = None
+    try:
+        session = open_session(place, threads=1)
+        session.logits([0, 1])
+        session.close()
+    except KLLensError as error:
+        said = str(error)
+    assert said is None or "\n" not in said
+    told("worked" if said is None else "one clear line")

@@ -1,0 +1,114 @@
+"""OpenVINO IRs and their records, changed by somebody: an error about that folder, or the same results."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TargetError
+from kl_lens.records import Plan
+from kl_lens.targets import export, open_session
+from kl_lens.targets.artifacts import RECORD_FILE
+from kl_lens.targets.openvino import glass
+from tests.families import tiny_model
+from tests.hostile.aside import forked_glass, opens
+from tests.hostile.saying import cases
+from tests.hostile.test_checkpoints import changed_within
+
+GRAPH, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+WARM = ("openvino", "kl_lens.targets.openvino.session", "kl_lens.targets.openvino.glass")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy") / "ir"
+    export(
+        LoadedModel("tiny", Path(), tiny_model("mamba"), None), Plan("plain", {}, "hand"), "openvino", folder
+    )
+    return folder
+
+
+@pytest.fixture
+def copied(healthy: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(healthy, tmp_path / "ir"))
+
+
+def test_a_graph_of_ours_is_opened_once_and_a_changed_one_aside_first(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside: list[object] = []
+    monkeypatch.setattr(glass.glass, "require_opens", lambda *given: aside.append(given))
+    open_session(copied, threads=1).close()
+    assert not aside
+    graph = copied / GRAPH
+    graph.write_text(graph.read_text() + "\n")
+    open_session(copied, threads=1).close()
+    assert len(aside) == 1
+
+
+def test_constants_that_say_shapes_are_part_of_the_graph(copied: Path) -> None:
+    """They lie among the weights; a changed one can end a runtime like a changed graph."""
+    before = glass.graph_digest(copied / GRAPH)
+    text = (copied / GRAPH).read_text()
+    small = next(m for m in re.finditer(r'offset="(\d+)" size="(\d+)"', text) if int(m[2]) <= 64)
+    content = bytearray((copied / WEIGHTS).read_bytes())
+    content[int(small[1])] ^= 1
+    (copied / WEIGHTS).write_bytes(content)
+    assert glass.graph_digest(copied / GRAPH) != before
+
+
+def test_a_record_that_names_files_elsewhere_is_refused(copied: Path) -> None:
+    record = json.loads((copied / RECORD_FILE).read_text())
+    (copied / RECORD_FILE).write_text(json.dumps(record | {"files": ["../../../etc/passwd.xml"]}))
+    with pytest.raises(TargetError, match="is no file of its folder"):
+        open_session(copied)
+
+
+def changed_graph(text: str, draw: random.Random) -> str:
+    """Another value of an attribute, a word less, a character, or less of all."""
+    how = draw.random()
+    if how < 0.5:
+        place = draw.choice(list(re.finditer(r'="([^"]*)"', text)))
+        value = draw.choice(["", "-1", "0", "1", "999999999999", "x", "i64", "f16", "?,1", place[1] + "0"])
+        return text[: place.start(1)] + value + text[place.end(1) :]
+    if how < 0.8:
+        place = draw.choice(list(re.finditer(r"<[^>]*>", text)))
+        return text[: place.start()] + text[place.end() :]
+    if how < 0.9:
+        at = draw.randrange(len(text))
+        return text[:at] + chr(draw.randrange(32, 127)) + text[at + 1 :]
+    return text[: draw.randrange(len(text))]
+
+
+@cases(2, 100)
+def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
+    draw = random.Random(cases)
+    text, weights = (healthy / GRAPH).read_text(), (healthy / WEIGHTS).read_bytes()
+    with forked_glass(*WARM):
+        for _ in range(cases):
+            content = bytearray(weights)
+            if draw.random() < 0.2:
+                content = content[: draw.randrange(len(content))]
+            elif draw.random() < 0.2:
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            (copied / WEIGHTS).write_bytes(content)
+            (copied / GRAPH).write_text(changed_graph(text, draw))
+            opens(copied)
+
+
+@cases(3, 100)
+def test_changed_records_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
+    draw = random.Random(cases)
+    record = json.loads((healthy / RECORD_FILE).read_text())
+    with forked_glass(*WARM):
+        for _ in range(cases):
+            (copied / RECORD_FILE).write_text(json.dumps(changed_within(record, draw)))
+            opens(copied)

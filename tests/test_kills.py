@@ -1,0 +1,268 @@
+"""Every verb, ended by SIGKILL again and again: what is there is whole, and the same command given again finishes with
+the same results as one that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from kl_lens import planning
+from kl_lens.journal import FILE
+from kl_lens.profiling import machine
+from kl_lens.runs import Run
+from kl_lens.subjects import artifact_digest
+from kl_lens.targets import get_target, read_artifact
+from kl_lens.targets.artifacts import RECORD_FILE
+from kl_lens.text import wikitext2
+from tests.families import VOCABULARY, tiny_model
+from tests.forking import Ended, Forks
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+COMMAND = "tests.test_kills:command"
+WARM = (
+    "tests.test_kills", "kl_lens.pipeline.running", "kl_lens.pipeline.api", "kl_lens.reporting.page", "openvino",
+    "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.stock", "kl_lens.targets.gguf.export", "gguf",
+    "kl_lens.sensitivity.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
+)  # fmt: skip
+IN_A_ROW = 8  # kills before the command is let through
+
+
+def command(words: list[str]) -> int:
+    """What a fork does: the command line, on a machine whose limits are quickly measured."""
+    from kl_lens.cli.main import main
+
+    machine.SMALLEST_BUFFER = machine.MIB
+    machine.last_level_cache = lambda *_: machine.MIB  # type: ignore[assignment]
+    return main(words)
+
+
+# -- the world -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks(*WARM) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Mamba that knows the commonest words of three texts beside it."""
+    folder = tmp_path_factory.mktemp("kills") / "tiny"
+    tiny_model("mamba").save_pretrained(folder)
+    documents = [document.text for document in wikitext2("valid").documents]
+    counts: Counter[str] = Counter()
+    for name, part in {
+        "calibration": documents[:8],
+        "held": documents[8:12],
+        "judged": documents[12:16],
+    }.items():
+        text = "\n\n".join(part)
+        (folder / f"{name}.txt").write_text(text)
+        counts.update(word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(text))
+    words = ["[UNK]", *(word for word, _ in counts.most_common(VOCABULARY - 1))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
+        folder
+    )
+    return folder
+
+
+def commands(model: Path, run: Path) -> dict[str, list[str]]:
+    """In an order in which each finds what it needs; the last one is all of them."""
+    text = ["--text", f"{model}/calibration.txt", "--windows", "3", "--window-length", "32"]
+    held = ["--held-out", f"{model}/held.txt", "--held-out-windows", "4"]
+    of_run = ["--run", str(run)]
+    return {
+        "measure": ["measure", str(model), *of_run, *text, "--formats", "int4,int8"],
+        "rank": ["rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
+        "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
+        "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
+        "export gguf": ["export", *of_run, "--target", "gguf", "--plan", "small", "--map",
+                        "--without-tokenizer", *held],
+        "evaluate": ["evaluate", *of_run, "--perplexity", f"{model}/judged.txt", "--divergence", "--window", "32",
+                     "--limit", "3", "--targets", "torch,openvino", "--threads", "1"],
+        "benchmark": ["benchmark", *of_run, "--targets", "openvino", "--threads", "1", "--prompt-lengths", "4",
+                      "--new-tokens", "4", "--repeats", "2"],
+        "report": ["report", *of_run],
+        "run": ["run", str(model), *of_run, *text, *held, "--evaluation-text", f"{model}/judged.txt",
+                "--evaluation-windows", "3", "--targets", "openvino", "--menu", "short", "--rivals", "none",
+                "--repeats", "1", "--threads", "1", "--max-loss", "0.05"],
+    }  # fmt: skip
+
+
+KILLS = {
+    "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24, "benchmark": 12,
+    "report": 12, "run": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stations(
+    model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Any, Ended]]:
+    """Verb → the folder as the verb finds it, what it makes of it undisturbed, and how that went."""
+    world = tmp_path_factory.mktemp("stations")
+    made: dict[str, tuple[Path, Any, Ended]] = {}
+    folder = world / "run"
+    for verb, words in commands(model, folder).items():
+        if verb == "run":
+            shutil.rmtree(folder)
+        before = world / verb
+        if folder.exists():
+            shutil.copytree(folder, before)
+        ended = forks.call(COMMAND, [words])
+        assert ended.code == 0, (verb, ended)
+        require_whole(folder)
+        made[verb] = before, results(folder), ended
+        if verb.startswith("export"):  # what is killed later is a second export, over the first
+            shutil.copytree(folder / "artifacts", before / "artifacts", dirs_exist_ok=True)
+    return made
+
+
+# -- what must hold ------------------------------------------------------------------------------------------
+
+
+def require_whole(folder: Path) -> None:
+    """Right after a kill: nothing under its own name is half a thing."""
+    if (folder / FILE).exists():
+        with sqlite3.connect(folder / FILE) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        connection.close()
+    plans = sorted((folder / "plans").glob("*.json"))
+    if plans:
+        with Run.open(folder) as run:
+            components = run.table().components
+        assert [planning.read_plan(path, components).name for path in plans] == [path.stem for path in plans]
+    for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}"):
+        held_by(record.parent)
+    for path in folder.glob("*.json"):
+        json.loads(path.read_text())
+    if (folder / "report.html").exists():
+        assert (folder / "report.html").read_text().rstrip().endswith("</html>")
+
+
+def held_by(folder: Path) -> str:
+    """The digest of an artifact, whose every tensor must be in its files as its record says."""
+    artifact = read_artifact(folder)
+    held = get_target(artifact.target).shipped_digests(folder)
+    assert len(held) > 5
+    assert {t.runtime_name: t.digest for t in artifact.tensors if t.runtime_name in held} == held
+    return artifact_digest(artifact)
+
+
+TIMES = {"seconds", "created", "started", "provenance", "export_seconds", "runtime", "timings", "ratios", "bound",
+         "peak_memory_bytes", "load_seconds"}  # fmt: skip
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """All that a run holds, without what a clock made."""
+    with Run.open(folder) as run:
+        db = run._db
+        found: dict[str, Any] = {
+            table: sorted(map(repr, db.execute(f"SELECT * FROM {table}").fetchall()))
+            for table in ("identity", "texts", "windows", "samples")
+        }
+        found["effort"] = sorted(
+            db.execute("SELECT role, component, format, compute_dtype FROM effort").fetchall()
+        )
+        for table, keys in (("records", "kind, name"), ("results", "kind, what, plan, target, settings, digest, name"),
+                            ("pieces", "kind, identity, name")):  # fmt: skip
+            rows = db.execute(
+                f"SELECT {keys}, value FROM {table} WHERE kind NOT IN ('stage', 'artifact')"
+            ).fetchall()
+            found[table] = sorted(
+                repr((*row[:-1], None if row[0] == "profile" else timeless(json.loads(row[-1]))))
+                for row in rows
+            )
+    found["plans"] = {path.name: path.read_text() for path in (folder / "plans").glob("*.json")}
+    places = [record.parent for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}")]
+    found["artifacts"] = {str(place.relative_to(folder)): held_by(place) for place in places}
+    found["report"] = (folder / "report.html").exists()
+    found["leftovers"] = sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob(".*")
+        if path.name not in (".lock", ".compiled")
+    )
+    assert found["leftovers"] == []
+    return found
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What only one of both holds."""
+    lists = [
+        [
+            f"{name}: {row}"
+            for name, rows in side.items()
+            for row in (rows if isinstance(rows, list) else [rows])
+        ]
+        for side in (found, expected)
+    ]
+    ours, theirs = (set(map(str, lines)) for lines in lists)
+    return [f"now {line}" for line in sorted(ours - theirs)] + [
+        f"then {line}" for line in sorted(theirs - ours)
+    ]
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: timeless(each) for key, each in value.items() if key not in TIMES}
+    return [timeless(each) for each in value] if isinstance(value, list) else value
+
+
+# -- the kills -----------------------------------------------------------------------------------------------
+
+DONE: Counter[str] = Counter()
+SHARE = float(os.environ.get("KL_LENS_KILLS", "1"))  # of the kills, for a shorter look
+
+
+@pytest.mark.parametrize("verb", KILLS)
+def test_killed_and_given_again_it_ends_as_if_nothing_had_been(
+    verb: str, model: Path, forks: Forks, stations: dict[str, tuple[Path, Any, Ended]], tmp_path: Path
+) -> None:
+    before, expected, undisturbed = stations[verb]
+    draw = random.Random(verb)
+    wanted = round(KILLS[verb] * SHARE)
+    # The folder keeps its name: what a run tells of its place is part of its results.
+    folder = before.parent / "run"
+    words = commands(model, folder)[verb]
+    events = 64
+    while DONE[verb] < wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        if before.exists():
+            shutil.copytree(before, folder)
+        for _ in range(min(IN_A_ROW, wanted - DONE[verb])):
+            if draw.random() < 0.4:
+                moment = draw.randrange(events)
+                ended = forks.call(COMMAND, [words], kill_before=moment, folder=folder)
+                events = events if ended.code < 0 else max(4, moment)
+            else:
+                ended = forks.call(COMMAND, [words], kill_after=draw.uniform(0, undisturbed.seconds))
+            assert ended.code in (0, -signal.SIGKILL), (verb, ended)
+            DONE[verb] += ended.code < 0
+            require_whole(folder)
+        ended = forks.call(COMMAND, [words])
+        assert ended.code == 0, (verb, ended)
+        require_whole(folder)
+        assert differences(results(folder), expected) == []
+
+
+def test_so_many_kills() -> None:
+    print(f"killed: {sum(DONE.values())} ({', '.join(f'{verb} {count}' for verb, count in DONE.items())})")
+    assert SHARE < 1 or len(DONE) < len(KILLS) or sum(DONE.values()) >= 200
