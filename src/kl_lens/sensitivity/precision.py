@@ -1,7 +1,7 @@
 """How exactly a GPU multiplies: `float32` on its general cores, or on tensor cores.
 
-`tf32x3` is as accurate as float32 and several times as fast. `tf32` and `bf16` are faster again, and add noise to every
-number; a run says how much. What is chosen is part of the run's identity.
+`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` and `bf16` are faster again, and add noise to
+every number; a run says how much. What is chosen is part of the run's identity.
 """
 
 from __future__ import annotations
