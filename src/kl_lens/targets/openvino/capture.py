@@ -212,7 +212,8 @@ class GraphForward(nn.Module):
         full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
         window = getattr(self.model.config, "sliding_window", None)
         near = full if not window else full.masked_fill((distance >= window)[None, None], float("-inf"))
-        forward = inspect.unwrap(type(self.model.base_model).forward)
+        base: Any = self.model.base_model
+        forward = inspect.unwrap(type(base).forward)
         if "dict" not in forward.__code__.co_names:
             return near
         recurrent = dict.fromkeys(("linear_attention", "mamba", "conv"))
