@@ -13,7 +13,7 @@ from kl_lens.quantizers import InputStatistics, get_quantizer
 from kl_lens.quantizers.blocks import LAYOUTS, block_levels, with_codes
 from kl_lens.quantizers.choosing import row_losses
 from kl_lens.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
-from kl_lens.quantizers.gptq import BLOCKS, DAMPING
+from kl_lens.quantizers.gptq import BLOCKS, DAMPING, SCARCITY
 from kl_lens.quantizers.kernels import descend, round_in_order
 from kl_lens.quantizers.levels import Levels
 from kl_lens.quantizers.scales import _try, _try_on_cpu, searched_levels
@@ -117,7 +117,7 @@ def test_what_ggml_chose_beside_the_codes_stays_as_it_is(name: str) -> None:
     zeros = torch.zeros_like(weight)
     bare = with_codes(fmt, ours, zeros).data  # type: ignore[arg-type]
     kept = torch.zeros(len(weight), dtype=torch.bool)
-    for weighed in (moments.diagonal(), Objective.of(moments, DAMPING).remaining):
+    for weighed in (moments.diagonal(), Objective.of(moments, DAMPING + SCARCITY * 256 / 600).remaining):
         ggml = fmt.quantize_with(weight, weighed)  # type: ignore[attr-defined]
         kept |= (with_codes(fmt, ggml, zeros).data == bare).all(-1)
         assert not torch.equal(ours.data, ggml.data)

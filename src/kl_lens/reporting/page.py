@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 
 from kl_lens.reporting import palette
@@ -24,7 +24,9 @@ from kl_lens.reporting.sections import (
     speed,
     summary,
 )
+from kl_lens.reporting.wording import for_images
 
+_TOLD: dict[object, Callable[[Section], Section]] = {"image": for_images}  # by task
 _HATCH = Html(
     '<svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse">'
     '<path d="M0 5L5 0"/></pattern></defs></svg>'
@@ -34,7 +36,8 @@ _HATCH = Html(
 def report_page(view: RunView) -> str:
     """The report of one run."""
     modules = (summary, sensitivity, prediction, sizes, speed, details, provenance)
-    return page(f"KL Lens: {view.model}", [module.section(view) for module in modules])
+    told = _TOLD.get(view.identity.get("task"), lambda section: section)
+    return page(f"KL Lens: {view.model}", [told(module.section(view)) for module in modules])
 
 
 def page(title: str, sections: Sequence[Section]) -> str:

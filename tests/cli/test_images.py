@@ -1,0 +1,163 @@
+"""`kl-lens` on an image classifier: every verb, with the words that are right for images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kl_lens as kl
+from kl_lens.cli.main import main
+from kl_lens.records import Plan
+from kl_lens.runs import Run
+from tests.classifiers import classifier, image_folder, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "tiny-vision", classifier("mambavision"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("images"), 120)
+
+
+def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:
+    words = [
+        "--task",
+        "image",
+        "--images",
+        str(images),
+        "--windows",
+        "4",
+        "--window-length",
+        "8",
+        "--run",
+        str(run),
+    ]
+    return main(["measure", str(folder), *words, *more])
+
+
+def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
+    """Each verb as typed; only the first is told of images."""
+    pytest.importorskip("openvino")
+    run = tmp_path / "run"
+    assert _measure(folder, images, run) == 0
+    out = capsys.readouterr().out
+    assert "(per image)" in out
+    assert "(32 images each)" in out
+    assert (
+        main(["plan", "--run", str(run), "--uniform", "int8,fp16", "--verify", "--held-out-windows", "2"])
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["rank", "--run", str(run), "--evaluation-windows", "2", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["export", "--run", str(run), "--target", "openvino", "--plan", "uniform_int8"]) == 0
+    capsys.readouterr()
+    arguments = ["evaluate", "--run", str(run), "--plan", "uniform_int8", "--window", "8"]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    [agreement] = result["agreements"]
+    assert agreement["verdict"].startswith("agrees")
+    scores = {(s["subject"], s["kind"]): s["values"] for s in result["scores"]}
+    file = scores["openvino/uniform_int8", "perplexity"]
+    assert 0 <= file["top1"]["value"] <= 1
+    assert file["top1_change"]["value"] == pytest.approx(
+        file["top1"]["value"] - scores["original", "perplexity"]["top1"]["value"]
+    )
+    assert scores["openvino/uniform_int8", "divergence"]["kl_mean"]["value"] > 0
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "top-1, %" in out
+    assert "same top class" in out
+    assert main(["report", "--run", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "per image" in page
+    assert "per token" not in page
+
+
+def test_exported_logits_are_those_of_pytorch_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model = kl.load(folder)
+    plan = Plan("mixed", {c.name: "int8" for c in model.anatomy.candidates if c.family == "mlp"}, "by hand")
+    kl.export(model, plan, "openvino", tmp_path / "out", unplanned="fp32")
+    ids = model.task.sample(model.model, 1, 6)
+    session = kl.open_session(tmp_path / "out", exact=True)
+    given = session.logits(ids[0].tolist())
+    with torch.inference_mode():
+        for name, recipe in plan.assignment.items():
+            component = model.anatomy.component(name)
+            quantized = model.weights.quantized(name, recipe)
+            model.model.get_parameter(component.weight).data = kl_dequantized(quantized, recipe)
+        expected = model.task.forward(model.model, ids)[0].numpy()
+    np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
+
+
+def kl_dequantized(quantized, recipe: str) -> torch.Tensor:
+    from kl_lens.recipes import Recipe
+
+    return Recipe.parse(recipe).grid.dequantize(quantized)
+
+
+def test_evaluate_in_python_needs_only_the_file(folder: Path, images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model = kl.load(folder, images=str(images))
+    kl.export(model, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
+    alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8)
+    beside = kl.evaluate(tmp_path / "out", original=model, window=8)
+    assert alone.values["top1"] == beside.values["top1"]
+    assert beside.values["kl_mean"].value < 1e-4
+
+
+def test_what_is_for_language_models_is_refused_in_one_line(
+    folder: Path, images: Path, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    assert main(["measure", str(folder), "--run", str(run)]) == 1
+    assert "--images FOLDER" in capsys.readouterr().err
+    assert _measure(folder, images, run, "--components", "head") == 0
+    assert main(["plan", "--run", str(run), "--uniform", "fp16"]) == 0
+    capsys.readouterr()
+    assert main(["export", "--run", str(run), "--target", "gguf"]) == 1
+    assert "mambavision" in capsys.readouterr().err
+    assert main(["measure", "reference:mamba", "--task", "image", "--run", str(run)]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_images_without_labels_have_a_kl_and_no_damage(folder: Path, images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for place in sorted(images.rglob("*.png")):
+        (tmp_path / "flat").mkdir(exist_ok=True)
+        (tmp_path / "flat" / place.name).write_bytes(place.read_bytes())
+    assert _measure(folder, tmp_path / "flat", run, "--components", "head") == 0
+    with Run.open(run) as journal:
+        measured = journal.measurements()
+    assert all(m.metrics["kl_teacher_to_student"].value > 0 for m in measured)
+    assert all(np.isnan(m.metrics["delta_cross_entropy"].value) for m in measured)
+
+
+@pytest.mark.slow
+def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("openvino")
+    words = ["--windows", "2", "--window-length", "8", "--evaluation-windows", "2", "--held-out-windows", "4"]
+    run = ["run", str(folder), "--images", str(images), "--run", str(tmp_path / "run"), "--rivals", "none"]
+    assert main([*run, *words, "--targets", "openvino", "--formats", "int8,int4"]) == 0
+    out = capsys.readouterr().out
+    assert "(16 images)" in out
+    assert "kl-lens generate" not in out
+
+
+def test_yaml_says_the_same(folder: Path, images: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "measure.yaml"
+    settings.write_text(
+        f"model: {folder}\ntask: image\nimages: {images}\nwindows: 2\nwindow-length: 4\ncomponents: head\n"
+    )
+    assert main(["measure", "--config", str(settings), "--run", str(tmp_path / "run")]) == 0
+    with Run.open(tmp_path / "run") as journal:
+        assert journal.identity["images"] == str(images)
+        assert journal.text_identity("calibration")["split"] == "train"
