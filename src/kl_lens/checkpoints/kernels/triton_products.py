@@ -2,8 +2,9 @@
 
 Tensor cores multiply halves: eleven significant bits, as TF32 has, at twice TF32's rate. So each row x of either matrix
 is scaled by a power of two, which gives halves the range that they lack, and split into x = high + low, both halves:
-22 bits. high·highᵀ + high·lowᵀ + low·highᵀ, summed in float32, then leaves out nothing that float32 would have
-kept (`tf32x3`). The first of these products alone has TF32's accuracy (`tf32`), and that of bfloat16 is `bf16`.
+22 bits. high·highᵀ + high·lowᵀ + low·highᵀ, summed in float32, then leaves out nothing that float32 would have kept
+(`tf32x3`), but for the cores' habit of cutting off where they should round when they sum. The first of these products
+alone has TF32's accuracy (`tf32`), and that of bfloat16 is `bf16`.
 
 Splitting costs one pass over each matrix, little beside a product with thousands of rows, so nothing is kept.
 """
