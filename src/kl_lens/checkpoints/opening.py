@@ -142,7 +142,7 @@ def load(
     """Opens a causal language model, or an image classifier.
 
     Args:
-        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
+        source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
         device: where to put it.
         revision: branch, tag or commit of a hub id.
