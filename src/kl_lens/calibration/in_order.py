@@ -65,7 +65,7 @@ def gather_in_order(
     return stored
 
 
-class _Inputs:
+class Inputs:
     """The inputs of one weight, batch by batch: what `ProductWatch` fills."""
 
     def __init__(self, name: str, columns: int, seen: list[str]) -> None:
@@ -138,7 +138,7 @@ class _Ordering:
         recipe = self._recipes[component.name]
         return recipe.quantizer.of_a_plan and component.name not in self._stored
 
-    def _fits(self, component: Component, inputs: _Inputs, states: Sequence[States]) -> bool:
+    def _fits(self, component: Component, inputs: Inputs, states: Sequence[States]) -> bool:
         """One matrix of one block, met once for every position."""
         positions = [state.hidden.shape[:-1].numel() for state in states]
         whole = [len(rows) for rows in inputs.rows] == positions and not inputs.in_parts
@@ -150,9 +150,9 @@ class _Ordering:
         components: Sequence[Component],
         calls: Sequence[BlockCalls],
         states: Sequence[States],
-    ) -> tuple[dict[str, _Inputs], list[States]]:
+    ) -> tuple[dict[str, Inputs], list[States]]:
         self._seen: list[str] = []
-        inputs = {c.name: _Inputs(c.name, c.shape[-1], self._seen) for c in components}
+        inputs = {c.name: Inputs(c.name, c.shape[-1], self._seen) for c in components}
         weights = {c.name: self._model.model.get_parameter(c.weight).data for c in components}
         with ProductWatch(weights, inputs, lambda _: f"in block {index}"):
             after = [self._chain.run(s, c, index, index + 1) for s, c in zip(states, calls, strict=True)]

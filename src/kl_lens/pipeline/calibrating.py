@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.calibration import StoredStatistics, gather
 from kl_lens.calibration.in_order import FOLDER as IN_ORDER
+from kl_lens.calibration.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # it gives every model its run's statistics, and so loads thi
     from kl_lens.pipeline.workbench import Workbench
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
+RESCALED_FOR = "int4-g64+gptq"  # whose error says whether rescaling pays
 _text = grouped("text that methods learn from")
 
 
@@ -93,6 +95,12 @@ class CalibrateSettings(LearningText, HeldOut, Loading):
         "that as PLAN.in-order if the KL on held-out text falls",
         metavar="PLAN",
     )
+    rescaled: str | None = option(
+        None,
+        "write a checkpoint that computes the same and loses less when it is rounded: columns that are hard to round "
+        "made smaller by powers of two, the norms in front of them larger",
+        metavar="FOLDER",
+    )
     again: bool = option(
         False,
         "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
@@ -105,6 +113,7 @@ class CalibrateResult:
     model: str  # opens it again
     statistics: StoredStatistics
     ordered: Ordered | None = None
+    rescaled: tuple[Rescaling, ...] = ()
 
     @property
     def text(self) -> dict[str, Any]:
@@ -135,7 +144,17 @@ def _calibrated(
     if settings.in_order is not None:
         bench.furnish(model, run)
         ordered = put_in_order(run, model, settings.in_order, statistics, settings, bench, events)
-    return CalibrateResult(run.folder, model.source or model.name, statistics, ordered)
+    rescaled = None if settings.rescaled is None else _rescaled(model, statistics, Path(settings.rescaled))
+    return CalibrateResult(run.folder, model.source or model.name, statistics, ordered, rescaled or ())
+
+
+def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
+    if folder.exists():
+        raise RunError(f"--rescaled {folder}: it is there already; name a new folder")
+    found = tuple(rescalings(model, statistics, RESCALED_FOR))
+    if any(one.exponent for one in found):
+        write_rescaled(model, changed_weights(model, found), folder)
+    return found
 
 
 def forget(run: Run) -> None:
