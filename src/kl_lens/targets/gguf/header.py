@@ -164,7 +164,8 @@ def check_file(path: Path) -> FileInfo:
     for entry in info.tensors:
         if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
             raise TargetError(
-                f"{path}: tensor {printable(entry.name[:80])} is {entry.type} and llama.cpp reads it as F32; export it again"
+                f"{path}: tensor {printable(entry.name[:80])} is {entry.type} and llama.cpp reads it as F32; "
+                "export it again"
             )
     if problem := next(_contradictions(info), None):
         raise TargetError(f"{path}: {printable(problem[:240])}; export or download it again")
