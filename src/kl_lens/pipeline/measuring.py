@@ -23,7 +23,6 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
@@ -70,8 +69,8 @@ class MeasureSettings(Calibration, OfModel):
     )
     precision: str | None = _how(
         None,
-        "of products on a GPU; tf32x3 is as accurate as float32, tf32 and bf16 add noise that is measured; not given: "
-        "tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
+        "of products on a GPU; tf32x3 is nearly as exact as float32, tf32 and bf16 add noise, which is shown; not "
+        "given: tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
         choices=PRECISIONS,
     )
     as_deployed: str | None = _how(
@@ -172,7 +171,7 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:
-        events.warn(f"{text}; measure them all with --methods {','.join(known_quantizers())}")
+        events.warn(f"{text}; measure them all with --methods {','.join(methods.of_single_components())}")
     elif of:
         events.note(text)
 
