@@ -96,7 +96,7 @@ class Chain:
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
-        self._head_scale = self._find_head_scale(ids)
+        self.head_scale = self._find_head_scale(ids)
 
     def _first_forward(self, ids: torch.Tensor) -> None:
         try:
@@ -315,9 +315,9 @@ class Chain:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of states that enter the head, (…, width) → (…, vocabulary)."""
         with torch.inference_mode():
-            if self._head_scale is not None:
+            if self.head_scale is not None:
                 logits = self.head(states)
-                return logits if self._head_scale == 1.0 else logits.mul_(self._head_scale)
+                return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
             # Something else follows the head: let the model's own code do it, on these states.
             rows = states.reshape(1, -1, states.shape[-1])
             ids = self.task.blank(*rows.shape[:2]).to(self.device)

@@ -11,12 +11,16 @@ from kl_lens.pipeline.calibrating import CalibrateResult
 
 def as_json(result: CalibrateResult) -> dict[str, Any]:
     text = {name: result.text[name] for name in ("source", "split", "windows", "length", "seed")}
-    return {
+    shown = {
         "folder": str(result.folder),
         "digest": result.statistics.digest,
         "text": text,
         "notes": result.statistics.notes,
     }
+    if (done := result.ordered) is not None:
+        change = {"change": done.difference.mean, "change_se": done.difference.standard_error}
+        shown["in_order"] = {"plan": done.plan.name, "accepted": done.accepted, "kl": done.before, **change}
+    return shown
 
 
 def show(result: CalibrateResult) -> None:
@@ -26,5 +30,14 @@ def show(result: CalibrateResult) -> None:
         f"Statistics {result.statistics.digest} of {result.statistics.identity['model']}: {label}, {text['windows']} "
         f"windows of {text['length']} tokens, in {result.statistics.folder}"
     )
+    if (done := result.ordered) is not None:
+        change = f"{done.before:.4g} {done.difference.mean:+.2g} ± {done.difference.standard_error:.1g}"
+        verdict = (
+            f"kept as plan {done.plan.name}"
+            if done.accepted
+            else "not below the plan's own, so nothing was kept"
+        )
+        out.print(f"In order: KL on held-out text {change}: {verdict}", soft_wrap=True)
+        return
     command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int8"]
     out.print(f"Next: kl-lens {shlex.join(command)} --methods rtn,gptq", soft_wrap=True)

@@ -31,11 +31,12 @@ def show(result: MeasureResult) -> None:
             f"{m.metrics['same_top'].value:.2%}",
         )
     sweep, out = result.sweep, console()
+    products = "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
     out.print(table)
     out.print(
         f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
         f"{sweep.measured} candidate-windows measured in {sweep.seconds:.1f} s, {sweep.reused} were there already. "
-        f"Noise floor of the measuring: KL {result.noise:.1e}."
+        f"Noise floor of the measuring: KL {result.noise:.1e}{products}."
     )
     if sweep.settled is not None:
         out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} {result.unit}.")

@@ -49,6 +49,7 @@ def measure(
     memory_budget: int = DEFAULT_MEMORY,
     as_deployed: str | None = None,
     progress: Progress | None = None,
+    precision: str | None = None,
 ) -> SensitivityTable:
     """How much each component suffers from each format.
 
@@ -64,6 +65,7 @@ def measure(
         run: a run folder to keep the measurements in, and to go on from; a temporary one when not given.
         engine: `fast`, or `plain`, the reference.
         as_deployed: a target; also quantize the activations as its kernels do.
+        precision: of products on a GPU: `float32`, `tf32x3`, `tf32` or `bf16`; chosen by its noise when not given.
 
     Example:
         >>> table = measure(load("reference:mamba"), formats=["int4", "int8"], windows=8)
@@ -73,7 +75,7 @@ def measure(
     drawn = model.task.drawn(text, windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
         kernels = targets.deployed(as_deployed)
-        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels)
+        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels, precision)
         sweep.identify(drawn)
         if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
             known = None if run is None else StoredStatistics.held_by(Path(run))

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.calibration import StoredStatistics, gather
+from kl_lens.calibration.in_order import FOLDER as IN_ORDER
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
+    HeldOut,
     Loading,
     Settings,
     command_of,
@@ -77,13 +80,19 @@ class LearningText(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(LearningText, Loading):
+class CalibrateSettings(LearningText, HeldOut, Loading):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
         None, "a model, when --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    in_order: str | None = option(
+        None,
+        "then quantize this plan of the run block by block, with the inputs that its quantized part gives, and keep "
+        "that as PLAN.in-order if the KL on held-out text falls",
+        metavar="PLAN",
+    )
     again: bool = option(
         False,
         "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
@@ -95,6 +104,7 @@ class CalibrateResult:
     folder: Path  # the run's
     model: str  # opens it again
     statistics: StoredStatistics
+    ordered: Ordered | None = None
 
     @property
     def text(self) -> dict[str, Any]:
@@ -121,7 +131,11 @@ def _calibrated(
     statistics = statistics_of(run, model, settings, bench, events, thorough=True)
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
-    return CalibrateResult(run.folder, model.source or model.name, statistics)
+    ordered = None
+    if settings.in_order is not None:
+        bench.furnish(model, run)
+        ordered = put_in_order(run, model, settings.in_order, statistics, settings, bench, events)
+    return CalibrateResult(run.folder, model.source or model.name, statistics, ordered)
 
 
 def forget(run: Run) -> None:
@@ -129,6 +143,7 @@ def forget(run: Run) -> None:
     stored = StoredStatistics.held_by(run.folder)
     if stored is not None:
         shutil.rmtree(stored.folder)
+    shutil.rmtree(run.folder / IN_ORDER, ignore_errors=True)
     formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 

@@ -12,6 +12,7 @@ from kl_lens.checkpoints import LoadedModel, Task, load, own_images
 from kl_lens.errors import RunError
 from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.ordering import RunOrder
 from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.joint import PlanMeter
@@ -67,6 +68,7 @@ class Workbench:
         """The model's weights are kept in the run, and learn from its statistics: gathered when first asked for."""
         model.weights.keep_in(run.folder / WEIGHTS)
         model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
+        model.weights.learn_in_order(RunOrder(run.folder))
 
     def drawn(self, text: str, task: Task, **how: Any) -> Windows:
         """Windows at random places of a text, as `Task.drawn` takes them."""

@@ -100,16 +100,16 @@
   };
 
   // -- the strip: kinds down, blocks across ---------------------------------------------------------------------------
-  const strip = (run, open) => {
+  const strip = (run, open = null) => {
     const blocks = 1 + Math.max(-1, ...run.components.flatMap((c) => c[2]));
     const rows = [...new Set(run.components.filter((c) => c[2].length).map((c) => c[1]))];
     const cells = [];
     const cell = (c, block, style) => {
-      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open(c) });
+      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open?.(c) });
       cells.push({ c, block, made });
       return made;
     };
-    const grid = el("div", { class: "cells", role: "group", "aria-label": "The plan over the network: one button for each component; arrows move, Enter opens" });
+    const grid = el("div", { class: "cells", role: "group", "aria-label": `The plan over the network, one button for each component: arrows move${open ? ", Enter opens" : ""}` });
     grid.style.gridTemplateColumns = `max-content repeat(${Math.max(1, blocks)}, minmax(7px, 1fr))`;
     rows.forEach((row, r) => {
       grid.append(el("span", { style: `grid-area:${r + 1}/1` }, row));
@@ -412,7 +412,7 @@
 
   // -- several runs ---------------------------------------------------------------------------------------------------
   const several = () => {
-    const rows = runs.flatMap((run) => run.spaces.map((space) => ({ run, space: prepare(run, space), map: strip(run, () => {}) })));
+    const rows = runs.flatMap((run) => run.spaces.map((space) => ({ run, space: prepare(run, space), map: strip(run) })));
     let mode = "share", later;
     const slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, id: "budget", "aria-labelledby": "budget-name" });
     const said = el("output", { for: "budget" }), body = el("tbody"), strips = el("div", { class: "grid" });

@@ -141,6 +141,7 @@ _rewrites = rewrites  # `export` has an argument of that name, as the command li
 
 
 def _save(graph: ov.Model, path: Path) -> None:
+    _rewrites.number_names(graph)
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # it does not say why
