@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import kl_lens as kl
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.evaluation import TorchSession
 from kl_lens.pipeline.settings import command_of
-from kl_lens.recipes import Recipe
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from tests.classifiers import classifier, image_folder, save
@@ -83,31 +83,30 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
     assert "per token" not in page
 
 
-def test_exported_logits_are_those_of_pytorch_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def opened(folder: Path, images: Path) -> LoadedModel:
+    """Opened once, and so converted once."""
+    return kl.load(folder, images=str(images))
+
+
+def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
+    opened: LoadedModel, tmp_path: Path
+) -> None:
     pytest.importorskip("openvino")
-    model = kl.load(folder)
-    plan = Plan("mixed", {c.name: "int8" for c in model.anatomy.candidates if c.family == "mlp"}, "by hand")
-    kl.export(model, plan, "openvino", tmp_path / "out", unplanned="fp32")
-    ids = model.task.sample(model.model, 1, 6)
-    session = kl.open_session(tmp_path / "out", exact=True)
-    given = session.logits(ids[0].tolist())
-    with torch.inference_mode():
-        for name, recipe in plan.assignment.items():
-            component = model.anatomy.component(name)
-            grid = Recipe.parse(recipe).grid
-            model.model.get_parameter(component.weight).data = grid.dequantize(
-                model.weights.quantized(name, recipe)
-            )
-        expected = model.task.forward(model.model, ids)[0].numpy()
+    plan = Plan("mixed", {c.name: "int8" for c in opened.anatomy.candidates if c.family == "mlp"}, "by hand")
+    kl.export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
+    ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
+    given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
+    expected = TorchSession(opened, plan.assignment).logits(ids)
     np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
+    assert not np.allclose(given, TorchSession(opened).logits(ids), rtol=1e-3, atol=1e-4)
 
 
-def test_evaluate_in_python_needs_only_the_file(folder: Path, images: Path, tmp_path: Path) -> None:
+def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
-    model = kl.load(folder, images=str(images))
-    kl.export(model, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
+    kl.export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
     alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8, exact=True)
-    beside = kl.evaluate(tmp_path / "out", original=model, window=8, exact=True)
+    beside = kl.evaluate(tmp_path / "out", original=opened, window=8, exact=True)
     assert alone.values["top1"] == beside.values["top1"]
     assert beside.values["kl_mean"].value < 1e-4
 
