@@ -23,7 +23,6 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
@@ -45,7 +44,7 @@ class Calibration(Settings):
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
     windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int = calibration_text(512, "tokens each", kind=COUNT)
+    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=COUNT)
     seed: int = calibration_text(42, "chooses the windows")
 
 
@@ -92,6 +91,7 @@ class MeasureResult:
     measurements: list[Measurement]
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
+    unit: str = "tokens"  # what windows are made of
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
@@ -102,7 +102,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model.require_tokenizer(),
+        model.task,
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,
@@ -142,7 +142,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result)
+    return MeasureResult(folder, measurements, noise, result, model.task.unit)
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -171,7 +171,7 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:
-        events.warn(f"{text}; measure them all with --methods {','.join(known_quantizers())}")
+        events.warn(f"{text}; measure them all with --methods {','.join(methods.of_single_components())}")
     elif of:
         events.note(text)
 

@@ -32,7 +32,7 @@ from kl_lens.sensitivity.perturbation import (
     replacements,
 )
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
-from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, batch_tokens, window_bytes
+from kl_lens.sensitivity.teacher import Batch, Teacher, batch_tokens, window_bytes
 
 Finish = Callable[[], list[list[WindowMetrics]]]
 Rows = Callable[[], Floats]  # those of `compare`, once they are wanted
@@ -46,7 +46,7 @@ def memory_on(device: torch.device, budget: int) -> int:
 
 
 class Engine(ABC):
-    """Measures perturbations on windows of token ids."""
+    """Measures perturbations on windows of ids."""
 
     name: ClassVar[str]
     precision = FLOAT32
@@ -133,11 +133,9 @@ class PlainEngine(Engine):
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
-        targets = torch.full_like(self.ids, -1)
-        targets[:, :-1] = self.ids[:, 1:]
-        self.targets = targets
+        self.targets = self.chain.task.targets(self.ids)
         # A few windows at a time, so that whole logits fit.
-        self.per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        self.per_batch = max(1, self.chain.task.rows_at_once // ids.shape[1])
         limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
         self.per_batch = min(self.per_batch, limit)
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
@@ -178,9 +176,9 @@ class PlainEngine(Engine):
                 student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
             rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
-            for offset, (values, power) in enumerate(zip(rows, signal, strict=True)):
+            for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
                 metrics.append(
-                    window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary)
+                    window_metrics(window, values, power, _count(self.targets[window]), self.vocabulary)
                 )
         return metrics
 
@@ -418,9 +416,14 @@ class FastEngine(Engine):
         time = batch.targets.shape[1]
         by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
         return [
-            window_metrics(window, by_window[k], power[k], time - 1, self.vocabulary)
+            window_metrics(window, by_window[k], power[k], _count(batch.targets[k]), self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
+
+
+def _count(targets: torch.Tensor) -> int:
+    """Rows that have a true class."""
+    return int((targets >= 0).sum())
 
 
 ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}

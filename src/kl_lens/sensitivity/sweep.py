@@ -175,8 +175,10 @@ class Sweep:
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
         check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
-        tokens = ids.shape[1] - 1
-        self.run.store_teacher(text, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        counts = (engine.chain.task.targets(ids[list(missing)]) >= 0).sum(1).tolist()
+        self.run.store_teacher(
+            text, [(w, n, float(e)) for w, n, e in zip(missing, counts, entropies, strict=True)]
+        )
         if self.run.load("noise", role) is None:
             self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
@@ -228,6 +230,7 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "head": anatomy.head,
         "embedding": anatomy.embedding,
         "components": [c.to_json() for c in anatomy.components],
+        **model.task.identity,
     }
 
 

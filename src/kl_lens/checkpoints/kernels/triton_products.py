@@ -121,8 +121,8 @@ def _linear(  # type: ignore[no-untyped-def]
 @cache
 def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     """Sizes of tiles for this device; the same for every product, so that equal rows give equal results anywhere."""
-    card = torch.cuda.get_device_properties(device)
-    if parts == 1 and getattr(card, "shared_memory_per_block_optin", 0) >= 200 << 10:
+    card: Any = torch.cuda.get_device_properties(device)  # its stubs lack what newer releases have
+    if parts == 1 and card.shared_memory_per_block_optin >= 200 << 10:
         sizes = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
     else:  # 96 KB of shared memory: what every card since Ampere has
         sizes = {"BM": 128, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
