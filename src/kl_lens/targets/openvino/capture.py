@@ -190,7 +190,8 @@ class GraphForward(nn.Module):
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
         # MiniMax wants a cache of its own class, unless it is told not to use one.
-        use_cache = self.model.config.model_type != "minimax"
+        config: Any = self.model.config
+        use_cache = config.model_type != "minimax"
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache
