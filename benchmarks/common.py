@@ -27,20 +27,29 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 
+SHAPES = {  # hidden size, layers, heads of Mamba-2
+    "mamba-130m": (768, 24, None),
+    "mamba-2.8b": (2560, 64, None),
+    "mamba2-130m": (768, 24, 24),
+    "mamba2-2.7b": (2560, 64, 80),
+}
+
+
 def shape(name: str) -> LoadedModel:
     """A model of a published shape with random weights: for speed, never for sensitivity."""
     torch.manual_seed(0)
-    if name == "mamba-130m":
-        config = transformers.MambaConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50280)
+    if name not in SHAPES:
+        raise SystemExit(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
+    hidden, layers, heads = SHAPES[name]
+    if heads is None:
+        config = transformers.MambaConfig(hidden_size=hidden, num_hidden_layers=layers, vocab_size=50280)
         model: torch.nn.Module = transformers.MambaForCausalLM(config)
-    elif name == "mamba2-130m":
+    else:
         config2 = transformers.Mamba2Config(
-            hidden_size=768, num_hidden_layers=24, vocab_size=50288, num_heads=24, head_dim=64, state_size=128,
-            n_groups=1, chunk_size=256, tie_word_embeddings=True,
+            hidden_size=hidden, num_hidden_layers=layers, vocab_size=50288, num_heads=heads, head_dim=64,
+            state_size=128, n_groups=1, chunk_size=256, tie_word_embeddings=True,
         )  # fmt: skip
         model = transformers.Mamba2ForCausalLM(config2)
-    else:
-        raise SystemExit(f"no shape is called {name!r}; there are mamba-130m and mamba2-130m")
     return LoadedModel(name, Path(), model.eval().requires_grad_(False), None, source=name)
 
 

@@ -5,7 +5,8 @@
 For each model and target: the target's menu is measured as it computes on WikiText-2 train; for every stock recipe of
 the runtime (llama.cpp's mixtures, NNCF's modes) our exact plan of no more bytes *on disk* is made; both are written by
 the same exporter and judged by the runtime on the same WikiText-2 test windows: KL from the original and token
-perplexity, and the difference of the two KLs paired by window. A folder of models stands for all models in it. With
+perplexity, and the difference of the two KLs paired by window. NNCF's AWQ with scale estimation is made by NNCF itself,
+on the FP16 graph and the text that ours learnt from. A folder of models stands for all models in it. With
 `--out`, rows are appended as they come, and a model that is there already for a target is not judged again.
 """
 
@@ -15,11 +16,13 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import machine
 from kl_lens import planning
@@ -30,10 +33,12 @@ from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.pipeline import MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline.calibrating import LearningText
 from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import RuntimeSettings, Target, get_target
+from nncf_methods import put_file
 from stress import plant
 
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
@@ -75,14 +80,21 @@ def judge(
 ) -> Judged:
     with tempfile.TemporaryDirectory() as folder:
         artifact = target.export(model, plan, Path(folder))
-        session = target.open(Path(folder), RuntimeSettings())
-        try:
-            scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
-        finally:
-            session.close()
+        return judge_files(target, Path(folder), artifact.realised_bytes, text, teacher)
+
+
+def judge_files(
+    target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered,
+    settings: RuntimeSettings | None = None,
+) -> Judged:  # fmt: skip
+    session = target.open(folder, settings or RuntimeSettings())
+    try:
+        scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
+    finally:
+        session.close()
     kl = np.array([score.kl().sum(dtype=np.float64) / score.targets for score in scores])
     entropy = sum(score.nll for score in scores) / sum(score.targets for score in scores)
-    return Judged(artifact.realised_bytes, kl, float(np.exp(entropy)))
+    return Judged(size, kl, float(np.exp(entropy)))
 
 
 def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -117,8 +129,15 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 known[key] = judge(model, target, plan, text, teacher)
             return known[key]
 
-        for rival in rival_plans(aim, table, None, everything=True):
-            theirs = judged(rival)
+        rivals: dict[str, Callable[[], Judged]] = {
+            rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
+            for rival in rival_plans(aim, table, None, everything=True)
+        }
+        if target.name == "openvino":
+            ids = LearningText().drawn(run, model, bench).ids
+            rivals |= with_data(model, target, ids, text, teacher)
+        for rival, make_file in rivals.items():
+            theirs = make_file()
 
             def make(fixed_bytes: int, limit: int = theirs.bytes) -> Plan:
                 return planning.plan_for_budget(
@@ -128,15 +147,13 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             try:
                 ours = judged(aim.fitted(make, theirs.bytes))
             except PlanError as error:
-                print(
-                    f"{name}, {target.name}, {rival.name}: no plan of ours is as small: {error}", flush=True
-                )
+                print(f"{name}, {target.name}, {rival}: no plan of ours is as small: {error}", flush=True)
                 continue
             difference = planning.paired_difference(ours.kl, theirs.kl)
             row = {
                 "model": shown(name),
                 "target": target.name,
-                "rival": rival.name.removeprefix("stock."),
+                "rival": rival,
                 "rival_bytes": theirs.bytes,
                 "our_bytes": ours.bytes,
                 "rival_kl": theirs.mean,
@@ -152,6 +169,28 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             rows.append(row)
             print(line(row), flush=True)
     return rows
+
+
+def with_data(
+    model: LoadedModel, target: Target, ids: torch.Tensor, text: EvaluationText, teacher: Remembered
+) -> dict[str, Callable[[], Judged]]:
+    """NNCF's recipes that learn from text, by NNCF."""
+
+    def make(grid: str, ratio: float) -> Judged:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "file"
+            target.export(model, Plan("fp16", {}, "fp16"), folder)
+            size = put_file(model, folder, grid, "nncf awq+scale", ids, ratio)
+            return judge_files(target, folder, size, text, teacher)
+
+    return {
+        f"{mode}-g{group}{'' if ratio == 1 else f'-{ratio:.0%}'[:-1]}.awq": lambda g=f"{grid}-g{group}", r=ratio: (
+            make(g, r)
+        )
+        for mode, grid in (("int4_sym", "int4"), ("int4_asym", "uint4"))
+        for group in (128, 64)
+        for ratio in (1.0, 0.8)
+    }
 
 
 def line(row: dict[str, Any]) -> str:

@@ -68,6 +68,7 @@ _MEANINGS = {
     "model": "the model",
     "metrics_version": "the meaning of the metrics",
     "dtype": "the compute dtype",
+    "precision": "the precision of products",
     "statistics": "the set of statistics behind learnt recipes",
 }
 

@@ -67,6 +67,8 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
 
 def _weighted(sums: Floats, weights: Floats) -> Estimate:
     """Σ sums / Σ weights, with the standard error of that ratio over windows."""
+    if not weights.any():  # images without labels: there is no true class to lose
+        return Estimate(float("nan"))
     value = float(sums.sum() / weights.sum())
     count = len(sums)
     if count < 2:

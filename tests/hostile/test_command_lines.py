@@ -121,9 +121,10 @@ def test_random_words_behind_every_flag(
     draw = random.Random(cases)
     monkeypatch.chdir(tmp_path)
     for _ in range(cases):
-        verb = draw.choice([verb for verb in VERBS if verb != "run"])
+        verb = draw.choice([verb for verb in VERBS if verb not in ("run", "doctor")])
         words = [verb]
-        for option in draw.sample(options_of(settings_of(verb)), 3):
+        options = options_of(settings_of(verb))
+        for option in draw.sample(options, min(3, len(options))):
             if option.flag and not option.is_switch:
                 words += [option.flag, draw.choice(WORDS)]
         if verb == "measure" or draw.random() < 0.5:  # without a model it would measure the embedded one

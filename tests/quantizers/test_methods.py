@@ -13,12 +13,13 @@ from kl_lens.quantizers import InputStatistics, get_quantizer
 from kl_lens.quantizers.blocks import LAYOUTS, block_levels, with_codes
 from kl_lens.quantizers.choosing import row_losses
 from kl_lens.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
-from kl_lens.quantizers.gptq import BLOCKS, DAMPING
+from kl_lens.quantizers.gptq import BLOCKS, DAMPING, SCARCITY
 from kl_lens.quantizers.kernels import descend, round_in_order
 from kl_lens.quantizers.levels import Levels
 from kl_lens.quantizers.scales import _try, _try_on_cpu, searched_levels
 from kl_lens.recipes import Recipe
 
+TOKENS = 10**6  # that moments rest on: enough
 GROUPED = ("int4", "int4-g32", "int4-g64", "int8", "int8-g128", "uint4-g64", "nf4-g32")
 RECIPES = [
     *(f"{name}+{method}" for name in GROUPED for method in ("search", "gptq")),
@@ -45,7 +46,7 @@ def _moments(columns: int = 256, tokens: int = 600, seed: int = 1) -> torch.Tens
 
 def _quantized(recipe: str, weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     parsed = Recipe.parse(recipe)
-    statistics = InputStatistics(moments, (600,))
+    statistics = InputStatistics(moments, (TOKENS,))
     return parsed.grid.dequantize(parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics))
 
 
@@ -85,7 +86,7 @@ def test_error_feedback_beats_the_search_that_chose_its_scales(name: str) -> Non
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_inputs_give_the_same_bits_and_can_be_packed(recipe: str) -> None:
-    parsed, statistics = Recipe.parse(recipe), InputStatistics(_moments(), (600,))
+    parsed, statistics = Recipe.parse(recipe), InputStatistics(_moments(), (TOKENS,))
     weight = _weight()
     whole = parsed.quantizer.quantize(weight, parsed.grid, "layer", statistics)
     again = parsed.quantizer.quantize(weight.clone(), parsed.grid, "layer", statistics)
@@ -113,11 +114,11 @@ def test_blocks_are_taken_apart_and_put_together_bit_for_bit(name: str) -> None:
 def test_what_ggml_chose_beside_the_codes_stays_as_it_is(name: str) -> None:
     weight, moments = _weight(), _moments()
     fmt = get_format(name)
-    ours = get_quantizer("gptq").quantize(weight, fmt, "layer", InputStatistics(moments, (600,)))
+    ours = get_quantizer("gptq").quantize(weight, fmt, "layer", InputStatistics(moments, (TOKENS,)))
     zeros = torch.zeros_like(weight)
     bare = with_codes(fmt, ours, zeros).data  # type: ignore[arg-type]
     kept = torch.zeros(len(weight), dtype=torch.bool)
-    for weighed in (moments.diagonal(), Objective.of(moments, DAMPING).remaining):
+    for weighed in (moments.diagonal(), Objective.of(moments, DAMPING + SCARCITY * 256 / TOKENS).remaining):
         ggml = fmt.quantize_with(weight, weighed)  # type: ignore[attr-defined]
         kept |= (with_codes(fmt, ggml, zeros).data == bare).all(-1)
         assert not torch.equal(ours.data, ggml.data)
@@ -126,7 +127,7 @@ def test_what_ggml_chose_beside_the_codes_stays_as_it_is(name: str) -> None:
 
 def test_scales_are_stored_in_half_precision_and_both_signs_are_used() -> None:
     parsed = Recipe.parse("int4+search")
-    statistics = InputStatistics(_moments(), (600,))
+    statistics = InputStatistics(_moments(), (TOKENS,))
     found = parsed.quantizer.quantize(_weight(64), parsed.grid, "layer", statistics)
     assert found.scales is not None
     assert found.scales.dtype == torch.float16
@@ -315,3 +316,21 @@ def test_results_are_on_the_grid_for_weights_of_any_size(seed: int, recipe: str,
     moments = _moments(64, 80, seed)
     losses = [row_losses(weight, parsed.grid, q, moments).numpy() for q in (stored, nearest)]
     assert np.all(losses[0] <= losses[1] * (1 + 1e-4) + 1e-30)
+
+
+@pytest.mark.parametrize("recipe", ["int4+gptq", "q4_k+gptq"])
+def test_what_rests_on_few_tokens_is_trusted_less(recipe: str) -> None:
+    """Moments of 300 tokens fit those tokens; told how few they are, the method does better on the others."""
+    weight, mixing = _weight(), torch.randn(256, 256, generator=torch.Generator().manual_seed(5)) / 16
+    inputs = torch.randn(20_000, 256, generator=torch.Generator().manual_seed(6))
+    inputs = inputs @ mixing + 0.3 * torch.randn(20_000, 256, generator=torch.Generator().manual_seed(7))
+    few, all_of_them = (part.T @ part / len(part) for part in (inputs[:300], inputs))
+    parsed = Recipe.parse(recipe)
+    trusting, told = (
+        parsed.grid.dequantize(
+            parsed.quantizer.quantize(weight, parsed.grid, "layer", InputStatistics(few, (tokens,)))
+        )
+        for tokens in (TOKENS, 300)
+    )
+    assert _loss(weight, told, all_of_them).sum() < 0.95 * _loss(weight, trusting, all_of_them).sum()
+    assert _loss(weight, told, few).sum() > _loss(weight, trusting, few).sum()

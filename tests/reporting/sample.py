@@ -122,7 +122,7 @@ def add_target(folder: Path, target: str = "openvino") -> Path:
     with Run.open(folder) as run:
         table, holding = run.table(), planning.holding(get_target(target))
         name = f"recommended-{target}"
-        made = planning.plan_for_budget(table, max_bpw=6, name=name, fixed_bytes=BESIDES, **holding).plan
+        made = planning.plan_for_budget(table, max_bpw=10, name=name, fixed_bytes=BESIDES, **holding).plan
         planning.write_plan(
             replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
         )

@@ -66,8 +66,7 @@ def test_memory_budgets_change_the_work_not_the_numbers(engine_class: type[Engin
     perturbations = _one_of_each_kind(model)
     roomy = _measure(engine_class(model), perturbations)
     monkeypatch.setattr("kl_lens.sensitivity.teacher.LOGIT_BYTES", 97 * 4 * 64)
-    monkeypatch.setattr("kl_lens.sensitivity.engines.BATCH_TOKENS", 24)
-    monkeypatch.setattr("kl_lens.sensitivity.teacher.BATCH_TOKENS", 24)
+    monkeypatch.setattr("kl_lens.checkpoints.tasks.LanguageTask.rows_at_once", 24)
     tight = _measure(engine_class(model, memory_budget=1000), perturbations)
     assert tight == pytest.approx(roomy, rel=1e-4, abs=1e-8)
 

@@ -1,6 +1,7 @@
 """Calibration: what text shows of every component's inputs, gathered once and kept in the run folder."""
 
 from kl_lens.calibration.gathering import gather
+from kl_lens.calibration.in_order import gather_in_order
 from kl_lens.calibration.stored import StoredStatistics
 
-__all__ = ["StoredStatistics", "gather"]
+__all__ = ["StoredStatistics", "gather", "gather_in_order"]

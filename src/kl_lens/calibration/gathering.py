@@ -16,13 +16,11 @@ import torch
 from kl_lens.calibration.stored import LOOKED_UP, NO_INPUT, StoredStatistics
 from kl_lens.calibration.watching import Moments, ProductWatch
 from kl_lens.checkpoints import LoadedModel, States
-from kl_lens.checkpoints.chain import BlockCalls
+from kl_lens.checkpoints.chain import BlockCalls, Chain
 from kl_lens.errors import CheckpointError
 from kl_lens.quantizers import InputStatistics
 from kl_lens.records import Component
 from kl_lens.text import Windows
-
-_TOKENS_AT_ONCE = 4096
 
 
 def gather(
@@ -47,7 +45,7 @@ def gather(
     stored = StoredStatistics.begun(run, model, windows)
     missing = [c for c in model.anatomy.candidates if c.name not in stored]
     if missing:
-        with _experts_one_by_one(model.model):
+        with experts_one_by_one(model.model):
             _Gathering(model, windows, stored, missing).run(progress)
     return stored
 
@@ -61,8 +59,7 @@ class _Gathering:
         self._stored = stored
         self._missing = missing
         self._tokens = windows.tokens
-        size = max(1, _TOKENS_AT_ONCE // windows.length)
-        self._batches = [windows.ids[first : first + size] for first in range(0, len(windows), size)]
+        self._batches = in_batches(windows, self._chain)
         self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
         self._moments: dict[str, Moments] = {}
 
@@ -153,6 +150,11 @@ class _Gathering:
         return f"in windows {first} to {first + count - 1}"
 
 
+def in_batches(windows: Windows, chain: Chain) -> list[torch.Tensor]:
+    size = max(1, chain.task.rows_at_once // windows.length)
+    return [windows.ids[first : first + size] for first in range(0, len(windows), size)]
+
+
 def _means(moments: Moments) -> torch.Tensor:
     """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
@@ -163,7 +165,7 @@ def _means(moments: Moments) -> torch.Tensor:
 
 
 @contextmanager
-def _experts_one_by_one(model: Any) -> Iterator[None]:
+def experts_one_by_one(model: Any) -> Iterator[None]:
     """Within the block transformers multiplies with each expert's slice: its faster ways gather copies of them."""
     before = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):

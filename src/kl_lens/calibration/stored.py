@@ -26,6 +26,7 @@ FOLDER = "statistics"
 # Say here what changed when the same text begins to give other statistics.
 VERSION = 1
 _INDEX = "statistics.json"
+_CORRECTION = "correction"
 
 LOOKED_UP = "looked up, never multiplied with: all columns count alike"
 NO_INPUT = "its inputs were all zero on this text: all columns count alike"
@@ -80,9 +81,11 @@ class StoredStatistics:
         return all(c.name in self._components for c in model.anatomy.candidates)
 
     @classmethod
-    def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
-        """What there is already of this model and text, to be added to."""
-        identity = identity_of(model, windows)
+    def begun(
+        cls, run: Path, model: LoadedModel, windows: Windows, plan: str | None = None
+    ) -> StoredStatistics:
+        """What there is already of this model and text (and plan, where it is put in order), to be added to."""
+        identity = identity_of(model, windows) | ({"plan": plan} if plan else {})
         stored = cls.held_by(run)
         if stored is None:
             return cls(run / FOLDER, identity, {})
@@ -92,7 +95,8 @@ class StoredStatistics:
 
     @property
     def digest(self) -> str:
-        parts = [self.identity[key] for key in ("version", "model_fingerprint", "text_fingerprint")]
+        names = ("version", "model_fingerprint", "text_fingerprint", "plan")
+        parts = [self.identity[name] for name in names if name in self.identity]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     @property
@@ -117,11 +121,12 @@ class StoredStatistics:
         try:
             with safe_open(self.folder / entry["file"], framework="pt") as file:
                 packed = file.get_tensor(entry["under"])
+                correction = file.get_tensor(_CORRECTION).float() if entry.get("corrected") else None
         except (OSError, SafetensorError) as error:
             raise FormatError(
                 f"{self.folder / entry['file']} is damaged; delete it and gather again"
             ) from error
-        return InputStatistics(_unpacked(packed, entry["columns"]), tokens)
+        return InputStatistics(_unpacked(packed, entry["columns"]), tokens, correction)
 
     def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
         """Writes finished components to a file of their own and then into the index."""
@@ -137,6 +142,9 @@ class StoredStatistics:
                 "tokens": list(statistics.tokens), "note": notes.get(name),
                 "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
+            if statistics.correction is not None:  # alone in its file
+                self._components[name]["corrected"] = True
+                tensors[_CORRECTION] = statistics.correction.half()
         if tensors:
             self._write(file, tensors)
         self._write_index()
@@ -176,6 +184,7 @@ class StoredStatistics:
             "version": "another way of gathering",
             "model_fingerprint": "another model",
             "text_fingerprint": "another text",
+            "plan": "another plan",
         }
         for key, meaning in meanings.items():
             if key in identity and self.identity.get(key) != identity[key]:

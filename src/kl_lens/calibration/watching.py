@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,6 +19,16 @@ from kl_lens.errors import CheckpointError
 
 _LINEAR = ("linear",)
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
+
+
+class Sink(Protocol):
+    """What takes the inputs of one weight."""
+
+    columns: int
+    in_parts: bool  # met a product with some of the columns only
+
+    def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
+        """Takes these inputs, (…, columns); False when they are not all finite."""
 
 
 class Moments:
@@ -56,7 +66,7 @@ class ProductWatch(TorchFunctionMode):
     def __init__(
         self,
         weights: Mapping[str, torch.Tensor],
-        moments: Mapping[str, Moments],
+        moments: Mapping[str, Sink],
         place: Callable[[torch.Tensor], str],
     ) -> None:
         super().__init__()

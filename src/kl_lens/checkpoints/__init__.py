@@ -3,16 +3,21 @@
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import BlockCalls, Chain
 from kl_lens.checkpoints.linking import States
-from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, model_folder
+from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, model_folder, own_images
+from kl_lens.checkpoints.tasks import ImageTask, LanguageTask, Task
 
 __all__ = [
     "Anatomy",
     "BlockCalls",
     "Chain",
+    "ImageTask",
+    "LanguageTask",
     "LoadedModel",
     "States",
+    "Task",
     "anatomy_of",
     "load",
     "load_tokenizer",
     "model_folder",
+    "own_images",
 ]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from kl_lens.checkpoints.chain import Chain
@@ -25,6 +24,7 @@ FUSED_GROUPS = (
 
 REASONS = {
     "conv1d": "short convolution: a few weights per channel, runtimes need it in full precision",
+    "conv2d": "two-dimensional convolution: formats hold matrices",
     "A_log": "state decay: acts through exp(exp(.)), runtimes need it in full precision",
     "D": "skip weights of the state-space layer: one per channel",
     "dt_bias": "time-step bias: acts through softplus, one per channel",
@@ -51,7 +51,7 @@ class Anatomy:
     model_type: str
     components: tuple[Component, ...]
     blocks: int
-    embedding: str  # name of the component that holds the embedding
+    embedding: str  # name of the component that holds the embedding; empty where nothing is looked up
     head: str  # name of the component that holds the head; the embedding's when the two are tied
     notes: tuple[str, ...] = ()
 
@@ -79,8 +79,7 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
         key = _identity(parameter)
         names_of[key].append(name)
         parameter_of[key] = parameter
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    describe = _Describer(model, chain, embedding)
+    describe = _Describer(model, chain)
     components = [describe.component(parameter_of[key], names) for key, names in names_of.items()]
     components = _in_order(_with_siblings(components), len(chain))
     holder = {c.weight: c.name for c in components}
@@ -89,7 +88,7 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
         model_type=str(getattr(config, "model_type", type(model).__name__)),
         components=tuple(components),
         blocks=len(chain),
-        embedding=holder[names_of[describe.embedding_weight][0]],
+        embedding="" if describe.embedding_weight is None else holder[names_of[describe.embedding_weight][0]],
         head=holder[names_of[describe.head_weight][0]],
         notes=tuple(_notes(config)),
     )
@@ -98,15 +97,17 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
 class _Describer:
     """Makes the record of one weight from where it sits in the module tree."""
 
-    def __init__(self, model: nn.Module, chain: Chain, embedding: nn.Module) -> None:
+    def __init__(self, model: nn.Module, chain: Chain) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's own name says nothing.
-        self.model_prefix = type(model).__name__.removesuffix("ForCausalLM")
+        self.model_prefix = type(model).__name__.partition("For")[0]
         self.blocks_name = chain.blocks_name
-        self.embedding_weight = _identity(embedding.weight)
+        embedding = chain.task.embedding(model)
+        self.head_kind = chain.task.head_kind
+        self.embedding_weight = None if embedding is None else _identity(embedding.weight)
         self.head_weight = _identity(chain.head.weight)
         loose = {name: p for name, p in model.named_parameters() if self._is_loose(name, p)}
-        ids = torch.zeros(1, 5, dtype=torch.long)
+        ids = chain.task.blank(1, 5)
         summed = summed_along_last_axis(lambda: chain.full_logits(ids), loose)
         self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
 
@@ -151,12 +152,14 @@ class _Describer:
         if identity == self.embedding_weight:
             return "embedding", "embedding", None
         if identity == self.head_weight:
-            return "lm_head", "head", None
+            return self.head_kind, "head", None
         module = self.modules[owner]
         kind = _last_word(owner) if leaf == "weight" else leaf
         family = self._family(owner, kind)
         if isinstance(module, nn.Conv1d):
             return kind if leaf == "weight" else "bias", family, REASONS["conv1d"]
+        if isinstance(module, nn.Conv2d) and leaf == "weight":
+            return kind, family, _sized("conv2d", parameter)
         if leaf in ("A_log", "A", "D", "dt_bias"):
             return leaf, family, REASONS["A_log" if leaf == "A" else leaf]
         if leaf == "bias" or leaf.endswith("_bias"):
@@ -251,7 +254,7 @@ def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
             return -2
         if component.block is not None:
             return component.block
-        return blocks + (1 if component.kind == "lm_head" else 0)
+        return blocks + (1 if component.family == "head" else 0)
 
     return sorted(components, key=place)
 

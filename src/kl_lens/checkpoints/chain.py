@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from kl_lens.checkpoints.finding import check_linked, find_blocks, find_head, vocabulary_size
+from kl_lens.checkpoints.finding import check_linked, find_blocks
 from kl_lens.checkpoints.kernels import fast_kernels
 from kl_lens.checkpoints.linking import (
     HIDDEN,
@@ -33,6 +33,7 @@ from kl_lens.checkpoints.linking import (
     written_boards,
 )
 from kl_lens.checkpoints.patching import patched
+from kl_lens.checkpoints.tasks import LanguageTask, Task
 from kl_lens.errors import CheckpointError, one_line
 
 # How far the chain's logits may be from the model's own, of the largest: two orders of one float32 computation.
@@ -46,9 +47,9 @@ class _Stop(Exception):
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """For one batch of token ids: what enters the first block, and every block's other call arguments."""
+    """For one batch of ids: what enters the first block, and every block's other call arguments."""
 
-    ids: torch.Tensor  # (batch, time)
+    ids: torch.Tensor  # (batch, time), or (windows, images)
     hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
     arguments: tuple[Arguments, ...]
     last_taker: dict[Given, int] = field(default_factory=dict, repr=False)
@@ -59,7 +60,7 @@ class BlockCalls:
 
 
 class Chain:
-    """Runs any stretch of a causal language model's blocks from given hidden states.
+    """Runs any stretch of a model's blocks from given hidden states.
 
     Example:
         >>> calls = chain.calls(ids)
@@ -68,10 +69,11 @@ class Chain:
         >>> logits = chain.logits(chain.finish(final, calls))    # equals model(ids).logits
     """
 
-    def __init__(self, model: nn.Module, *, fast: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, fast: bool = True, task: Task | None = None) -> None:
         self.model = model
         self.fast = fast
-        self.head = find_head(model)
+        self.task = task or LanguageTask()
+        self.head = self.task.head(model)
         self._batched: dict[int, tuple[tuple[bool, ...], ...]] = {}  # by length
         self._doubts: dict[int, str | None] = {}  # by length
         self._watch()
@@ -83,20 +85,25 @@ class Chain:
 
     def _watch(self) -> None:
         """A small forward shows the blocks, what they return and the boards that they write to."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary_size(self.model), (2, 5), generator=generator).to(self.device)
-        self.blocks_name, self.blocks = find_blocks(self.model, lambda: self._first_forward(ids))
+        ids = self.task.sample(self.model, 2, 5).to(self.device)
+        self.blocks_name, self.blocks = find_blocks(
+            self.model, lambda: self._first_forward(ids), self.task.lists, self.head
+        )
         calls, outputs, self._boards = self._record(ids)
-        self._outputs = [pytree.tree_flatten(output) for output in outputs]
         check_linked(self.model, self.blocks_name, calls, outputs)
-        self._head_scale = self._find_head_scale(ids)
+        hidden = [_hidden(*call) for call in calls]
+        self.state_size = sum(map(self.task.state_size, hidden))  # numbers of a row in what enters all blocks
+        last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
+        self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
+        self._outputs = [pytree.tree_flatten(output) for output in outputs]
+        self.head_scale = self._find_head_scale(ids)
 
     def _first_forward(self, ids: torch.Tensor) -> None:
         try:
             self._forward(ids)
         except Exception as error:  # whatever a model's own code raises
             raise CheckpointError(
-                f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} tokens "
+                f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} {self.task.unit} "
                 f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit each other"
             ) from error
 
@@ -131,9 +138,10 @@ class Chain:
         length = ids.shape[1]
         if length not in self._batched:
             two, three = (self.calls(ids[:1].repeat(rows, 1)) for rows in (2, 3))
+            sizes = (two.hidden.shape[0], three.hidden.shape[0])
             self._batched[length] = tuple(
                 tuple(
-                    isinstance(a, torch.Tensor) and a.dim() > 0 and (a.shape[0], b.shape[0]) == (2, 3)
+                    isinstance(a, torch.Tensor) and a.dim() > 0 and (a.shape[0], b.shape[0]) == sizes
                     for a, b in zip(pytree.tree_leaves(smaller), pytree.tree_leaves(larger), strict=True)
                 )
                 for smaller, larger in zip(two.arguments, three.arguments, strict=True)
@@ -145,12 +153,12 @@ class Chain:
         seen: list[torch.Tensor] = []
         with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
             logits = self._forward(ids)
-        if len(seen) != 1 or seen[0].shape != logits.shape:
+        if len(seen) != 1 or (given := self.task.by_row(seen[0], ids)).shape != logits.shape:
             return None
-        largest = int(seen[0].abs().argmax())
-        scale = float(logits.flatten()[largest] / seen[0].flatten()[largest])
+        largest = int(given.abs().argmax())
+        scale = float(logits.flatten()[largest] / given.flatten()[largest])
         for candidate in (1.0, scale):
-            if torch.allclose(seen[0] * candidate, logits, rtol=1e-6, atol=0):
+            if torch.allclose(given * candidate, logits, rtol=1e-6, atol=0):
                 return candidate
         return None
 
@@ -204,8 +212,7 @@ class Chain:
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), self.kernels():
-            output = self.model(input_ids=ids, use_cache=False)
-            return output.logits if hasattr(output, "logits") else output[0]
+            return self.task.forward(self.model, ids)
 
     def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own forward: (batch, time, vocabulary)."""
@@ -215,10 +222,10 @@ class Chain:
         """What enters the head in the model's own forward: (batch, time, width)."""
         with _stopping_at(self.head) as seen:
             self._forward(ids.to(self.device))
-        return seen[0]
+        return self.task.by_row(seen[0], ids)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
-        """What enters the first block for these token ids, and the other arguments of every block."""
+        """What enters the first block for these ids, and the other arguments of every block."""
         ids = ids.to(self.device)
         calls: list[Arguments] = []
         given: dict[int, Given] = {}
@@ -228,6 +235,8 @@ class Chain:
             hidden = _hidden(args, kwargs)
             calls.append(marked((args, kwargs), given, self._boards))
             states.append(hidden)
+            if self._reshapes and len(calls) == len(self):  # what follows wants states of another shape
+                raise _Stop
             passed = hidden.view_as(hidden)  # the same states, yet to be told from those that entered
             given[id(passed)] = Given(len(calls) - 1, 0)
             states.append(passed)
@@ -301,18 +310,18 @@ class Chain:
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
         with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
             self._forward(ids)
-        return seen[0]
+        return self.task.by_row(seen[0], ids)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of states that enter the head, (…, width) → (…, vocabulary)."""
         with torch.inference_mode():
-            if self._head_scale is not None:
+            if self.head_scale is not None:
                 logits = self.head(states)
-                return logits if self._head_scale == 1.0 else logits.mul_(self._head_scale)
+                return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
             # Something else follows the head: let the model's own code do it, on these states.
             rows = states.reshape(1, -1, states.shape[-1])
-            ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=self.device)
-            given = self.head.register_forward_pre_hook(lambda _module, _args: (rows,))
+            ids = self.task.blank(*rows.shape[:2]).to(self.device)
+            given = self.head.register_forward_pre_hook(lambda _module, _args: (self.task.at_head(rows),))
             with given, self._blocks_bypassed(_hidden):
                 logits = self._forward(ids)
             return logits.reshape(*states.shape[:-1], -1)
@@ -352,5 +361,7 @@ def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     hidden = hidden_of(args, kwargs)
     if hidden is None:
-        raise CheckpointError("a block was called without hidden states (batch, positions, width)")
+        raise CheckpointError(
+            "a block was called without hidden states (batch, positions, width), or an image's"
+        )
     return hidden

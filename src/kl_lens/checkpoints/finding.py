@@ -1,4 +1,4 @@
-"""Finds the blocks and the head of a causal language model by watching one forward."""
+"""Finds the blocks of a model by watching one forward."""
 
 from __future__ import annotations
 
@@ -13,31 +13,13 @@ from kl_lens.checkpoints.linking import Arguments, hidden_of
 from kl_lens.errors import CheckpointError
 
 
-def vocabulary_size(model: nn.Module) -> int:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.weight.shape[0])
-
-
-def find_head(model: nn.Module) -> nn.Module:
-    """The linear layer to the vocabulary."""
-    head: nn.Module | None = None
-    if hasattr(model, "get_output_embeddings"):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-    if head is None:
-        wide = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        wide = [m for m in wide if m.out_features == vocabulary_size(model)]
-        head = wide[-1] if wide else None
-    if head is None:
-        raise CheckpointError(
-            f"{type(model).__name__} has no language-model head (a linear layer to the vocabulary); "
-            "KL Lens measures causal language models"
-        )
-    return head
-
-
-def find_blocks(model: nn.Module, forward: Callable[[], Any]) -> tuple[str, Sequence[nn.Module]]:
-    """The longest-reaching `ModuleList` whose members run once each and in order; outer lists win."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+def find_blocks(
+    model: nn.Module, forward: Callable[[], Any], kinds: tuple[type[nn.Module], ...], head: nn.Module
+) -> tuple[str, Sequence[nn.Module]]:
+    """The longest-reaching list whose members run once each and in order, before the head; outer lists win."""
+    lists: list[tuple[str, Any]] = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, kinds) and head not in m.modules()
+    ]
     order: list[tuple[int, int]] = []
     with ExitStack() as hooks:
         for number, (_, members) in enumerate(lists):

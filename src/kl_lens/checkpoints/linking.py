@@ -52,7 +52,7 @@ class Board:
 class States:
     """What enters a block: the hidden states, and what earlier blocks gave that it or later ones take."""
 
-    hidden: torch.Tensor  # (batch, positions, width)
+    hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
     carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # tensor, or a board's contents
 
     def repeated(self, copies: int) -> States:
@@ -77,17 +77,21 @@ def _joined(parts: Sequence[Any]) -> Any:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def is_hidden(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+def is_hidden(value: Any, axes: int = 3) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == axes and value.is_floating_point()
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The hidden states among a block's arguments."""
-    if args and is_hidden(args[0]):
-        return args[0]
-    if is_hidden(kwargs.get("hidden_states")):
-        return kwargs["hidden_states"]
-    return next((value for value in [*args, *kwargs.values()] if is_hidden(value)), None)
+    """The hidden states among a block's arguments: (batch, positions, width), or failing that an image's four axes."""
+    for axes in (3, 4):
+        if args and is_hidden(args[0], axes):
+            return args[0]
+        if is_hidden(kwargs.get("hidden_states"), axes):
+            return kwargs["hidden_states"]
+        hidden = next((value for value in [*args, *kwargs.values()] if is_hidden(value, axes)), None)
+        if hidden is not None:
+            return hidden
+    return None
 
 
 def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) -> Arguments:

@@ -29,18 +29,24 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
 from kl_lens.errors import CheckpointError, FormatError, one_line
+from kl_lens.images import DIGITS
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
-REFERENCES = ("mamba", "mamba2", "hybrid", "hymba")
+REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
 )
+_LOADERS = {
+    TEXT: transformers.AutoModelForCausalLM,
+    IMAGE: transformers.AutoModelForImageClassification,
+}
 _LARGEST_TOKEN = 2**24  # sixty times the largest vocabulary known
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -57,10 +63,16 @@ class LoadedModel:
     source: str = ""  # what load() was given: with it the model can be opened again
     tokenizer_source: str | None = None
     fast: bool = field(default=True, repr=False)
+    classifier: ImageTask | None = field(default=None, repr=False)  # of a model that is given images
+
+    @property
+    def task(self) -> Task:
+        """What this model is asked: what its batches are, and what is right."""
+        return self.classifier or LanguageTask(self.tokenizer, self.name)
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain(self.model, fast=self.fast)
+        return Chain(self.model, fast=self.fast, task=self.task)
 
     @cached_property
     def anatomy(self) -> Anatomy:
@@ -81,7 +93,7 @@ class LoadedModel:
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
@@ -92,12 +104,7 @@ class LoadedModel:
         return list(unique.values())
 
     def require_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise CheckpointError(
-                f"{self.name} has no tokenizer of its own; pass one with --tokenizer FOLDER_OR_ID "
-                "(the state-spaces/* originals use GPT-NeoX's: EleutherAI/gpt-neox-20b)"
-            )
-        return self.tokenizer
+        return LanguageTask(self.tokenizer, self.name).require_tokenizer()
 
 
 class ModelWeights:
@@ -129,17 +136,21 @@ def load(
     tokenizer: str | Path | None = None,
     trust_remote_code: bool = False,
     fast: bool = True,
+    task: str | None = None,
+    images: str | None = None,
 ) -> LoadedModel:
-    """Opens a causal language model.
+    """Opens a causal language model, or an image classifier.
 
     Args:
-        source: a local folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba`.
+        source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
         device: where to put it.
         revision: branch, tag or commit of a hub id.
         tokenizer: folder, `tokenizer.json` or hub id, when the model has none or another one is wanted.
         trust_remote_code: run Python code that comes with the checkpoint. Off unless you read that code.
         fast: use KL Lens's own CPU kernels inside the runner.
+        task: `text` or `image`; what config.json says, when not given.
+        images: a folder of images for a classifier, where a function that wants some is given none.
 
     Raises:
         CheckpointError: one line that says what is wrong and what to do.
@@ -154,10 +165,12 @@ def load(
     name = folder.name if is_folder else str(source)
     chosen, place = _dtype(dtype), _device(device)
     check_sizes(folder, config)
+    models.register()
+    kind = task_of(config, task)
     if mamba_ssm.is_layout(config):
         model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
     else:
-        model, layout = _load_transformers(folder, config, chosen, trust_remote_code), "transformers"
+        model, layout = _load_transformers(folder, config, chosen, trust_remote_code, kind), "transformers"
     _refuse_broken_numbers(folder, model)
     try:
         model = model.to(place).eval().requires_grad_(False)
@@ -174,7 +187,13 @@ def load(
         source=str(folder.resolve()) if is_folder else str(source),
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
+        classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
     )
+
+
+def own_images(source: str | Path) -> str | None:
+    """The images that come with a model, by the name that it was opened by."""
+    return DIGITS if str(source) == "reference:vision" else None
 
 
 def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
@@ -229,10 +248,9 @@ def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
 
 
 def _load_transformers(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
 ) -> torch.nn.Module:
-    models.register()
-    kind = config.get("model_type")
+    kind = config.get("model_type", TIMM if is_timm(config) else None)
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{folder} brings its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
@@ -244,7 +262,7 @@ def _load_transformers(
             "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
         )
     options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    loader: Any = transformers.AutoModelForCausalLM
+    loader: Any = _LOADERS[task]
     try:
         parsed = transformers.AutoConfig.from_pretrained(folder, **options)
         with torch.device("meta"):  # names and shapes only
@@ -366,6 +384,8 @@ def _device(device: str | torch.device) -> torch.device:
         raise CheckpointError(
             f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
         ) from error
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # Triton starts its kernels on the current one
     return chosen
 
 

@@ -11,12 +11,18 @@ from kl_lens.pipeline.calibrating import CalibrateResult
 
 def as_json(result: CalibrateResult) -> dict[str, Any]:
     text = {name: result.text[name] for name in ("source", "split", "windows", "length", "seed")}
-    return {
+    shown = {
         "folder": str(result.folder),
         "digest": result.statistics.digest,
         "text": text,
         "notes": result.statistics.notes,
     }
+    if (done := result.ordered) is not None:
+        change = {"change": done.difference.mean, "change_se": done.difference.standard_error}
+        shown["in_order"] = {"plan": done.plan.name, "accepted": done.accepted, "kl": done.before, **change}
+    if result.rescaled:
+        shown["rescaled"] = {r.vector: {"exponent": r.exponent, "error": r.error} for r in result.rescaled}
+    return shown
 
 
 def show(result: CalibrateResult) -> None:
@@ -26,5 +32,23 @@ def show(result: CalibrateResult) -> None:
         f"Statistics {result.statistics.digest} of {result.statistics.identity['model']}: {label}, {text['windows']} "
         f"windows of {text['length']} tokens, in {result.statistics.folder}"
     )
+    if (done := result.ordered) is not None:
+        change = f"{done.before:.4g} {done.difference.mean:+.2g} ± {done.difference.standard_error:.1g}"
+        verdict = (
+            f"kept as plan {done.plan.name}"
+            if done.accepted
+            else "not below the plan's own, so nothing was kept"
+        )
+        out.print(f"In order: KL on held-out text {change}: {verdict}", soft_wrap=True)
+        return
+    if result.rescaled:
+        pay = [one for one in result.rescaled if one.exponent]
+        least = min((one.error for one in pay), default=1.0)
+        out.print(
+            f"Rescaled: {len(pay)} of {len(result.rescaled)} norms; error of the components behind them down to "
+            f"{least:.2f} of what it was"
+            + ("" if pay else ": nothing to gain, so no checkpoint was written"),
+            soft_wrap=True,
+        )
     command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int8"]
     out.print(f"Next: kl-lens {shlex.join(command)} --methods rtn,gptq", soft_wrap=True)

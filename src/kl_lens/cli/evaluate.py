@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -33,7 +34,7 @@ def _labelled(record: Score | Agreement) -> dict[str, Any]:
 
 def show(result: EvaluateResult) -> None:
     outcome, limit, out = result.outcome, result.max_drop, console()
-    for kind, table_of in (("perplexity", _perplexity), ("divergence", _divergence)):
+    for kind, table_of in (("perplexity", _likelihood), ("divergence", _divergence)):
         scores = [score for score in outcome.scores if score.kind == kind]
         for what in dict.fromkeys(score.what for score in scores):
             out.print(table_of([s for s in scores if s.what == what], outcome.agreements))
@@ -71,28 +72,43 @@ def show(result: EvaluateResult) -> None:
         out.print(note, soft_wrap=True)
 
 
-def _perplexity(scores: list[Score], agreements: list[Agreement]) -> Table:
+# Task → title, and for each column its name, its value, a factor and the decimals.
+_TEXT_COLUMNS = (
+    ("token perplexity", "token_perplexity", 1, 3),
+    ("word perplexity", "word_perplexity", 1, 2),
+)
+_IMAGE_COLUMNS = (("top-1, %", "top1", 100, 2), ("cross-entropy, nats", "cross_entropy", 1, 4))
+_LIKELIHOODS = {"text": ("Perplexity", _TEXT_COLUMNS), "image": ("Classification", _IMAGE_COLUMNS)}
+
+
+def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
     beside = {a.subject: a for a in agreements if a.what == scores[0].what}
-    numbers = ["token perplexity", "Δ to original", "word perplexity", "Δ to original"]
+    title, columns = _LIKELIHOODS[_task(scores[0])]
+    numbers = [title for name, *_ in columns for title in (name, "Δ to original")]
     numbers += ["same weights in PyTorch"] if beside else []
-    table = new_table(f"Perplexity on {scores[0].what}", ("model",), numbers, ("agrees?",) if beside else ())
+    table = new_table(f"{title} on {scores[0].what}", ("model",), numbers, ("agrees?",) if beside else ())
     values = {score.subject: score.values for score in scores}
+
+    def shown(of: Mapping[str, Estimate], name: str, factor: int, spec: str) -> str:
+        return estimate(_times(of[name], factor), spec) if name in of else ""
+
     for score in scores:
-        row = [
-            score.subject.label,
-            estimate(score.values["token_perplexity"]),
-            estimate(score.values.get("token_perplexity_change"), "+.3f"),
-            estimate(score.values["word_perplexity"], ".2f"),
-            estimate(score.values.get("word_perplexity_change"), "+.2f"),
-        ]
+        row = [score.subject.label]
+        for _, name, factor, decimals in columns:
+            row.append(shown(score.values, name, factor, f".{decimals}f"))
+            row.append(shown(score.values, f"{name}_change", factor, f"+.{decimals}f"))
         if beside:
             agreement = beside.get(score.subject)
-            torch = (
-                None if agreement is None else values.get(agreement.counterpart, {}).get("token_perplexity")
-            )
-            row += [estimate(torch), "" if agreement is None else _verdict(agreement)]
+            torch = {} if agreement is None else values.get(agreement.counterpart, {})
+            _, name, factor, decimals = columns[0]
+            verdict = "" if agreement is None else _verdict(agreement)
+            row += [shown(torch, name, factor, f".{decimals}f"), verdict]
         table.add_row(*row)
     return table
+
+
+def _task(score: Score) -> str:
+    return str(score.protocol.get("task", "text"))
 
 
 def _verdict(agreement: Agreement) -> str:
@@ -107,8 +123,9 @@ def _verdict(agreement: Agreement) -> str:
 
 
 def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
-    title = f"KL from the original on {scores[0].what}, nats per token"
-    table = new_table(title, ("model",), ("mean", "median", "99 %", "99.9 %", "max", "same top token"))
+    row, best = {"text": ("token", "token"), "image": ("image", "class")}[_task(scores[0])]
+    title = f"KL from the original on {scores[0].what}, nats per {row}"
+    table = new_table(title, ("model",), ("mean", "median", "99 %", "99.9 %", "max", f"same top {best}"))
     for score in scores:
         values = score.values
         table.add_row(
@@ -162,6 +179,9 @@ def _task_note(score: Score) -> str:
 
 def _protocol(score: Score) -> str:
     p = score.protocol
+    if _task(score) == "image":
+        what = f"{p['windows']} windows of {p['window']} images"
+        return f"{what}. ± is one standard error over windows; Δ is paired by window."
     overlap = "" if p["stride"] == p["window"] else f", the last {p['stride']} tokens of each scored"
     return (
         f"{p['windows']} windows of {p['window']} tokens{overlap}; {p['tokens']:,} tokens, {p['words']:,} words. "
@@ -179,4 +199,8 @@ def estimate(value: Estimate | None, spec: str = ".3f") -> str:
 
 
 def _percent(value: Estimate) -> Estimate:
-    return Estimate(100 * value.value, 100 * value.standard_error)
+    return _times(value, 100)
+
+
+def _times(value: Estimate, factor: int) -> Estimate:
+    return Estimate(factor * value.value, factor * value.standard_error)

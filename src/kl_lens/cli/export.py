@@ -43,8 +43,13 @@ def show(result: ExportResult) -> None:
             f"KL as exported: the mapped formats with the activations that {title}'s kernels see, on "
             f"{first['measured_on']}; the original's perplexity there is {first['original_perplexity']:.3f}."
         )
-    place = shlex.quote(str(result.artifacts[0][0]))
-    out.print(f'Next: kl-lens generate {place} --prompt "Once upon a time"', soft_wrap=True)
+    folder, artifact = result.artifacts[0]
+    place = shlex.quote(str(folder))
+    classifies = "task" in artifact.settings
+    words = (
+        f"evaluate {place} --images FOLDER" if classifies else f'generate {place} --prompt "Once upon a time"'
+    )
+    out.print(f"Next: kl-lens {words}", soft_wrap=True)
 
 
 def _lowered(artifact: Artifact) -> str:

@@ -14,7 +14,8 @@ def as_json(result: MeasureResult) -> dict[str, Any]:
 
 def show(result: MeasureResult) -> None:
     numbers = ("KL, nats", "±", "KL 99 %", "MSE", "SQNR, dB", "ΔCE, nats", "same top")
-    table = new_table("Sensitivity, from least to most (per token)", ("component", "format"), numbers)
+    title = f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})"
+    table = new_table(title, ("component", "format"), numbers)
     for m in sorted(result.measurements, key=lambda m: m.metrics["kl_teacher_to_student"].value):
         kl = m.metrics["kl_teacher_to_student"]
         mark = "" if kl.value > result.noise else " (noise)"
@@ -30,12 +31,13 @@ def show(result: MeasureResult) -> None:
             f"{m.metrics['same_top'].value:.2%}",
         )
     sweep, out = result.sweep, console()
+    products = "" if sweep.precision == "float32" else f", with products in {sweep.precision}"
     out.print(table)
     out.print(
-        f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} tokens each); "
+        f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
         f"{sweep.measured} candidate-windows measured in {sweep.seconds:.1f} s, {sweep.reused} were there already. "
-        f"Noise floor of the measuring: KL {result.noise:.1e}."
+        f"Noise floor of the measuring: KL {result.noise:.1e}{products}."
     )
     if sweep.settled is not None:
-        out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} tokens.")
+        out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} {result.unit}.")
     out.print(f"Next: kl-lens plan --run {result.folder}")

@@ -38,12 +38,12 @@ def show(result: RunResult) -> None:
             _add_row(table, view, name, target, loud=name == names[-1])
         table.add_section()
     spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in result.stage_seconds.items() if used >= 1)
-    lines = [*sparks, f"Done in {result.seconds:.0f} s ({spent}). {_judged(view, result.settings)}"]
+    lines = [*sparks, f"Done in {result.seconds:.0f} s ({spent}). {_judged(view, result)}"]
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
     folder = shlex.quote(str(result.folder))
     if (result.folder / "report.html").is_file():
         lines.append(f"Report: kl-lens report --run {folder} --open  ({result.folder / 'report.html'})")
-    for place in list(result.exported.values())[:1]:
+    for place in list(result.exported.values())[: int(result.generates)]:
         lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
     out.print()
     for part in [*answers, table, *lines]:
@@ -147,10 +147,11 @@ def _spark(view: RunView, name: str, target: str) -> list[str]:
     ]
 
 
-def _judged(view: RunView, settings: RunSettings) -> str:
+def _judged(view: RunView, result: RunResult) -> str:
     """On what the numbers stand, in a line."""
+    settings = result.settings
     original = _score(view, Subject(ORIGINAL), "perplexity")
-    where = f"Judged on {original[0]} ({original[1]:,} tokens). " if original else ""
+    where = f"Judged on {original[0]} ({original[1]:,} {result.unit}). " if original else ""
     return (
         f"{where}A first look: {settings.windows} calibration windows, {settings.held_out_windows} held-out ones, "
         f"{settings.repeats} rounds of timing; the flags of kl-lens run raise them."

@@ -15,7 +15,7 @@ from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
-from kl_lens.evaluation.scoring import WindowScore, divergence_values, perplexity_values, score_window
+from kl_lens.evaluation.scoring import LIKELIHOOD_VALUES, WindowScore, divergence_values, score_window
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.records import Score, Subject
 from kl_lens.runs import Run
@@ -190,7 +190,7 @@ class Evaluator:
         if perplexity:
             others = self.original is not None and judged is not self.original
             base = windows[self.original.identity] if others and self.original is not None else None
-            add("perplexity", perplexity_values(scores, base))
+            add("perplexity", LIKELIHOOD_VALUES[text.task](scores, base))
         if divergence and judged is not self.original:
             add("divergence", divergence_values(scores))
         return made

@@ -7,7 +7,7 @@ from typing import Any
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.judged import Judged
 from kl_lens.evaluation.scoring import WindowScore
-from kl_lens.evaluation.texts import TextWindow, protocol_digest
+from kl_lens.evaluation.texts import ImageWindow, TextWindow, protocol_digest
 from kl_lens.records import Score
 from kl_lens.runs import Run, provenance
 from kl_lens.subjects import current_results
@@ -37,7 +37,9 @@ class Journal:
         self.run.store_piece(kind, judged.identity, name, value)
         self._fresh.add((kind, judged.identity, name))
 
-    def window(self, judged: Judged, window: TextWindow, *, divergence: bool) -> WindowScore | None:
+    def window(
+        self, judged: Judged, window: TextWindow | ImageWindow, *, divergence: bool
+    ) -> WindowScore | None:
         """A window's score, when the run holds one with all that is asked for."""
         stored = self.load(WINDOW, judged, window.key)
         if stored is None or (divergence and stored["token_kl"] is None):

@@ -1,4 +1,4 @@
-"""One window of text through one session: the likelihood of its tokens and, beside the original, the divergence.
+"""One window through one session: the likelihood of its tokens or classes and, beside the original, the divergence.
 
 The only place where logits become numbers, whatever runtime they come from. At most one window's logits of each of the
 two models exist at a time.
@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kl_lens.checkpoints.tasks import IMAGE, TEXT
 from kl_lens.errors import TargetError
 from kl_lens.evaluation import statistics
-from kl_lens.evaluation.texts import EvaluationText, TextWindow
+from kl_lens.evaluation.texts import EvaluationText, ImageWindow, TextWindow
 from kl_lens.records import Estimate, Record
 from kl_lens.sensitivity.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
 from kl_lens.targets.session import Logits, Session
@@ -32,19 +33,24 @@ class WindowScore(Record):
     same_top: float | None = None  # tokens whose likeliest token is the original's
     token_kl: str | None = None  # KL(original ‖ this) of every token, float32, base64
     seconds: float = 0.0
+    correct: float | None = None  # rows whose likeliest class is the true one
 
     def kl(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(base64.b64decode(self.token_kl or ""), np.float32)
 
 
-def score_window(session: Session, window: TextWindow, teacher: Session | None = None) -> WindowScore:
+Window = TextWindow | ImageWindow
+
+
+def score_window(session: Session, window: Window, teacher: Session | None = None) -> WindowScore:
     """Scores a window; with a teacher (the original model) also how far its distributions are from the teacher's."""
-    targets = torch.tensor(window.ids[window.first_target :])
+    targets = torch.tensor(window.answers)
     student = _rows(session, window)
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
     nll = float(likelihood.cross_entropy.sum())
+    correct = float((likelihood.top == targets).sum())
     if teacher is None:
-        return WindowScore(window.targets, window.words, nll)
+        return WindowScore(window.targets, window.words, nll, correct=correct)
     original = _rows(teacher, window)
     if original.shape != student.shape:
         raise TargetError(
@@ -59,12 +65,13 @@ def score_window(session: Session, window: TextWindow, teacher: Session | None =
         nll,
         float(comparison[:, SAME_TOP].sum()),
         base64.b64encode(kl.tobytes()).decode("ascii"),
+        correct=correct,
     )
 
 
-def _rows(session: Session, window: TextWindow) -> Logits:
-    """The logits that predict the scored tokens."""
-    logits = session.logits(window.ids)[window.first_target - 1 : -1]
+def _rows(session: Session, window: Window) -> Logits:
+    """The logits that predict the scored tokens or classes."""
+    logits = session.logits(window.ids)[window.rows]
     # The kernels below are compiled for finite numbers.
     if not (np.isfinite(logits.max()) and np.isfinite(logits.min())):
         raise TargetError("it gives logits that are not finite; its weights or scales are damaged")
@@ -87,6 +94,28 @@ def perplexity_values(
         values["word_perplexity_change"] = statistics.perplexity_change(nll, base, words)
         values["cross_entropy_change"] = statistics.ratio(nll - base, tokens)
     return values
+
+
+def classification_values(
+    scores: Sequence[WindowScore], original: Sequence[WindowScore] | None = None
+) -> dict[str, Estimate]:
+    """Top-1, cross-entropy and its exponential; with the original's windows, the changes against it too."""
+    nll, images, correct = _column(scores, "nll"), _column(scores, "targets"), _column(scores, "correct")
+    values = {
+        "top1": statistics.ratio(correct, images),
+        "token_perplexity": statistics.perplexity(nll, images),  # per image: what plans and reports are told
+        "cross_entropy": statistics.ratio(nll, images),
+    }
+    if original is not None:
+        base = _column(original, "nll")
+        values["top1_change"] = statistics.ratio(correct - _column(original, "correct"), images)
+        values["token_perplexity_change"] = statistics.perplexity_change(nll, base, images)
+        values["cross_entropy_change"] = statistics.ratio(nll - base, images)
+    return values
+
+
+# What a likelihood is told as, by task.
+LIKELIHOOD_VALUES = {TEXT: perplexity_values, IMAGE: classification_values}
 
 
 def divergence_values(scores: Sequence[WindowScore]) -> dict[str, Estimate]:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kl_lens import planning
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import ImageTask, LanguageTask, LoadedModel, Task
+from kl_lens.checkpoints.files import read_config
+from kl_lens.checkpoints.tasks import IMAGE
 from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
 from kl_lens.records import Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.subjects import checked_plan_name, is_current
 from kl_lens.targets import RuntimeSettings, exported_places
+from kl_lens.targets.tokenizer import artifact_tokenizer
 
 TORCH = "torch"
 
@@ -124,6 +127,14 @@ def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
         except KLLensError as error:
             selection.failures[f"{TORCH}/{path.stem}"] = str(error)
     return plans
+
+
+def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None) -> Task:
+    """What a file is asked whose model is not there: its record says whether it is given text or images."""
+    settings = {} if judged.artifact is None else judged.artifact.settings
+    if settings.get("task") == IMAGE:
+        return ImageTask.of(judged.path, read_config(judged.path), images)
+    return LanguageTask(artifact_tokenizer(judged, tokenizer), judged.label)
 
 
 def _no_session(judged: JudgedArtifact) -> str | None:

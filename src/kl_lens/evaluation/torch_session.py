@@ -74,7 +74,7 @@ class TorchSession:
         self._fed = []
 
     def prefill(self, ids: Sequence[int]) -> Logits:
-        fed = [*self._fed, *checked_tokens(ids, self._vocabulary, self._model.name)]
+        fed = [*self._fed, *self._checked(ids)]
         with self._applied():
             logits = self._model.chain.logits(self._final_states(fed)[-1:])
         self._fed = fed
@@ -84,7 +84,7 @@ class TorchSession:
         return self.prefill([token])
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        tokens = checked_tokens(ids, self._vocabulary, self._model.name)
+        tokens = self._checked(ids)
         self._fed = list(tokens)
         key = np.asarray(tokens, np.int64).tobytes()
         if key in self._kept_logits:
@@ -109,6 +109,9 @@ class TorchSession:
     def close(self) -> None:
         self._weights = []
         self._states, self._kept_logits = {}, {}
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        return checked_tokens(ids, self._model.task.id_limit(self._vocabulary), self._model.name)
 
     def _applied(self) -> AbstractContextManager[None]:
         return applied(self._model, self._recipes, self._weights, self._deployed)

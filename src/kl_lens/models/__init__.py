@@ -4,10 +4,15 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Makes transformers' `AutoConfig` and `AutoModelForCausalLM` find them by `model_type`; once is enough."""
+    """Makes transformers' Auto classes find them by `model_type`; once is enough."""
     import transformers
 
     from kl_lens.models.hymba import HymbaConfig, HymbaForCausalLM
+    from kl_lens.models.mambavision import MambaVisionConfig, MambaVisionForImageClassification
 
     transformers.AutoConfig.register(HymbaConfig.model_type, HymbaConfig, exist_ok=True)
     transformers.AutoModelForCausalLM.register(HymbaConfig, HymbaForCausalLM, exist_ok=True)
+    transformers.AutoConfig.register(MambaVisionConfig.model_type, MambaVisionConfig, exist_ok=True)
+    transformers.AutoModelForImageClassification.register(
+        MambaVisionConfig, MambaVisionForImageClassification, exist_ok=True
+    )

@@ -13,6 +13,7 @@ from typing import Any
 from kl_lens import evaluation, planning, profiling, reporting, targets
 from kl_lens.calibration import StoredStatistics, gather
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints.tasks import Source
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.calibrating import DEFAULT_SEED, DEFAULT_WINDOWS
 from kl_lens.pipeline.events import Events
@@ -29,19 +30,18 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Progress, Sweep, model_identity
-from kl_lens.text import draw_windows, evaluation_windows, refuse_overlap
-from kl_lens.text.documents import TextSource
+from kl_lens.text import refuse_overlap
 from kl_lens.units import parse_bytes
 
 
 def measure(
     model: LoadedModel,
-    text: TextSource | str = "wikitext2:train",
+    text: Source = "wikitext2:train",
     formats: Sequence[str] = ("int4", "int8"),
     *,
     methods: Sequence[str] = (),
     windows: int = 64,
-    window_length: int = 512,
+    window_length: int | None = None,
     seed: int = 42,
     components: str | None = None,
     run: Path | str | None = None,
@@ -49,36 +49,39 @@ def measure(
     memory_budget: int = DEFAULT_MEMORY,
     as_deployed: str | None = None,
     progress: Progress | None = None,
+    precision: str | None = None,
 ) -> SensitivityTable:
     """How much each component suffers from each format.
 
     Args:
         model: from `kl_lens.load`.
-        text: a name (`wikitext2:train`), a file, or a source from `kl_lens.text`.
+        text: a name (`wikitext2:train`), a file, or a source from `kl_lens.text`; for a classifier, images
+            (`digits:train`, a folder), those that it was opened with unless some are named.
         formats: names from `kl_lens.formats.known_formats()`, alone or with a method: `int4-g64+gptq`.
         methods: every format by each of these (`rtn`, `search`, `imatrix`, `gptq`), or `["auto"]`. Those that learn
             take what `calibrate` or the run has, or gather it on other windows of the same text.
-        windows: how many windows of `window_length` tokens are drawn, with `seed`.
+        windows: how many windows of `window_length` tokens (512) or images (16) are drawn, with `seed`.
         components: regular expression; only components whose name matches.
         run: a run folder to keep the measurements in, and to go on from; a temporary one when not given.
         engine: `fast`, or `plain`, the reference.
         as_deployed: a target; also quantize the activations as its kernels do.
+        precision: of products on a GPU: `float32`, `tf32x3`, `tf32` or `bf16`; chosen by its noise when not given.
 
     Example:
         >>> table = measure(load("reference:mamba"), formats=["int4", "int8"], windows=8)
     """
     recipes, _ = wanted_recipes(formats, methods)
     candidates, _ = find_candidates(model.anatomy, recipes, components)
-    drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
+    drawn = model.task.drawn(text, windows=windows, length=window_length, seed=seed)
     with tempfile.TemporaryDirectory() as temporary, Run.create(Path(run or temporary)) as journal:
         kernels = targets.deployed(as_deployed)
-        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels)
+        sweep = Sweep(model, journal, engine, memory_budget, progress or Progress(), kernels, precision)
         sweep.identify(drawn)
         if any(Recipe.parse(each.format).quantizer.learns for each in candidates):
             known = None if run is None else StoredStatistics.held_by(Path(run))
             if known is None and model.weights.statistics is None:
-                few = min(DEFAULT_WINDOWS, drawn.stream_tokens // window_length)
-                calibrate(model, text, few, window_length=window_length, seed=seed + 1, run=run)
+                few = min(DEFAULT_WINDOWS, drawn.stream_tokens // drawn.length)
+                calibrate(model, text, few, window_length=drawn.length, seed=seed + 1, run=run)
             elif run is not None and known is not None:
                 model.weights.learn_from(StoredStatistics.open(Path(run), model))
         choice = chosen_methods(model, candidates, methods, Events())
@@ -88,10 +91,10 @@ def measure(
 
 def calibrate(
     model: LoadedModel,
-    text: TextSource | str = "wikitext2:train",
+    text: Source = "wikitext2:train",
     windows: int = DEFAULT_WINDOWS,
     *,
-    window_length: int = 512,
+    window_length: int | None = None,
     seed: int = DEFAULT_SEED + 1,
     run: Path | str | None = None,
 ) -> StoredStatistics:
@@ -107,7 +110,7 @@ def calibrate(
         >>> calibrate(model, windows=8)
         >>> export(model, plan, "openvino", "out/mamba-gptq")    # a plan with recipes such as int4-g64+gptq
     """
-    drawn = draw_windows(text, model.require_tokenizer(), windows=windows, length=window_length, seed=seed)
+    drawn = model.task.drawn(text, windows=windows, length=window_length, seed=seed)
     folder = Path(run) if run is not None else Path(tempfile.mkdtemp(prefix="kl-lens-"))
     if run is not None:
         with Run.create(folder) as journal:
@@ -123,7 +126,7 @@ def calibrate(
 def rank(
     model: LoadedModel,
     run: Path | str,
-    text: TextSource | str = "wikitext2:test",
+    text: Source = "wikitext2:test",
     *,
     windows: int = 128,
     other_texts: Sequence[str] = (),
@@ -140,10 +143,9 @@ def rank(
     Example:
         >>> rank(model, "runs/mine", windows=8).correlations[0].tau
     """
-    tokenizer = model.require_tokenizer()
     with Run.open(Path(run)) as journal:
-        calibration = Workbench().calibration(journal, tokenizer)
-        held_out = evaluation_windows(text, tokenizer, length=calibration.length, limit=windows)
+        calibration = Workbench().calibration(journal, model.task)
+        held_out = model.task.in_order(text, length=calibration.length, limit=windows)
         refuse_overlap(calibration, held_out)
         return rank_run(journal, model, held_out, other_texts, memory_budget)
 
@@ -164,17 +166,18 @@ def verify(
     model: LoadedModel,
     plan: Plan,
     table: SensitivityTable,
-    text: TextSource | str = "wikitext2:valid",
+    text: Source = "wikitext2:valid",
     *,
     windows: int = 32,
-    window_length: int = 512,
+    window_length: int | None = None,
 ) -> Plan:
     """The plan with its KL and perplexity as a whole, measured on held-out text.
 
     Example:
         >>> verify(model, plan, table, windows=8).measured.kl
     """
-    held_out = evaluation_windows(text, model.require_tokenizer(), length=window_length, limit=windows)
+    length = window_length or model.task.window_length
+    held_out = model.task.in_order(text, length=length, limit=windows)
     return verified(plan, table, PlanMeter(model, held_out))
 
 
@@ -191,11 +194,11 @@ def export(model: LoadedModel, plan: Plan, target: str, folder: Path | str, **op
 
 def evaluate(
     subject: Artifact | LoadedModel | Path | str,
-    text: TextSource | str = "wikitext2:test",
+    text: Source = "wikitext2:test",
     *,
     plan: Plan | None = None,
     original: LoadedModel | None = None,
-    window: int = 2048,
+    window: int | None = None,
     stride: int | None = None,
     limit: int | None = None,
     exact: bool = False,
@@ -203,14 +206,14 @@ def evaluate(
     threads: int | None = None,
     gpu_layers: int = 0,
 ) -> Score:
-    """Token and word perplexity of a model on a text, with standard errors over windows.
+    """Token and word perplexity of a model on a text, with standard errors over windows; a classifier's top-1.
 
     Args:
         subject: what `export` returned, an exported folder or a .gguf file; or an opened model, which with `plan`
             is fake-quantized in PyTorch.
         text: a name (`wikitext2:test`), a file, or a source from `kl_lens.text`.
         original: the original model: the score then also holds the changes against it and the KL from it.
-        window, stride, limit: windows of so many tokens, one every `stride`, at most `limit` of them.
+        window, stride, limit: windows of so many tokens (2048) or images (16), one every `stride`, at most `limit`.
         exact, device, threads, gpu_layers: how a file is run.
 
     Example:
@@ -222,13 +225,13 @@ def evaluate(
             if plan
             else evaluation.JudgedModel(subject)
         )
-        tokenizer = subject.require_tokenizer()
+        task = subject.task
     else:
         settings = evaluation.RuntimeSettings(device, threads, gpu_layers, exact)
         file = evaluation.JudgedArtifact(_place(subject), settings)
         judged = file
-        tokenizer = evaluation.artifact_tokenizer(file) if original is None else original.require_tokenizer()
-    prepared = evaluation.prepare_text(text, tokenizer, window=window, stride=stride, limit=limit)
+        task = evaluation.artifact_task(file) if original is None else original.task
+    prepared = evaluation.prepare(text, task, window=window, stride=stride, limit=limit)
     return evaluation.evaluate_text(judged, prepared, original)
 
 

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.calibration import StoredStatistics, gather
+from kl_lens.calibration.in_order import FOLDER as IN_ORDER
+from kl_lens.calibration.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
+    HeldOut,
     Loading,
     Settings,
     command_of,
@@ -30,12 +34,13 @@ from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.text import Windows, evaluation_windows, refuse_overlap
+from kl_lens.text import Windows, refuse_overlap
 
 if TYPE_CHECKING:  # it gives every model its run's statistics, and so loads this module
     from kl_lens.pipeline.workbench import Workbench
 
-DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_LENGTH, DEFAULT_SEED = "wikitext2:train", 32, 512, 42
+DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
+RESCALED_FOR = "int4-g64+gptq"  # whose error says whether rescaling pays
 _text = grouped("text that methods learn from")
 
 
@@ -49,9 +54,7 @@ class LearningText(Settings):
     windows: int | None = _text(
         None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
     )
-    window_length: int | None = _text(
-        None, f"tokens each (default: the run's, or {DEFAULT_LENGTH})", kind=COUNT
-    )
+    window_length: int | None = _text(None, "tokens each (default: the run's, or 512; 16 images)", kind=COUNT)
     seed: int | None = _text(
         None, "chooses the windows (default: another than measure's: what was learnt from does not judge)"
     )
@@ -67,25 +70,37 @@ class LearningText(Settings):
         if self.text is None and measured:
             text, split = measured["source"], measured["split"]
         how: dict[str, Any] = {
-            "length": self.window_length or measured.get("length", DEFAULT_LENGTH),
+            "length": self.window_length or measured.get("length", model.task.window_length),
             "seed": measured.get("seed", DEFAULT_SEED) + 1 if self.seed is None else self.seed,
             "split": split,
         }
-        windows, tokenizer = self.windows, model.require_tokenizer()
+        windows = self.windows
         if windows is None:
-            available = bench.drawn(text, tokenizer, windows=1, **how).stream_tokens // how["length"]
+            available = bench.drawn(text, model.task, windows=1, **how).stream_tokens // how["length"]
             windows = min(DEFAULT_WINDOWS, available)
-        return bench.drawn(text, tokenizer, windows=windows, **how)
+        return bench.drawn(text, model.task, windows=windows, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(LearningText, Loading):
+class CalibrateSettings(LearningText, HeldOut, Loading):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
         None, "a model, when --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
+    in_order: str | None = option(
+        None,
+        "then quantize this plan of the run block by block, with the inputs that its quantized part gives, and keep "
+        "that as PLAN.in-order if the KL on held-out text falls",
+        metavar="PLAN",
+    )
+    rescaled: str | None = option(
+        None,
+        "write a checkpoint that computes the same and loses less when it is rounded: columns that are hard to round "
+        "made smaller by powers of two, the norms in front of them larger",
+        metavar="FOLDER",
+    )
     again: bool = option(
         False,
         "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
@@ -97,6 +112,8 @@ class CalibrateResult:
     folder: Path  # the run's
     model: str  # opens it again
     statistics: StoredStatistics
+    ordered: Ordered | None = None
+    rescaled: tuple[Rescaling, ...] = ()
 
     @property
     def text(self) -> dict[str, Any]:
@@ -123,7 +140,21 @@ def _calibrated(
     statistics = statistics_of(run, model, settings, bench, events, thorough=True)
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
-    return CalibrateResult(run.folder, model.source or model.name, statistics)
+    ordered = None
+    if settings.in_order is not None:
+        bench.furnish(model, run)
+        ordered = put_in_order(run, model, settings.in_order, statistics, settings, bench, events)
+    rescaled = None if settings.rescaled is None else _rescaled(model, statistics, Path(settings.rescaled))
+    return CalibrateResult(run.folder, model.source or model.name, statistics, ordered, rescaled or ())
+
+
+def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
+    if folder.exists():
+        raise RunError(f"--rescaled {folder}: it is there already; name a new folder")
+    found = tuple(rescalings(model, statistics, RESCALED_FOR))
+    if any(one.exponent for one in found):
+        write_rescaled(model, changed_weights(model, found), folder)
+    return found
 
 
 def forget(run: Run) -> None:
@@ -131,6 +162,7 @@ def forget(run: Run) -> None:
     stored = StoredStatistics.held_by(run.folder)
     if stored is not None:
         shutil.rmtree(stored.folder)
+    shutil.rmtree(run.folder / IN_ORDER, ignore_errors=True)
     formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 
@@ -155,7 +187,7 @@ def statistics_of(
     if stored is None or text.is_given:
         windows = text.drawn(run, model, bench)
     else:  # what was begun goes on with its own text
-        windows = bench.drawn_again(stored.identity["text"], model.require_tokenizer())
+        windows = bench.drawn_again(stored.identity["text"], model.task)
     if is_whole and not thorough:
         return StoredStatistics.open(run.folder, model, windows)
     if is_whole:
@@ -163,8 +195,8 @@ def statistics_of(
     _refuse_judging_text(run, windows, model, bench)
     run.identify(model_identity(model))
     events.note(
-        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} tokens, into "
-        f"{run.folder / 'statistics'}"
+        f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
+        f"into {run.folder / 'statistics'}"
     )
     with going_on(run.folder), events.progress("calibrating") as shown:
         shown.started(len(model.chain), 0)
@@ -184,8 +216,7 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: 
     texts = bench.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
-        tokenizer = model.require_tokenizer()
-        texts = [*texts, evaluation_windows(known["source"], tokenizer, split=known["split"], **how)]
+        texts = [*texts, model.task.in_order(known["source"], split=known["split"], **how)]
     for judging in texts:
         refuse_overlap(windows, judging)
 

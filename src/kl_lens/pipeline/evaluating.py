@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import evaluation
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import LanguageTask, LoadedModel, Task
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation.agreement import DISAGREES
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks
@@ -68,7 +68,7 @@ class EvaluateSettings(Loading, OfRun):
         bare="",
         metavar="TEXT",
     )
-    window: int = _what(2048, kind=COUNT)
+    window: int | None = _what(None, "tokens each (default: 2048; 16 images)", kind=COUNT)
     stride: int | None = _what(
         None, "score only the last S tokens of each window (default: the window)", kind=COUNT, metavar="S"
     )
@@ -160,7 +160,7 @@ class _Evaluation:
         self.result.failures.update(self.selection.failures)
         if not self.selection.subjects and self.model is None:
             raise KLLensError(next(iter(self.result.failures.values()), "there is nothing to evaluate"))
-        self.tokenizer = self._tokenizer()
+        self.task = self._task()
         self.journal = evaluation.Journal(run, again=settings.again)
         self.original = None if self.model is None else evaluation.JudgedModel(self.model)
 
@@ -195,14 +195,14 @@ class _Evaluation:
             self.run, self.model, runtime, plans=settings.plan, targets=settings.targets
         )
 
-    def _tokenizer(self) -> Any:
+    def _task(self) -> Task:
         if self.model is not None:
-            return self.model.require_tokenizer()
+            return self.model.task
         failures: list[KLLensError] = []
         for file in self.selection.subjects:  # one that is broken does not keep the others from being judged
             assert isinstance(file, evaluation.JudgedArtifact)
             try:
-                return evaluation.artifact_tokenizer(file, self.settings.tokenizer)
+                return evaluation.artifact_task(file, self.settings.tokenizer, self.settings.images)
             except KLLensError as error:
                 failures.append(error)
         raise failures[0]
@@ -221,10 +221,10 @@ class _Evaluation:
 
     def _judge_text(self, name: str, kinds: set[str]) -> None:
         settings = self.settings
-        text = evaluation.prepare_text(
-            name, self.tokenizer, window=settings.window, stride=settings.stride, limit=settings.limit
+        text = evaluation.prepare(
+            name, self.task, window=settings.window, stride=settings.stride, limit=settings.limit
         )
-        self.bench.refuse_overlap(self.run, text.windows, self.tokenizer)
+        self.bench.refuse_overlap(self.run, text.windows, self.task)
         with self.events.progress(text.label) as progress:
             evaluator = evaluation.Evaluator(self.journal, self.original, progress)
             try:
@@ -238,12 +238,17 @@ class _Evaluation:
                 )
             finally:
                 evaluator.close()
-        if "perplexity" in kinds and self.model is not None and settings.is_kept:
+        if "perplexity" in kinds and self.model is not None and settings.is_kept and self.task.generates:
             self.result.written.append(write_published(self.run, self.model.name, text, settings.tag))
 
     def _tasks(self) -> Sequence[LocalTask | str]:
         names = list(self.settings.tasks or ())
         return chosen_tasks(self.settings.task_data, names) if names and self.settings.task_data else names
+
+    def _task_tokenizer(self) -> Any:
+        if not isinstance(self.task, LanguageTask):
+            raise KLLensError("--tasks are lm-eval's, for language models; this one classifies images")
+        return self.task.require_tokenizer()
 
     def _judge_task(self, task: LocalTask | str) -> None:
         settings = self.settings
@@ -251,8 +256,8 @@ class _Evaluation:
         with self.events.progress(task if isinstance(task, str) else task.name) as progress:
             evaluator = evaluation.TaskEvaluator(
                 self.journal,
-                self.tokenizer,
-                max_length=settings.window,
+                self._task_tokenizer(),
+                max_length=settings.window or self.task.judged_length,
                 limit=settings.task_limit,
                 few_shot=settings.few_shot,
                 progress=progress,

@@ -297,7 +297,7 @@ def _meters(
             "kl-lens evaluate --divergence does that"
         )
         return None
-    windows = bench.held_out(settings, run, model.require_tokenizer())
+    windows = bench.held_out(settings, run, model.task)
     return bench.meter(model, windows), bench.meter(model, windows, settings.target)
 
 

@@ -23,13 +23,13 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.precision import PRECISIONS
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
@@ -44,7 +44,7 @@ class Calibration(Settings):
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
     windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int = calibration_text(512, "tokens each", kind=COUNT)
+    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=COUNT)
     seed: int = calibration_text(42, "chooses the windows")
 
 
@@ -64,7 +64,15 @@ class MeasureSettings(Calibration, OfModel):
     )
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
     engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
-    memory_budget: int = _how(DEFAULT_MEMORY, "for cached states", kind=SIZE)
+    memory_budget: int = _how(
+        DEFAULT_MEMORY, "for cached states; on a GPU the default is most of what is free there", kind=SIZE
+    )
+    precision: str | None = _how(
+        None,
+        "of products on a GPU; tf32x3 is nearly as exact as float32, tf32 and bf16 add noise, which is shown; not "
+        "given: tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
+        choices=PRECISIONS,
+    )
     as_deployed: str | None = _how(
         None,
         "also quantize the activations as this target's kernels do: the KL of the file that will run",
@@ -83,6 +91,7 @@ class MeasureResult:
     measurements: list[Measurement]
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
+    unit: str = "tokens"  # what windows are made of
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
@@ -93,7 +102,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
-        model.require_tokenizer(),
+        model.task,
         windows=settings.windows,
         length=settings.window_length,
         seed=settings.seed,
@@ -103,7 +112,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     target = settings.as_deployed
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
-        sweep = Sweep(model, run, settings.engine, settings.memory_budget, deployed=deployed(target))
+        sweep = Sweep(
+            model,
+            run,
+            settings.engine,
+            settings.memory_budget,
+            deployed=deployed(target),
+            precision=settings.precision,
+        )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
             events.note(f"not measured: {reason}")
@@ -126,7 +142,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result)
+    return MeasureResult(folder, measurements, noise, result, model.task.unit)
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -155,7 +171,7 @@ def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], e
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:
-        events.warn(f"{text}; measure them all with --methods {','.join(known_quantizers())}")
+        events.warn(f"{text}; measure them all with --methods {','.join(methods.of_single_components())}")
     elif of:
         events.note(text)
 

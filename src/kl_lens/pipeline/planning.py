@@ -193,7 +193,7 @@ class Aim:
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
         """The model on held-out text, computing as the target does: one half decides, one confirms."""
-        held_out = self._bench.held_out(self._settings, self._run, self.model.require_tokenizer())
+        held_out = self._bench.held_out(self._settings, self._run, self.model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
             raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")

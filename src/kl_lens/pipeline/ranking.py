@@ -19,7 +19,7 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.targets import deployed
-from kl_lens.text import Windows, draw_windows, refuse_overlap
+from kl_lens.text import Windows, refuse_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,11 @@ def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
     with Run.open(settings.run_folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         model = bench.model_of(run, settings)
-        tokenizer = model.require_tokenizer()
-        length = bench.calibration(run, tokenizer).length
+        length = bench.calibration(run, model.task).length
         held_out = bench.in_order(
-            settings.evaluation_text, tokenizer, length=length, limit=settings.evaluation_windows
+            settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
-        bench.refuse_overlap(run, held_out, tokenizer)
+        bench.refuse_overlap(run, held_out, model.task)
         with going_on(run.folder):
             return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events)
 
@@ -73,7 +72,7 @@ def rank_run(
     sweep(held_out, EVALUATION, "damage on held-out text")
     how = {name: calibration[name] for name in ("windows", "length", "seed")}
     for text in other_texts:
-        other = draw_windows(text, model.require_tokenizer(), **how)
+        other = model.task.drawn(text, **how)
         refuse_overlap(other, held_out)
         sweep(other, f"{CALIBRATION}:{Path(other.source).stem}", f"calibration on {other.source}")
     ranking = compare_metrics(run)

@@ -132,6 +132,8 @@ class RunResult:
     stage_seconds: dict[str, float]
     failed: list[str]  # commands whose results nothing else needed
     seconds: float
+    generates: bool = True  # the model writes text
+    unit: str = "tokens"  # what it is judged by
 
     @property
     def exit_code(self) -> int:
@@ -151,7 +153,8 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
         with going_on(folder):
             plans, exported = _Course(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
-    return RunResult(settings, folder, plans, exported, stages.seconds, stages.failures, seconds)
+    how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
+    return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
 
 
 class _Course:
@@ -187,9 +190,13 @@ class _Course:
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
             self._evaluate(every, tuple(exported) or (TORCH,))
-            self._write_samples(exported)
-        if "benchmark" not in settings.without and exported:
-            self._benchmark(every, tuple(exported))
+        if self.model.task.generates:
+            if "evaluate" not in settings.without:
+                self._write_samples(exported)
+            if "benchmark" not in settings.without and exported:
+                self._benchmark(every, tuple(exported))
+        else:
+            self.events.note("no samples and no timing: both are of text, and this model classifies images")
         if "report" not in settings.without:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
@@ -316,7 +323,7 @@ class _Course:
                 targets=targets,
                 perplexity=settings.evaluation_text,
                 divergence="",
-                window=settings.window_length,
+                window=settings.window_length or self.model.task.window_length,
                 limit=settings.evaluation_windows,
                 **{name: getattr(settings, name) for name in shared},
                 **self.of_run,

@@ -17,7 +17,7 @@ from kl_lens import units
 from kl_lens.errors import KLLensError
 from kl_lens.targets import TARGETS
 
-VERB_MODEL = "folder, hub id, or reference:mamba | reference:mamba2 | reference:hybrid | reference:hymba"
+VERB_MODEL = "folder, hub id, or reference:mamba, reference:mamba2, reference:hybrid, reference:hymba, reference:vision"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 
@@ -197,6 +197,14 @@ class Loading(Settings):
     dtype: str = loading("float32", "what to compute in")
     device: str = loading("cpu", "where to compute")
     trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
+    task: str | None = loading(
+        None, "what the model is asked (default: what its config.json says)", choices=("text", "image")
+    )
+    images: str | None = loading(
+        None,
+        "images for a classifier, in place of text: a folder of CLASS/*.png, with or without train/, val/ and test/",
+        metavar="FOLDER",
+    )
 
     @property
     def how(self) -> dict[str, Any]:
@@ -204,7 +212,7 @@ class Loading(Settings):
         return {name: getattr(self, name) for name in _LOADING_NAMES}
 
 
-_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code")
+_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,16 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.checkpoints import LoadedModel, Task, load, own_images
 from kl_lens.errors import RunError
 from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.ordering import RunOrder
 from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import deployed
-from kl_lens.text import Windows, draw_windows, evaluation_windows, refuse_overlap
+from kl_lens.text import Windows, refuse_overlap
 
 # A meter keeps its teacher, which may fill the memory budget: one half of a held-out text decides, one confirms.
 KEPT_METERS = 2
@@ -46,6 +47,7 @@ class Workbench:
         """The model that these settings name."""
         name = loading.model
         assert name is not None
+        loading = replace(loading, images=loading.images or own_images(name))
         place = os.path.expanduser(name)
         key = (os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
         return self._once(("model", key), lambda: load(name, **loading.how))
@@ -54,8 +56,9 @@ class Workbench:
         """The model a run was made with, from where it was, or from --model; refused when its weights differ."""
         known = run.identity
         place = loading.model or known.get("source") or known.get("model")
-        tokenizer = loading.tokenizer or known.get("tokenizer")
-        model = self.model(replace(loading, model=place, tokenizer=tokenizer))
+        names = ("tokenizer", "task", "images")
+        how: dict[str, Any] = {name: getattr(loading, name) or known.get(name) for name in names}
+        model = self.model(replace(loading, model=place, **how))
         if known.get("model_fingerprint") != model.fingerprint:
             raise RunError(f"{place} is not the model of {run.folder}: its weights differ")
         self.furnish(model, run)
@@ -65,47 +68,49 @@ class Workbench:
         """The model's weights are kept in the run, and learn from its statistics: gathered when first asked for."""
         model.weights.keep_in(run.folder / WEIGHTS)
         model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
+        model.weights.learn_in_order(RunOrder(run.folder))
 
-    def drawn(self, text: str, tokenizer: Any, **how: Any) -> Windows:
-        """Windows at random places of a text, as `draw_windows` takes them."""
-        key = ("drawn", text, id(tokenizer), *sorted(how.items()))
-        return self._once(key, lambda: draw_windows(text, tokenizer, **how))
+    def drawn(self, text: str, task: Task, **how: Any) -> Windows:
+        """Windows at random places of a text, as `Task.drawn` takes them."""
+        how["length"] = how.get("length") or task.window_length
+        key = ("drawn", text, task.key, *sorted(how.items()))
+        return self._once(key, lambda: task.drawn(text, **how))
 
-    def in_order(self, text: str, tokenizer: Any, **how: Any) -> Windows:
-        """Windows from the beginning of a text on, as `evaluation_windows` takes them."""
-        key = ("in order", text, id(tokenizer), *sorted(how.items()))
-        return self._once(key, lambda: evaluation_windows(text, tokenizer, **how))
+    def in_order(self, text: str, task: Task, **how: Any) -> Windows:
+        """Windows from the beginning of a text on, as `Task.in_order` takes them."""
+        key = ("in order", text, task.key, *sorted(how.items()))
+        return self._once(key, lambda: task.in_order(text, **how))
 
     @property
     def judging(self) -> list[Windows]:
         """The texts that verbs were to judge by, so far."""
         return [windows for key, windows in self._kept.items() if key[0] == "in order"]
 
-    def calibration(self, run: Run, tokenizer: Any) -> Windows:
+    def calibration(self, run: Run, task: Task) -> Windows:
         """The calibration windows of a run, drawn again."""
         identity = run.text_identity(CALIBRATION)
         if identity is None:
             raise RunError(f"{run.folder} holds no measurements of our own; run kl-lens measure first")
-        return self.drawn_again(identity, tokenizer)
+        return self.drawn_again(identity, task)
 
-    def drawn_again(self, identity: Mapping[str, Any], tokenizer: Any) -> Windows:
+    def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
         """Windows as a record of them says."""
         how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
-        return self.drawn(identity["source"], tokenizer, **how)
+        return self.drawn(identity["source"], task, **how)
 
-    def held_out(self, settings: HeldOut, run: Run, tokenizer: Any) -> Windows:
+    def held_out(self, settings: HeldOut, run: Run, task: Task) -> Windows:
         """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
         text = run.text_identity(CALIBRATION)
-        length = text["length"] if text else 512
-        windows = self.in_order(settings.held_out, tokenizer, length=length, limit=settings.held_out_windows)
-        self.refuse_overlap(run, windows, tokenizer)
+        length = text["length"] if text else task.window_length
+        windows = self.in_order(settings.held_out, task, length=length, limit=settings.held_out_windows)
+        self.refuse_overlap(run, windows, task)
         return windows
 
-    def refuse_overlap(self, run: Run, windows: Windows, tokenizer: Any) -> None:
+    def refuse_overlap(self, run: Run, windows: Windows, task: Task) -> None:
         """Raises when a run was measured on, or learnt from, some of this text; each pair is compared once."""
         for identity in (run.text_identity(CALIBRATION), text_of(run.folder)):
             if identity is not None:
-                self._compare(self.drawn_again(identity, tokenizer), windows)
+                self._compare(self.drawn_again(identity, task), windows)
 
     def _compare(self, drawn: Windows, windows: Windows) -> None:
         key = ("apart", drawn.fingerprint, windows.fingerprint)

@@ -18,6 +18,7 @@ class InputStatistics:
 
     second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
     tokens: tuple[int, ...]  # how many inputs that rests on; one number, or one for each expert
+    correction: torch.Tensor | None = None  # in order: what is added to the weight before it is rounded
 
     @property
     def importance(self) -> torch.Tensor:
@@ -31,6 +32,7 @@ class Quantizer(ABC):
     name: ClassVar[str]  # as recipes spell it
     version: ClassVar[int] = 1  # raise it whenever the method gives other numbers for the same inputs
     learns: ClassVar[bool] = False  # needs statistics of the component's inputs
+    of_a_plan: ClassVar[bool] = False  # … as they are behind a plan's earlier components
 
     def suits(self, fmt: Format) -> str | None:
         """None, or why this method has no meaning for a format."""

@@ -26,7 +26,9 @@ class ImportanceMatrix(LearningQuantizer):
             return f"{fmt.name} is not one of ggml's types; use search or gptq"
         return None if fmt.takes_importance else f"ggml's {fmt.name} ignores importance; use gptq, or none"
 
-    def _rounding(self, fmt: Format, moments: torch.Tensor) -> Callable[[torch.Tensor], Quantized]:
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
         assert isinstance(fmt, GGUFFormat)
         return partial(fmt.quantize_with, importance=column_importance(moments))
 

@@ -1,4 +1,4 @@
-"""The two inner loops of error feedback, over the columns of one block: numba on the CPU, torch elsewhere.
+"""The two inner loops of error feedback, over the columns of one block: numba on the CPU, Triton on a GPU, else torch.
 
 Rows do not depend on each other. Both loops change `codes` and `errors` in place and leave what sits outside the
 block to matrix products.
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit, prange
+
+from kl_lens.accelerators import runs_triton
 
 
 def round_in_order(
@@ -25,6 +27,10 @@ def round_in_order(
         levels: the `Levels` of the whole weight.
         columns: (width,), which columns of it these are.
     """
+    if runs_triton(weight.device):
+        from kl_lens.quantizers import triton_columns
+
+        return triton_columns.round_in_order(wanted, weight, mixing, levels, columns)
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     if weight.device.type == "cpu":
         arrays = [t.numpy() for t in (wanted, weight, mixing)], levels.arrays(columns)
@@ -49,6 +55,11 @@ def descend(
         codes, errors: (rows, width). Changed.
         levels, columns: as above.
     """
+    if runs_triton(pull.device):
+        from kl_lens.quantizers import triton_columns
+
+        triton_columns.descend(pull, moments, codes, errors, levels, columns)
+        return
     if pull.device.type == "cpu":
         arrays = [t.numpy() for t in (pull, moments)], levels.arrays(columns)
         _descend(*arrays[0], *arrays[1], codes.numpy(), errors.numpy())  # type: ignore[call-arg]

@@ -42,14 +42,18 @@ class LearningQuantizer(Quantizer):
         experts = values if values.dim() == 3 else values[None]
         pieces: list[Quantized] = []
         for index, expert in enumerate(experts):
-            rounding = self._rounding(fmt, moments if moments.dim() == 2 else moments[index])
+            own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
+            rounding = self._rounding(fmt, own, statistics.tokens[tokens])
             step = max(1, _elements_at_once(expert.device) // expert.shape[1])
             pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
         return _together(pieces, tuple(weight.shape))
 
     @abstractmethod
-    def _rounding(self, fmt: Format, moments: torch.Tensor) -> Callable[[torch.Tensor], Quantized]:
-        """What stores some rows, (rows, columns) in float32; moments (columns, columns), finite, possibly all zero."""
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
+        """What stores some rows, (rows, columns) in float32; moments (columns, columns), finite, possibly all zero,
+        over so many tokens."""
 
 
 def _elements_at_once(device: torch.device) -> int:

@@ -30,7 +30,9 @@ class ScaleSearch(LearningQuantizer):
             return f"ggml searches scales of {fmt.name} itself; use imatrix or gptq"
         return f"{fmt.name} has no scales to choose"
 
-    def _rounding(self, fmt: Format, moments: torch.Tensor) -> Callable[[torch.Tensor], Quantized]:
+    def _rounding(
+        self, fmt: Format, moments: torch.Tensor, tokens: int
+    ) -> Callable[[torch.Tensor], Quantized]:
         from kl_lens.quantizers.choosing import best_rows
         from kl_lens.quantizers.scales import searched_levels, stored
 

@@ -15,6 +15,7 @@ from kl_lens.records import Estimate
 from kl_lens.reporting.markup import Html, join, tag
 from kl_lens.reporting.scales import Scale
 
+CROWD = 200  # marks of one figure beyond which only those with a label say what they are
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "down", "star", "plus")
 # Width of a character in the units of the drawing. Text is never measured, only estimated, and fonts differ: these are
 # for a wide one at the size that phones get.
@@ -142,7 +143,13 @@ class Plot:
         drawn = [m for m in self.marks if self.x.holds(m.x) and self.y.holds(m.y)]
         parts = [*self._axes(), *self.below]
         parts += [error for mark in drawn for error in self._errors(mark)]
-        parts.append(tag("g", *(self._mark(m) for m in drawn), class_="marks"))
+        told = drawn if len(drawn) <= CROWD else [m for m in drawn if m.label]
+        crowd: dict[str, list[str]] = {}
+        for mark in drawn if len(drawn) > CROWD else ():
+            place = outline(mark.shape, self.x(mark.x), self.y(mark.y), mark.radius)
+            crowd.setdefault(mark.colour, []).append(place)
+        parts += [tag("path", d="".join(paths), class_=f"m {colour}") for colour, paths in crowd.items()]
+        parts.append(tag("g", *(self._mark(m) for m in told), class_="marks"))
         parts += self._labels(drawn)
         return drawing(self.title, self.width, self.height, *parts, **self.data)
 

@@ -108,6 +108,6 @@ def _layer_row(
         component.kind,
         "–" if component.block is None else component.block,
         component.parameters,
-        *(Cell(with_error(kls[f]), kls[f].value) if f in kls else "–" for f in formats),
+        *(with_error(kls.get(f)) for f in formats),
         "–" if plan is None else plan.stored.get(component.name, "fp16"),
     ]

@@ -9,18 +9,20 @@ when batches are small, and forms logits and all metrics a chunk of rows at a ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.input_major import InputMajor, gains_by_input_major
-from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, mended, window_metrics
 from kl_lens.sensitivity.perturbation import (
     Kernels,
     Perturbation,
@@ -29,23 +31,38 @@ from kl_lens.sensitivity.perturbation import (
     first_block,
     replacements,
 )
-from kl_lens.sensitivity.teacher import BATCH_TOKENS, Batch, Teacher, window_bytes
+from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
+from kl_lens.sensitivity.teacher import Batch, Teacher, batch_tokens, window_bytes
 
-DEFAULT_MEMORY = 8 * 10**9
+Finish = Callable[[], list[list[WindowMetrics]]]
+Rows = Callable[[], Floats]  # those of `compare`, once they are wanted
+
+DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
+
+
+def memory_on(device: torch.device, budget: int) -> int:
+    """The budget, or what stands for the default on a GPU."""
+    return int(free_memory(device) * 0.85) if device.type == "cuda" and budget == DEFAULT_MEMORY else budget
 
 
 class Engine(ABC):
-    """Measures perturbations on windows of token ids."""
+    """Measures perturbations on windows of ids."""
 
     name: ClassVar[str]
+    precision = FLOAT32
 
     def __init__(
-        self, model: LoadedModel, memory_budget: int = DEFAULT_MEMORY, deployed: Kernels | None = None
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
     ) -> None:
+        """`precision`: of products, see `precision.py`; those of the plain engine are float32 whatever is wanted."""
         self.model = model
         self.deployed = deployed
         self.chain = model.chain
-        self.memory_budget = memory_budget
+        self.memory_budget = memory_on(self.chain.device, memory_budget)
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
 
     def perturbed(
@@ -53,6 +70,10 @@ class Engine(ABC):
     ) -> AbstractContextManager[None]:
         """The model with the perturbation's weights and, as deployed, with its activations too."""
         return applied(self.model, perturbation.recipes, weights, self.deployed)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The original's, in this engine's precision."""
+        return self.chain.full_logits(ids)
 
     @property
     def states_budget(self) -> int:
@@ -76,14 +97,27 @@ class Engine(ABC):
             yield [index]
 
     @abstractmethod
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        """The windows of each perturbation of one group."""
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        """Measures one group; what is called in the end gives the windows of each of its perturbations."""
+
+    def in_turn(
+        self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
+    ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
+        """These groups with their results. A GPU has the next group to do while the last one's numbers are summed."""
+        behind = 1 if self.chain.device.type == "cuda" else 0
+        waiting: deque[tuple[list[int], Finish]] = deque()
+        for group in groups:
+            waiting.append((group, self.started([perturbations[index] for index in group])))
+            while len(waiting) > behind:
+                done, finish = waiting.popleft()
+                yield done, finish()
+        for done, finish in waiting:
+            yield done, finish()
 
     def measure(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
         """The windows of each perturbation."""
         measured: dict[int, list[WindowMetrics]] = {}
-        for group in self.groups(perturbations):
-            results = self.measure_group([perturbations[index] for index in group])
+        for group, results in self.in_turn(perturbations, self.groups(perturbations)):
             measured.update(zip(group, results, strict=True))
         return [measured[index] for index in range(len(perturbations))]
 
@@ -99,11 +133,9 @@ class PlainEngine(Engine):
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
-        targets = torch.full_like(self.ids, -1)
-        targets[:, :-1] = self.ids[:, 1:]
-        self.targets = targets
+        self.targets = self.chain.task.targets(self.ids)
         # A few windows at a time, so that whole logits fit.
-        self.per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        self.per_batch = max(1, self.chain.task.rows_at_once // ids.shape[1])
         limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
         self.per_batch = min(self.per_batch, limit)
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
@@ -130,8 +162,9 @@ class PlainEngine(Engine):
             ]
         )
 
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        return [self._measure_one(perturbation) for perturbation in perturbations]
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        results = [self._measure_one(perturbation) for perturbation in perturbations]
+        return lambda: results
 
     def _measure_one(self, perturbation: Perturbation) -> list[WindowMetrics]:
         time = self.ids.shape[1]
@@ -143,9 +176,9 @@ class PlainEngine(Engine):
                 student = self.chain.full_logits(self.ids[windows]).flatten(0, 1)
             rows = compare(teacher, student, kernel=False).reshape(-1, time, 5)
             signal = teacher.logits.square().sum(-1, dtype=torch.float64).cpu().numpy().reshape(-1, time)
-            for offset, (values, power) in enumerate(zip(rows, signal, strict=True)):
+            for window, values, power in zip(range(windows.start, windows.stop), rows, signal, strict=True):
                 metrics.append(
-                    window_metrics(windows.start + offset, values, power, time - 1, self.vocabulary)
+                    window_metrics(window, values, power, _count(self.targets[window]), self.vocabulary)
                 )
         return metrics
 
@@ -167,12 +200,30 @@ class FastEngine(Engine):
     name = "fast"
     _teacher: Teacher | None = None
 
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory_budget: int = DEFAULT_MEMORY,
+        deployed: Kernels | None = None,
+        precision: str | None = None,
+    ) -> None:
+        super().__init__(model, memory_budget, deployed)
+        # As deployed, others say what products compute with.
+        self.precision = FLOAT32 if deployed is not None else precision_for(precision, model.model)
+        self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
+
     @cached_property
-    def _layout(self) -> InputMajor:
-        """Copies of weights for faster products. They depend on model and budget only, never on the windows: a resumed
-        sweep must repeat the same arithmetic."""
+    def _layout(self) -> InputMajor | TensorCores:
+        """What makes products faster: tensor cores, or copies of weights. Those depend on model and budget only, never
+        on the windows: a resumed sweep must repeat the same arithmetic."""
+        if self.precision != FLOAT32:
+            return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
         useful = self.deployed is None and gains_by_input_major(self.chain.device)
         return InputMajor([*self.chain.blocks, self.chain.head], self.memory_budget // 8 if useful else 0)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        with self._layout.active() if self.precision != FLOAT32 else nullcontext():
+            return self.chain.full_logits(ids)
 
     @property
     def states_budget(self) -> int:
@@ -188,6 +239,7 @@ class FastEngine(Engine):
             vocabulary=self.vocabulary,
             layout=self._layout,
             remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
+            tokens=self.batch_tokens,
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 
@@ -200,18 +252,42 @@ class FastEngine(Engine):
     def teacher_cross_entropy(self) -> Floats:
         return self.teacher.cross_entropy()
 
-    def measure_group(self, perturbations: Sequence[Perturbation]) -> list[list[WindowMetrics]]:
-        students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
-        metrics: list[list[WindowMetrics]] = [[] for _ in students]
-        for batch, signal in zip(self.teacher.batches, self._signal, strict=True):
-            for member, rows in enumerate(self._measure_batch(batch, students)):
-                metrics[member] += self._windows(batch, rows, signal)
-        return metrics
+    def _students(self, perturbations: Sequence[Perturbation]) -> list[_Student]:
+        """Made ready; on a GPU beside what it still computes, since quantizing waits for what it finds."""
+        if self.chain.device.type != "cuda":
+            return [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+        main = torch.cuda.current_stream()
+        with torch.cuda.stream(self._beside):
+            students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+        main.wait_stream(self._beside)
+        for student in students:
+            for _, weight in student.weights:
+                weight.record_stream(main)
+        return students
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        torch.cuda.synchronize()  # the weights are there
+        return torch.cuda.Stream(priority=-1)
+
+    def started(self, perturbations: Sequence[Perturbation]) -> Finish:
+        students = self._students(perturbations)
+        batches, signals = self.teacher.batches, self._signal
+        measured = [self._measure_batch(batch, students) for batch in batches]
+
+        def finish() -> list[list[WindowMetrics]]:
+            metrics: list[list[WindowMetrics]] = [[] for _ in students]
+            for batch, signal, members in zip(batches, signals, measured, strict=True):
+                for windows, rows in zip(metrics, members, strict=True):
+                    windows += self._windows(batch, rows(), signal)
+            return metrics
+
+        return finish
 
     def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
         rows = max(batch.rows for batch in self.teacher.batches)
-        most = max(1, BATCH_TOKENS // rows)
+        most = max(1, self.batch_tokens // rows)
         group: list[int] = []
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
@@ -232,12 +308,12 @@ class FastEngine(Engine):
             blocks.update(component.blocks)
         return blocks.pop() if len(blocks) == 1 else None
 
-    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
+    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
         """(rows, 5) for each student."""
         with self.teacher.running():
             return self._measure_running(batch, students)
 
-    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Floats]:
+    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
         if len(students) == 1:
             states = self._states(batch, students[0])
             return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
@@ -273,14 +349,62 @@ class FastEngine(Engine):
 
     def _compare(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None
-    ) -> list[Floats]:
+    ) -> list[Rows]:
         """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
+        if self.precision != FLOAT32 and self.chain.head_scale is not None:
+            return self._compare_states(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for member, entering in enumerate(states):
                 logits = self._logits(entering.flatten(0, 1)[rows], own_head)
                 parts[member].append(compare(teacher, logits))
-        return [np.concatenate(part) for part in parts]
+        return [partial(np.concatenate, part) for part in parts]
+
+    def _compare_states(
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None
+    ) -> list[Rows]:
+        """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
+        from kl_lens.checkpoints.kernels.triton_products import linear
+        from kl_lens.sensitivity.triton_metrics import StateMetrics
+
+        head, scale = self.chain.head, self.chain.head_scale
+        weight, bias = head.weight, getattr(head, "bias", None)
+        for parameter, other in own_head.weights if own_head else ():
+            weight = other if parameter is head.weight else weight
+        assert isinstance(weight, torch.Tensor)
+        assert scale is not None
+        metrics = StateMetrics(weight, bias, scale, self.precision)
+        flat = [entering.flatten(0, 1) for entering in states]
+        parts: list[list[torch.Tensor]] = [[] for _ in states]
+        for rows, teacher in self.teacher.rows(batch):
+            for part, entering in zip(parts, flat, strict=True):
+                part.append(
+                    metrics.compare(entering[rows], teacher.logits, teacher.lse, teacher.top, teacher.targets)
+                )
+
+        def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
+            at = bad.to(entering.device)
+            with self.teacher.running():
+                original = self.chain.logits(batch.states.flatten(0, 1)[at])
+            return (
+                TeacherRows.of(original, batch.targets.flatten()[at]),
+                linear(entering[at], weight, bias, self.precision) * scale,
+            )
+
+        def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
+            """On its way to the host already, and waited for when it is wanted; what is computed by then goes on."""
+            there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            there.copy_(rows, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+            def wait() -> Floats:
+                arrived.synchronize()
+                return mended(there.numpy(), partial(both, entering))
+
+            return wait
+
+        return [later(torch.cat(part), entering) for part, entering in zip(parts, flat, strict=True)]
 
     def _logits(self, states: torch.Tensor, own_head: _Student | None) -> torch.Tensor:
         if own_head is None:
@@ -292,9 +416,14 @@ class FastEngine(Engine):
         time = batch.targets.shape[1]
         by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
         return [
-            window_metrics(window, by_window[k], power[k], time - 1, self.vocabulary)
+            window_metrics(window, by_window[k], power[k], _count(batch.targets[k]), self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
+
+
+def _count(targets: torch.Tensor) -> int:
+    """Rows that have a true class."""
+    return int((targets >= 0).sum())
 
 
 ENGINES: dict[str, type[Engine]] = {FastEngine.name: FastEngine, PlainEngine.name: PlainEngine}
@@ -307,10 +436,11 @@ def engine_for(
     memory_budget: int = DEFAULT_MEMORY,
     deployed: Kernels | None = None,
     say: Callable[[str], None] = lambda text: None,
+    precision: str | None = None,
 ) -> Engine:
     """The engine of this name; the plain one, and a line that says why, where a model cannot be run in parts."""
     doubt = model.chain.doubt(ids) if name == FastEngine.name else None
     if doubt is not None:
         say(f"{model.name}: {doubt}; measured with the plain engine, which runs the whole model each time")
         name = PlainEngine.name
-    return ENGINES[name](model, memory_budget, deployed)
+    return ENGINES[name](model, memory_budget, deployed, precision)

@@ -3,7 +3,7 @@
 A candidate changes one weight. Parts of its block that come before it, or beside it (the attention next to a
 state-space mixer), get the teacher's inputs and give the teacher's outputs. Which parts those are is not looked up
 but seen: a part that holds no perturbed weight and is called with exactly the recorded inputs gives the recorded
-output; any other call runs.
+output; any other call runs. On a GPU only the very same tensors count: to compare others, the host would have to wait.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class _Call:
     structure: pytree.TreeSpec
     output: Any
 
-    def matches(self, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
-        return structure == self.structure and all(map(_same, self.leaves, leaves))
+    def matches(self, leaves: list[Any], structure: pytree.TreeSpec, by_value: bool) -> bool:
+        same = _same if by_value else _identical
+        return structure == self.structure and all(map(same, self.leaves, leaves))
 
 
 def _same(recorded: Any, given: Any) -> bool:
@@ -48,6 +49,10 @@ def _same(recorded: Any, given: Any) -> bool:
             and torch.equal(recorded, given)
         )
     return type(recorded) is type(given) and bool(recorded == given)
+
+
+def _identical(recorded: Any, given: Any) -> bool:
+    return recorded is given if isinstance(recorded, torch.Tensor) else _same(recorded, given)
 
 
 def _is_plain(tree: Any) -> bool:
@@ -71,11 +76,14 @@ class BlockMemo:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        # Parts worth remembering hold a matrix; norms and activations are cheaper than comparing their inputs.
+        self._by_value = all(parameter.device.type == "cpu" for parameter in block.parameters())
+        # Parts worth remembering hold a matrix; norms and activations are cheaper than comparing their inputs. Where
+        # tensors are told by identity, what a norm gave has to be the same tensor again for the parts behind it.
+        least = 2 if self._by_value else 1
         self._parts = {
             name: part
             for name, part in block.named_modules()
-            if name and any(parameter.dim() > 1 for parameter in part.parameters())
+            if name and any(parameter.dim() >= least for parameter in part.parameters())
         }
         self._calls: dict[str, list[_Call]] = {}
 
@@ -130,7 +138,7 @@ class BlockMemo:
             def run(*args: Any, **kwargs: Any) -> Any:
                 leaves, structure = pytree.tree_flatten((args, kwargs))
                 for call in self._calls[name]:
-                    if call.matches(leaves, structure):
+                    if call.matches(leaves, structure, self._by_value):
                         return call.output
                 return forward(*args, **kwargs)
 

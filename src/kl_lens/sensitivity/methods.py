@@ -38,7 +38,12 @@ def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[str], 
 
 def all_methods(formats: Sequence[str]) -> list[str]:
     """Every format by every method there is, round to nearest first."""
-    return crossed(formats, known_quantizers())[0]
+    return crossed(formats, of_single_components())[0]
+
+
+def of_single_components() -> list[str]:
+    """The methods that need no plan around a component."""
+    return [name for name in known_quantizers() if not get_quantizer(name).of_a_plan]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
 """What a perturbed model's output distributions lose against the original's, token by token.
 
 Everything is computed from one chunk of rows at a time, so memory never grows with tokens × vocabulary. On CPU the
-row kernel of `metric_kernel` does the work; elsewhere, and as the reference, plain torch does.
+row kernel of `metric_kernel` does the work, on a GPU those of `triton_metrics`; elsewhere, and as the reference, plain
+torch does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kl_lens.accelerators import runs_triton
 from kl_lens.errors import RunError
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity import metric_kernel
@@ -40,6 +42,13 @@ class TeacherRows:
             lse = torch.logsumexp(logits.double(), -1)
         return cls(logits, lse, logits.argmax(-1), targets)
 
+    def some(self, rows: torch.Tensor) -> Self:
+        """A few of the rows, by index."""
+        at = rows.to(self.lse.device)
+        return replace(
+            self, logits=self.logits[at], lse=self.lse[at], top=self.top[at], targets=self.targets[at]
+        )
+
     @property
     def cross_entropy(self) -> torch.Tensor:
         """Per row, in nats; 0 where there is no target."""
@@ -63,7 +72,25 @@ def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True)
             student.contiguous().numpy(),
             teacher.targets.numpy(),
         )
+    if kernel and runs_triton(student.device):
+        from kl_lens.sensitivity.triton_metrics import compare_logits
+
+        t = teacher
+        rows = compare_logits(t.logits, t.lse, t.top, t.targets, student).cpu().numpy()
+        return mended(rows, lambda bad: (t.some(bad), student[bad]))
     return _compare_reference(teacher, student)
+
+
+def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:
+    """The rows of a GPU's kernels, with those that are no numbers done again in plain torch.
+
+    The kernels overflow where a student is certain of what the teacher thinks impossible. `again` gives both sides'
+    logits of some rows.
+    """
+    wrong = torch.from_numpy(np.flatnonzero(~np.isfinite(rows).all(1)))
+    for bad in wrong.split(256) if len(wrong) else ():
+        rows[bad.numpy()] = _compare_reference(*again(bad))
+    return rows
 
 
 def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:

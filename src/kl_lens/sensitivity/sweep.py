@@ -6,7 +6,9 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
@@ -15,6 +17,7 @@ from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
+from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
 
@@ -39,6 +42,7 @@ class SweepResult:
     reused: int  # candidate-windows that the run had already
     seconds: float
     settled: Settled | None = None
+    precision: str = FLOAT32  # of products
 
 
 @dataclass
@@ -56,6 +60,9 @@ class Sweep:
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
     deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
+    precision: str | None = (
+        None  # of products on a GPU; when not given, the run's, or the fastest that is exact enough
+    )
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -65,9 +72,7 @@ class Sweep:
         self.identify(windows, role)
         self.bind(candidates)
         text, role = role, self._role(role)
-        engine = engine_for(
-            self.engine, self.model, windows.ids, self.memory_budget, self.deployed, self.progress.message
-        )
+        engine = self._engine(candidates, windows.ids)
         done = self.run.measured_windows(role)
         wanted = range(len(windows))
         work = {str(c): self._work(c) for c in candidates}
@@ -89,7 +94,23 @@ class Sweep:
             measured=measured,
             reused=reused,
             seconds=time.perf_counter() - begin,
+            precision=engine.precision,
         )
+
+    def _engine(self, candidates: Sequence[Candidate], ids: torch.Tensor) -> Engine:
+        """With the precision asked for, that of the run, or the fastest that is exact enough; the run keeps it."""
+        say = self.progress.message
+        build = partial(engine_for, self.engine, self.model, ids, self.memory_budget, self.deployed, say)
+        known = self.run.identity.get("precision")
+        engine = build(self.precision or (None if known == FLOAT32 else known))
+        if self.precision is None and known is None and engine.precision == TF32X3:
+            noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
+            chosen = fastest_within(noise, _medians(engine, candidates, ids))
+            say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
+            engine = engine if chosen == engine.precision else build(chosen)
+        if isinstance(engine, FastEngine) and self.deployed is None:
+            self.run.identify({"precision": accuracy_of(engine.precision)})
+        return engine
 
     def measure_until_settled(
         self,
@@ -154,20 +175,25 @@ class Sweep:
         engine.prepare(ids[list(missing)])
         entropies = engine.teacher_cross_entropy()
         check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
-        tokens = ids.shape[1] - 1
-        self.run.store_teacher(text, [(w, tokens, float(e)) for w, e in zip(missing, entropies, strict=True)])
+        counts = (engine.chain.task.targets(ids[list(missing)]) >= 0).sum(1).tolist()
+        self.run.store_teacher(
+            text, [(w, n, float(e)) for w, n, e in zip(missing, counts, entropies, strict=True)]
+        )
         if self.run.load("noise", role) is None:
             self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
         measured = 0
         # Groups depend on the full list, never on what is left of it: a resumed sweep repeats the same arithmetic.
-        for group in engine.groups([c.perturbation for c in candidates]):
+        every = [c.perturbation for c in candidates]
+        groups = [
+            group
+            for group in engine.groups(every)
+            if any(not set(missing) <= done.get(_key(candidates[index]), set()) for index in group)
+        ]
+        begin = time.perf_counter()
+        for group, results in engine.in_turn(every, groups):
             members = [candidates[index] for index in group]
-            if all(set(missing) <= done.get(_key(c), set()) for c in members):
-                continue
-            begin = time.perf_counter()
-            results = engine.measure_group([c.perturbation for c in members])
-            seconds = (time.perf_counter() - begin) / len(members)
+            seconds, begin = (time.perf_counter() - begin) / len(members), time.perf_counter()
             for candidate, metrics in zip(members, results, strict=True):
                 known = done.get(_key(candidate), set())
                 check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])
@@ -204,23 +230,44 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "head": anatomy.head,
         "embedding": anatomy.embedding,
         "components": [c.to_json() for c in anatomy.components],
+        **model.task.identity,
     }
 
 
 def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
-    """The teacher against itself in another batch position: what the measuring alone makes of no difference."""
+    """The teacher against itself in another batch position: what the measuring alone makes of no difference.
+
+    On tensor cores: twice the distance of what they give from float32, since teacher and student are both computed so.
+    """
     ids = ids[:windows].to(engine.chain.device)
+    sides = 1 if engine.precision == FLOAT32 else 2
     together = engine.chain.full_logits(ids)
     metrics: list[WindowMetrics] = []
     for index in range(len(ids)):
         targets = torch.full((ids.shape[1],), -1, device=ids.device)
-        alone = engine.chain.full_logits(ids[index : index + 1])[0]
+        alone = engine.logits(ids[index : index + 1])[0]
         rows = compare(TeacherRows.of(together[index], targets), alone)
         signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
         metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
     summary = summarise(metrics)
-    shown = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
-    return {name: summary[name].value for name in shown}
+    names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
+    return {name: sides * summary[name].value for name in names}
+
+
+def _medians(
+    engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
+) -> list[float]:
+    """Per format, the median KL of a few candidates spread over the network, on a few windows."""
+    engine.prepare(ids[:4])
+    by_format: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_format.setdefault(candidate.format, []).append(candidate)
+    medians = []
+    for members in by_format.values():
+        some = members[:: -(-len(members) // each)]
+        results = engine.measure([candidate.perturbation for candidate in some])
+        medians.append(float(np.median([summarise(w)["kl_teacher_to_student"].value for w in results])))
+    return medians
 
 
 def _key(candidate: Candidate) -> tuple[str, str]:

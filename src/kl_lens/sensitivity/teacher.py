@@ -13,17 +13,30 @@ from kl_lens.checkpoints import BlockCalls, Chain, States
 from kl_lens.sensitivity.input_major import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
+from kl_lens.sensitivity.precision import TensorCores
 
-# Tokens per forward: enough rows for the matrix products to run at full speed, few enough for the caches.
-BATCH_TOKENS = 4096
 # Logits formed at once: at most so many bytes and rows. Three hundred rows are enough for the product to run at full
 # speed; with a small vocabulary, more than a thousand only leave the caches.
 LOGIT_BYTES, LOGIT_ROWS = 64 << 20, 1024
+# A GPU takes more of both, as far as its memory goes.
+GPU_TIMES, GPU_LOGIT_ROWS = 8, 8192
 
 
-def logit_rows(vocabulary: int) -> int:
-    """How many rows of logits to form at once."""
+def logit_rows(vocabulary: int, gpu_budget: int | None = None) -> int:
+    """How many rows of logits to form at once; on a GPU, so many that they are a small part of its budget."""
+    if gpu_budget is not None:
+        return min(max(64, gpu_budget // 16 // (4 * vocabulary)), GPU_LOGIT_ROWS)
     return min(max(64, LOGIT_BYTES // (4 * vocabulary)), LOGIT_ROWS)
+
+
+def batch_tokens(chain: Chain, budget: int) -> int:
+    """Tokens per forward; on a GPU, what a quarter of the budget holds of the tensors that a block has at once."""
+    usual = chain.task.rows_at_once
+    if chain.device.type == "cpu":
+        return usual
+    layers = [m for block in chain.blocks for m in block.modules() if isinstance(m, torch.nn.Linear)]
+    widest = max((max(m.in_features, m.out_features) for m in layers), default=1024)
+    return max(usual // 8, min(GPU_TIMES * usual, budget // 4 // (10 * 4 * widest)), 1)
 
 
 @dataclass
@@ -35,7 +48,7 @@ class Batch:
     inputs: list[States]  # what enters each block
     memos: list[BlockMemo | None]  # what each block's parts gave, where memory sufficed
     states: torch.Tensor  # (windows, time, width): what enters the head
-    targets: torch.Tensor  # (windows, time): the true next tokens, -1 at each window's end
+    targets: torch.Tensor  # (windows, time): the true classes, -1 where there is none
     logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
     lse: torch.Tensor | None = None
     top: torch.Tensor | None = None
@@ -56,14 +69,16 @@ class Teacher:
         *,
         budget: int,
         vocabulary: int,
-        layout: InputMajor,
+        layout: InputMajor | TensorCores,
         remember_parts: bool,
+        tokens: int,
     ) -> None:
-        """`budget`: bytes for all that is kept. What is left of it may go to what the parts of the blocks gave."""
+        """`budget`: bytes for all that is kept. What is left of it may go to what the parts of the blocks gave.
+        `tokens`: as many as run together."""
         self.chain = chain
         self._layout = layout
-        self.row_chunk = logit_rows(vocabulary)
-        per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+        self.row_chunk = logit_rows(vocabulary, None if chain.device.type == "cpu" else budget)
+        per_batch = max(1, tokens // ids.shape[1])
         # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
         self.keep_logits = ids.numel() * vocabulary * 4 <= budget
         width = int(chain.head.weight.shape[1])  # type: ignore[index]
@@ -92,7 +107,7 @@ class Teacher:
                 entering, memo = self._run_block(index, entering, calls)
                 memos.append(memo)
             states = self.chain.finish(entering, calls)
-        targets = torch.cat([part[:, 1:], torch.full_like(part[:, :1], -1)], 1).to(states.device)
+        targets = self.chain.task.targets(part).to(states.device)
         batch = Batch(windows, calls, inputs, memos, states, targets)
         if self.keep_logits:
             self._keep(batch)
@@ -160,4 +175,4 @@ class Teacher:
 
 def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:
     """What keeping one window's block inputs, final states and logits costs."""
-    return time * ((len(chain) + 2) * width + vocabulary) * 4
+    return time * (chain.state_size + 2 * width + vocabulary) * 4

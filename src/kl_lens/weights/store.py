@@ -76,6 +76,7 @@ class WeightStore:
         self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
+        self._in_order: Statistics | None = None
         self._shelf = None if folder is None else Shelf(folder, disk_budget)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
@@ -89,6 +90,10 @@ class WeightStore:
     def learn_from(self, statistics: Statistics) -> None:
         """From now on, recipes whose method learns are bound to these statistics."""
         self._statistics = statistics
+
+    def learn_in_order(self, statistics: Statistics) -> None:
+        """From now on, `ordered` recipes are bound to these statistics of one plan."""
+        self._in_order = statistics
 
     @property
     def statistics(self) -> Statistics | None:
@@ -125,18 +130,26 @@ class WeightStore:
         wanted = Recipe.parse(recipe)
         if not wanted.quantizer.learns:
             return wanted.bound(None)
-        if self._statistics is None:
-            raise UnlearntError(
-                f"{wanted}: {wanted.method} learns from text and this model has no statistics; gather them with: "
-                "kl-lens calibrate MODEL --run DIR (in Python: kl_lens.calibrate(model))"
-            )
-        known = self._statistics.digest
+        known = self._learnt_from(wanted).digest
         if wanted.learnt not in (None, known):
             raise FormatError(
                 f"{wanted}: made from statistics {wanted.learnt}, and those at hand are {known}; make the plan again, "
                 "or bring back the text it learnt from"
             )
         return wanted.bound(known)
+
+    def _learnt_from(self, recipe: Recipe) -> Statistics:
+        statistics = self._in_order if recipe.quantizer.of_a_plan else self._statistics
+        if statistics is not None:
+            return statistics
+        if recipe.quantizer.of_a_plan:
+            raise UnlearntError(
+                f"{recipe}: no plan was put in order here; do that with: kl-lens calibrate --run DIR --in-order PLAN"
+            )
+        raise UnlearntError(
+            f"{recipe}: {recipe.method} learns from text and this model has no statistics; gather them with: "
+            "kl-lens calibrate MODEL --run DIR (in Python: kl_lens.calibrate(model))"
+        )
 
     def quantized(self, component: str, recipe: Recipe | str, factors: Factors = 1.0) -> Quantized:
         """The component as it is stored by this recipe; with factors, what is stored of its rows times those."""
@@ -180,11 +193,12 @@ class WeightStore:
 
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         weight = self._source.weight(component).detach()
+        statistics = self._learnt_from(recipe).of(component) if recipe.quantizer.learns else None
+        if statistics is not None and statistics.correction is not None:
+            weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
             weight = weight.float() * factors
-        if recipe.quantizer.learns:
-            assert self._statistics is not None
-            statistics = self._statistics.of(component)
+        if statistics is not None:
             return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
         rows = weight.shape[-2] if weight.dim() == 2 else 0
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 
@@ -132,6 +133,9 @@ def test_bytes_on_disk_are_the_plans(tmp_path) -> None:
     assert once == 3 * 2 * 128 * 8
     assert abs((binary + once) / planned - 1) < 0.01
     assert artifact.settings["bytes_over_plan"] == pytest.approx((binary + once) / planned - 1)
+    graph = (tmp_path / "openvino_model.xml").read_text()
+    numbers = [int(number) for number in re.findall(r'name="[A-Za-z]+_(\d+)"', graph)]
+    assert max(numbers) < graph.count("<layer "), "names count what else this process has made"
 
 
 def test_fp16_is_rounded_to_nearest(exported: Callable) -> None:

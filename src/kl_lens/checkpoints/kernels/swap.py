@@ -12,19 +12,18 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from kl_lens.checkpoints.kernels import triton_scan
+from kl_lens.accelerators import runs_triton
 from kl_lens.checkpoints.kernels.attention import causal_attention, is_faster
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
-from kl_lens.checkpoints.kernels.triton_scan import selective_scan_gpu
 from kl_lens.checkpoints.patching import has_own_forward, patched, with_globals
 
 Function = Callable[..., Any]
@@ -41,7 +40,11 @@ def _scan_for(tensor: torch.Tensor, states: int) -> Function | None:
         return None
     if tensor.device.type == "cpu":
         return selective_scan
-    return selective_scan_gpu if triton_scan.is_available(tensor.device, states) else None
+    if not runs_triton(tensor.device):
+        return None
+    from kl_lens.checkpoints.kernels import triton_scan
+
+    return triton_scan.selective_scan_gpu if triton_scan.fits_selective(states) else None
 
 
 def _mamba_selective_scan(original: Function) -> Function:
@@ -105,6 +108,18 @@ def _mamba2_chunk_scan(original: Function) -> Function:
                 initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
                 return_final_states=return_final_states, **kwargs,
             )  # fmt: skip
+        if runs_triton(hidden_states.device):
+            from triton.runtime.errors import OutOfResources
+
+            from kl_lens.checkpoints.kernels import triton_scan
+
+            if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
+                with suppress(OutOfResources):  # a card with little shared memory
+                    y, state = triton_scan.head_scan_gpu(
+                        hidden_states, dt, A, B, C, initial_states,
+                        dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
+                    )  # fmt: skip
+                    return (y, state) if return_final_states else y
         x, step = hidden_states.float(), dt.float()
         if dt_bias is not None:
             step = step + dt_bias.float()
@@ -132,10 +147,14 @@ def _causal_conv1d_fn(original: Function) -> Function:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        fits = hidden_states.device.type == "cpu" and _is_inference(hidden_states)
-        if not fits or activation not in (None, "silu", "swish"):
+        on_gpu = runs_triton(hidden_states.device)
+        fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states)
+        if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
             return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
-        y = causal_convolution(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
+        kernel: Function = causal_convolution
+        if on_gpu:
+            from kl_lens.checkpoints.kernels.triton_scan import causal_convolution_gpu as kernel
+        y = kernel(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
         return y.transpose(1, 2).to(hidden_states.dtype)
 
     return convolve
@@ -216,11 +235,63 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
     return with_globals(plain, ours)
 
 
+_NORMS: dict[type, bool] = {}  # classes that were tried, and whether they are what `_norm_on_gpu` computes
+
+
+def _epsilon(module: torch.nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _is_rms_norm(module: torch.nn.Module) -> bool:
+    """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
+    kind = type(module)
+    parameters = dict(module.named_parameters())
+    epsilon = _epsilon(module)
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or not isinstance(epsilon, float):
+        return False
+    if kind not in _NORMS:
+        names = list(inspect.signature(module.forward).parameters)
+        weight = parameters["weight"]
+        given = torch.randn(len(names), 3, len(weight), device=weight.device)
+        try:
+            found = module(*given) if names in (["hidden_states"], ["hidden_states", "gate"], ["x"]) else None
+        except Exception:  # whatever a stranger's forward raises: then it is none
+            found = None
+        x = given[0] if len(names) == 1 else given[0] * functional.silu(given[1])
+        expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        _NORMS[kind] = isinstance(found, torch.Tensor) and torch.allclose(
+            found, expected, rtol=1e-5, atol=1e-6
+        )
+    return _NORMS[kind]
+
+
+def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
+    """The forward of a norm in one pass; None where the module is none, or there is nothing to gain."""
+    weight = getattr(module, "weight", None)
+    if not (
+        isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and runs_triton(weight.device)
+    ):
+        return None
+    if not _is_rms_norm(module):
+        return None
+    from kl_lens.checkpoints.kernels.triton_scan import rms_norm_gpu
+
+    original = module.forward
+
+    def forward(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states):
+            return original(hidden_states) if gate is None else original(hidden_states, gate)
+        return rms_norm_gpu(hidden_states, module.weight, _epsilon(module), gate)  # type: ignore[arg-type]
+
+    return forward
+
+
 @contextmanager
 def fast_kernels(model: torch.nn.Module) -> Iterator[int]:
     """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do."""
     # Layers under somebody else's forward keep it, and so do those that are ours already.
     free = [(m, _forward_with_our_kernels(type(m).forward)) for m in model.modules() if has_own_forward(m)]
     ours = [(module, types.MethodType(forward, module)) for module, forward in free if forward is not None]
-    with patched(ours):
+    norms = [(m, _norm_on_gpu(m)) for m in model.modules() if has_own_forward(m)]
+    with patched(ours), patched((m, forward) for m, forward in norms if forward is not None):
         yield len(ours)

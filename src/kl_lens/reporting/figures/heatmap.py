@@ -120,10 +120,8 @@ def _cell(
     width: float,
 ) -> Html:
     estimate = measurement.metrics[KL]
-    where = "" if block is None else f", block {block}"
+    where = "" if block is None or f".{block}." in measurement.component else f", block {block}"
     title = f"{measurement.component}{where}\n{measurement.format}: KL {with_error(estimate)} nats/token"
-    if (change := measurement.metrics.get("delta_cross_entropy")) is not None:
-        title += f"\nΔ cross-entropy {with_error(change)}"
     buried = noise is not None and estimate.value <= noise
     if buried:
         title += "\nwithin the noise of measuring"

@@ -53,6 +53,7 @@ def _model(view: RunView) -> dict[str, object]:
         "fingerprint of the weights": identity.get("model_fingerprint"),
         "weights": weights if view.components else None,
         "measured in": identity.get("dtype"),
+        "precision of products": identity.get("precision"),
         "what is quantized": ", ".join(view.measured),
         "version of the metrics": identity.get("metrics_version"),
         "noise floor": noise,

@@ -190,8 +190,7 @@ class GraphForward(nn.Module):
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
         # MiniMax wants a cache of its own class, unless it is told not to use one.
-        config: Any = self.model.config
-        use_cache = config.model_type != "minimax"
+        use_cache = str(getattr(self.model.config, "model_type", "")) != "minimax"
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache

@@ -47,18 +47,26 @@ class WeightMap:
 
 
 def map_weights(
-    graph: ov.Model, model: nn.Module, anatomy: Anatomy, *, without_head: bool = False
+    graph: ov.Model,
+    model: nn.Module,
+    anatomy: Anatomy,
+    *,
+    without_head: bool = False,
+    may_fold: bool = False,
 ) -> WeightMap:
     """Finds every weight of the model in the float32 graph, each exactly once.
 
+    `may_fold`: the converter may have multiplied batch norms into the convolutions before them, channel by channel.
     Raises TargetError that lists weights without a constant, or constants that are no weight.
     """
     by_digest: dict[bytes, list[str]] = defaultdict(list)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    decays = {}
+    decays, convolutions = {}, {}
     for component in anatomy.components:
         value = parameters[component.weight].detach()
         by_digest[_digest(_numbers(value))].append(component.name)
+        if may_fold and value.dim() == 4:
+            convolutions[component.name] = _numbers(value)
         if component.kind == "A_log":
             decays[component.name] = torch.exp(value.float()).numpy()
     buffers = {_digest(_numbers(b)) for _, b in model.named_buffers() if b.dtype.is_floating_point}
@@ -70,10 +78,13 @@ def map_weights(
         if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
             continue
         names = by_digest.get(_digest(node.data), []) or _decay_names(node.data, decays)
+        names = names or _scaled_names(node.data, convolutions)
         if names:
             constants[_nearest(node, names, weights)].append(node)
-        elif _digest(node.data) in buffers:
-            other.append(node)
+        elif _digest(node.data) in buffers or (
+            may_fold and max(node.data.shape, default=1) == node.data.size
+        ):
+            other.append(node)  # where norms are folded, what they add to each channel is left
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
     _spread(constants, by_digest)
@@ -120,6 +131,19 @@ def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) ->
         for name, decay in decays.items()
         if decay.size == data.size and np.allclose(data.reshape(-1), decay.reshape(-1), rtol=1e-6, atol=0)
     ]
+
+
+def _scaled_names(data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np.float32]]) -> list[str]:
+    """A convolution's weights, each output channel times a number: the batch norm behind it, folded in."""
+    for name, weight in convolutions.items():
+        if weight.size == data.size and weight.shape[0] == data.shape[0]:
+            given, rows = data.reshape(len(weight), -1), weight.reshape(len(weight), -1)
+            factors = (given * rows).sum(1, keepdims=True) / np.maximum(
+                (rows * rows).sum(1, keepdims=True), 1e-30
+            )
+            if np.allclose(given, factors * rows, rtol=1e-4, atol=1e-6 * float(np.abs(given).max())):
+                return [name]
+    return []
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float32]:

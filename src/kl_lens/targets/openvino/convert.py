@@ -21,6 +21,7 @@ from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
+from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
@@ -65,9 +66,12 @@ def export(
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
     """
     started = time.perf_counter()
-    require_family(model.model)
+    task = model.classifier
+    if task is None:
+        require_family(model.model)
     profile = get_profile(device_profile)
-    static = _static_shape(profile.static_only, profile.unrolled, profile.name, static_tokens)
+    needs_length = profile.static_only and task is None
+    static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
     if not with_head and static is None:
         raise TargetError("a graph without its head makes sense only with --static-tokens N")
     if unplanned not in UNPLANNED:
@@ -77,12 +81,21 @@ def export(
     realised = realise(plan.assignment, model.anatomy, profile, fallback=fallback)
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
-    graph = graph_of(model.model, static=static, with_head=with_head)
+    if task is None:
+        graph = graph_of(model.model, static=static, with_head=with_head)
+    elif static is not None or not with_head or "actiba" in chosen:
+        raise TargetError(
+            "--static-tokens, --without-head and actiba are for language models, not for images"
+        )
+    else:
+        graph = image_graph_of(model.model, task)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     anatomy = model.anatomy
-    weight_map = constants.map_weights(graph, model.model, anatomy, without_head=not with_head)
+    weight_map = constants.map_weights(
+        graph, model.model, anatomy, without_head=not with_head, may_fold=task is not None
+    )
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned
     )
@@ -96,6 +109,7 @@ def export(
         "family": anatomy.model_type,
         "versions": {module.__name__: module.__version__ for module in (ov, torch, transformers)},
         **({"statistics": learnt} if learnt else {}),
+        **({} if task is None else {"task": task.name}),
     }
 
     place = Path(folder)
@@ -114,6 +128,8 @@ def export(
     model.config.save_pretrained(place)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(place)
+    if task is not None:
+        task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
     settings[GRAPH_DIGEST] = graph_digest(place / IR_FILE)
     settings["export_seconds"] = round(time.perf_counter() - started, 2)
@@ -125,6 +141,7 @@ _rewrites = rewrites  # `export` has an argument of that name, as the command li
 
 
 def _save(graph: ov.Model, path: Path) -> None:
+    _rewrites.number_names(graph)
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # it does not say why

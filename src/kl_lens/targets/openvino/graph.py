@@ -8,8 +8,9 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -52,13 +53,19 @@ _proven: WeakSet[nn.Module] = WeakSet()
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """`build_graph`, remembered as long as the model's weights stay as they are; a copy of its own for every caller."""
-    key = (static, with_head, tuple(state_of(parameter) for parameter in model.parameters()))
+    """`build_graph`, remembered."""
+    build = partial(build_graph, model, static=static, with_head=with_head)
+    return remembered(model, (static, with_head), build)
+
+
+def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
+    """A graph, kept as long as the model's weights stay as they are; a copy of its own for every caller."""
+    key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
     known = _converted.setdefault(model, {})
     if key not in known:
-        for other in [k for k in known if k[2] != key[2]]:  # type: ignore[index]
+        for other in [k for k in known if k[1] != key[1]]:  # type: ignore[index]
             del known[other]  # of other weights
-        known[key] = build_graph(model, static=static, with_head=with_head)
+        known[key] = build()
     return known[key].clone()
 
 
@@ -113,11 +120,11 @@ def _prove(model: nn.Module, family: str) -> None:
 def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.Model:
     tokens = static.tokens if static else SAMPLE_TOKENS
     with prepared(model, stateful=static is None, with_head=with_head) as graph, torch.no_grad():
-        converted = _convert(graph, example_inputs(graph, tokens))
+        converted = convert_quietly(graph, example_inputs(graph, tokens))
         return _stitch(converted, graph, static, with_head)
 
 
-def _convert(graph: GraphForward, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
+def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
     """OpenVINO's converter, without the tracer's warnings: what they warn of is what the tests check."""
     quiet = logging.getLogger("transformers")
     level = quiet.level

@@ -19,11 +19,13 @@ import openvino.opset13 as ops
 
 from kl_lens.errors import TargetError, last_line
 from kl_lens.formats import get_format
+from kl_lens.images import Preparation
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
+from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches
-from kl_lens.targets.session import Logits, checked_tokens
+from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
@@ -69,7 +71,7 @@ def open_session(
     threads: int | None = None,
     cache: bool = True,
     settings: dict[str, Any] | None = None,
-) -> OpenVINOSession:
+) -> Session:
     """Loads an exported folder.
 
     Args:
@@ -91,12 +93,13 @@ def open_session(
     graph = read_graph(graph_file(folder))
     equal_batches(graph)  # for IRs written before export did so
     static = artifact.settings.get("static_tokens")
+    of_images = artifact.settings.get("task") == "image"
     length = graph.inputs[0].get_partial_shape()[1]
-    if static != (length.get_length() if length.is_static else None):
+    if not of_images and static != (length.get_length() if length.is_static else None):
         raise TargetError(
             f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
         )
-    if static is None:
+    if static is None and not of_images:
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
@@ -110,7 +113,35 @@ def open_session(
         cache=folder / CACHE_FOLDER if cache else None,
         settings=chosen | (settings or {}),
     )
+    if of_images:
+        description = {"mode": "exact" if exact else "deployed", "plan": artifact.plan}
+        return ImageSession(compiled, Preparation.of(folder, {}), describe(compiled, device) | description)
     return OpenVINOSession(compiled, artifact, device, exact, static, folder)
+
+
+def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
+    """What computes: library, device, and the plugin's settings."""
+    properties = {}
+    for name in (
+        "FULL_DEVICE_NAME",
+        "INFERENCE_PRECISION_HINT",
+        "KV_CACHE_PRECISION",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE",
+        "INFERENCE_NUM_THREADS",
+        "LOADED_FROM_CACHE",
+    ):
+        try:
+            properties[name.lower()] = str(compiled.get_property(name))
+        except RuntimeError:
+            if name == "FULL_DEVICE_NAME":
+                properties["full_device_name"] = str(core().get_property(device, name))
+    about = {
+        "library": "openvino",
+        "version": ov.__version__,
+        "device": device,
+        "machine": platform.machine(),
+    }
+    return about | properties
 
 
 class OpenVINOSession:
@@ -140,31 +171,9 @@ class OpenVINOSession:
 
     @property
     def description(self) -> dict[str, Any]:
-        compiled = self._open()
-        properties = {}
-        for name in (
-            "FULL_DEVICE_NAME",
-            "INFERENCE_PRECISION_HINT",
-            "KV_CACHE_PRECISION",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-            "INFERENCE_NUM_THREADS",
-            "LOADED_FROM_CACHE",
-        ):
-            try:
-                properties[name.lower()] = str(compiled.get_property(name))
-            except RuntimeError:
-                if name == "FULL_DEVICE_NAME":
-                    properties["full_device_name"] = str(core().get_property(self._device, name))
-        return {
-            "library": "openvino",
-            "version": ov.__version__,
-            "device": self._device,
-            "machine": platform.machine(),
-            "mode": "exact" if self._exact else "deployed",
-            "plan": self._artifact.plan,
-            "static_tokens": self._static,
-            **properties,
-        }
+        about = {"plan": self._artifact.plan, "static_tokens": self._static}
+        mode = {"mode": "exact" if self._exact else "deployed"}
+        return describe(self._open(), self._device) | mode | about
 
     def reset(self) -> None:
         self._open()

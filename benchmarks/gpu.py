@@ -1,0 +1,191 @@
+"""The GPU: whole sweeps of published shapes beside the plain engine and the floors; agreement; error feedback.
+
+    python benchmarks/gpu.py sweep mamba-130m,mamba2-130m,mamba2-2.7b [--precisions tf32x3,tf32] [--memory-budget 3GB]
+    python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
+    python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]
+
+Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
+engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Floors are the products
+alone, at the rates of torch's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+from common import shape  # isort: skip  (first: it sets the environment that torch reads)
+
+import numpy as np
+import torch
+from scipy.stats import kendalltau
+
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.formats import get_format
+from kl_lens.quantizers import InputStatistics, get_quantizer
+from kl_lens.samples import WindowMetrics, summarise
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
+from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.sweep import noise_floor
+from kl_lens.text import draw_windows
+from kl_lens.units import parse_bytes
+from sweep import floor_seconds
+
+PRECISIONS = "tf32x3,tf32"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measured(engine: Engine, candidates: list[Candidate], ids: torch.Tensor) -> list[list[WindowMetrics]]:
+    results: list[list[WindowMetrics]] = [[] for _ in candidates]
+    for slab in engine.slabs(ids):
+        engine.prepare(ids[slab.start : slab.stop])
+        for windows, more in zip(results, engine.measure([c.perturbation for c in candidates]), strict=True):
+            windows += more
+    return results
+
+
+def rates(width: int) -> dict[str, float]:
+    """Operations per second of torch's products with this width."""
+    found = {}
+    for name, dtype in (("float32", torch.float32), ("TF32", torch.float32), ("BF16", torch.bfloat16)):
+        a, b = (torch.randn(n, width, device="cuda", dtype=dtype) for n in (16384, 4 * width))
+        torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
+        seconds(lambda a=a, b=b: a @ b.T)  # type: ignore[misc]
+        taken = seconds(lambda a=a, b=b: [a @ b.T for _ in range(10)])  # type: ignore[misc]
+        found[name] = 20 * a.shape[0] * width * 4 * width / taken
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return found
+
+
+def on_gpu(name: str) -> LoadedModel:
+    if name.startswith("reference:"):
+        return load(name, device="cuda")
+    with torch.device("cuda"):
+        model = shape(name)
+    model.model.cuda()
+    return model
+
+
+def sweep(name: str, arguments: argparse.Namespace) -> None:
+    model = on_gpu(name)
+    candidates, _ = find_candidates(model.anatomy, ["int4", "int8"])
+    ids = torch.randint(0, 50000, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
+    floors = {
+        kind: floor_seconds(model, candidates, ids.numel(), rate)
+        for kind, rate in rates(model.config.hidden_size).items()
+    }
+    print(
+        f"{name}: {len(candidates)} candidates; floors of all "
+        + ", ".join(f"{kind} {value:.1f} s" for kind, value in floors.items()),
+        flush=True,
+    )
+    two = candidates[len(candidates) // 2 :: len(candidates) // 2][:2]
+    for precision in arguments.precisions.split(","):
+        engine = FastEngine(model, arguments.memory_budget, precision=precision)
+        measured(engine, two[:1], ids[:8])  # compiles the kernels
+        torch.cuda.reset_peak_memory_stats()
+        some = candidates[:: arguments.every]
+        taken = seconds(lambda engine=engine, some=some: measured(engine, some, ids))  # type: ignore[misc]
+        taken *= len(candidates) / len(some)
+        print(
+            f"  fast {precision:7s} {taken:7.1f} s, {taken / len(candidates):.4f} s each, "
+            f"{len(engine.slabs(ids))} slabs, {floors['float32'] / taken:.0%} of float32's floor, "
+            f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB",
+            flush=True,
+        )
+        del engine
+    if not arguments.without_plain:
+        engine = PlainEngine(model)
+        engine.prepare(ids[:1])
+        engine.measure([two[0].perturbation])
+        engine.prepare(ids)
+        taken = seconds(lambda: engine.measure([c.perturbation for c in two])) / len(two)
+        print(f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all", flush=True)
+
+
+def agreement(name: str, arguments: argparse.Namespace) -> None:
+    model = on_gpu(name)
+    candidates, _ = find_candidates(model.anatomy, ["int4", "int8"])
+    windows = draw_windows(
+        "wikitext2:valid", model.require_tokenizer(), windows=arguments.windows, length=512, seed=0
+    )
+
+    def divergences(engine: Engine) -> np.ndarray:
+        found = measured(engine, candidates, windows.ids)
+        return np.array([summarise(w)["kl_teacher_to_student"].value for w in found])
+
+    expected = divergences(PlainEngine(model))
+    for precision in ("float32", *arguments.precisions.split(",")):
+        engine = FastEngine(model, precision=precision)
+        noise = noise_floor(engine, windows.ids)["kl_teacher_to_student"]
+        found = divergences(engine)
+        line = f"{name} {precision:7s} noise {noise:.1e}"
+        for fmt in ("int4", "int8"):
+            chosen = np.array([c.format == fmt for c in candidates]) & (expected > 1e-8)
+            off = np.abs(found[chosen] / expected[chosen] - 1).max()
+            tau = kendalltau(found[chosen], expected[chosen]).statistic
+            line += (
+                f"; {fmt} ({chosen.sum()}, least {expected[chosen].min():.1e}): off by {off:.1e}, τ {tau:.4f}"
+            )
+        print(line, flush=True)
+
+
+def gptq(name: str, arguments: argparse.Namespace) -> None:
+    """Every component, with second moments of random inputs that hang together."""
+    model = on_gpu(name)
+    fmt, method = get_format(arguments.format), get_quantizer("gptq")
+    moments: dict[int, InputStatistics] = {}
+    for width in {c.shape[-1] for c in model.anatomy.candidates}:
+        inputs = torch.randn(2 * width, width, device="cuda") @ torch.randn(width, width, device="cuda")
+        moments[width] = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
+    fitting = [c for c in model.anatomy.candidates if fmt.fits(c.shape) is None]
+
+    def quantize() -> None:
+        for c in fitting:
+            method.quantize(model.model.get_parameter(c.weight).detach(), fmt, c.name, moments[c.shape[-1]])
+
+    method.quantize(
+        model.model.get_parameter(fitting[1].weight).detach(), fmt, "", moments[fitting[1].shape[-1]]
+    )
+    torch.cuda.reset_peak_memory_stats()
+    taken = seconds(quantize)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    print(
+        f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB", flush=True
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("sweep", "agreement", "gptq"))
+    parser.add_argument("models")
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--precisions", default=PRECISIONS)
+    parser.add_argument("--memory-budget", type=parse_bytes, default=DEFAULT_MEMORY)
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="1: all candidates; N: every Nth, and seconds for all by their share",
+    )
+    parser.add_argument("--without-plain", action="store_true")
+    parser.add_argument("--format", default="int4-g64")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    for name in arguments.models.split(","):
+        {"sweep": sweep, "agreement": agreement, "gptq": gptq}[arguments.what](name, arguments)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""NNCF's own weight compression of a graph of ours, with and without data: rivals of the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.formats import get_format
+from kl_lens.records import Plan
+from kl_lens.targets import get_target
+from kl_lens.targets.openvino.session import read_graph
+
+# Label → what `compress_weights` is asked for besides mode and groups.
+NNCF_METHODS: dict[str, dict[str, bool]] = {
+    "nncf data-free": {},
+    "nncf awq+scale": {"awq": True, "scale_estimation": True},
+    "nncf gptq": {"gptq": True},
+    "nncf gptq+scale": {"gptq": True, "scale_estimation": True},
+}
+
+
+def put_file(
+    model: LoadedModel, folder: Path, grid: str, method: str, ids: torch.Tensor, ratio: float = 1.0
+) -> int:
+    """Puts NNCF's file into an exported folder of ours, whose record says how such files are run; its bytes."""
+    import openvino as ov
+
+    with tempfile.TemporaryDirectory() as place:
+        plain = get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
+        samples = [{"input_ids": window[None].numpy()} for window in ids]
+        file = next(name for name in plain.files if name.endswith(".xml"))
+        graph = compressed(Path(place) / "fp16" / file, grid, method, samples, ratio=ratio)
+        ov.save_model(graph, folder / file, compress_to_fp16=False)
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name in plain.files)
+
+
+def compressed(
+    graph_file: Path, grid: str, method: str, samples: Sequence[Any], *, ratio: float = 1.0, **options: Any
+) -> Any:
+    """The graph with its inner products on a grid, embedding and head at symmetric 8 bits: NNCF's own default.
+
+    Where groups do not divide the columns they are adjusted, and at last 8 bits, as our formats fall back.
+    """
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    fmt, asked = get_format(grid), NNCF_METHODS[method]
+    graph = read_graph(graph_file)
+    _untransposed(graph)
+    if any(asked.values()):
+        options |= {"dataset": nncf.Dataset(list(samples)), "subset_size": len(samples)}
+    fallback = nncf.GroupSizeFallbackMode.ADJUST
+    with contextlib.redirect_stdout(io.StringIO()):  # its progress bars
+        return nncf.compress_weights(
+            graph,
+            mode=nncf.CompressWeightsMode.INT4_SYM if fmt.symmetric else nncf.CompressWeightsMode.INT4_ASYM,
+            ratio=ratio,
+            group_size=fmt.group_size or -1,
+            backup_mode=nncf.BackupMode.INT8_SYM,
+            advanced_parameters=nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),
+            **asked,
+            **options,
+        )
+
+
+def _untransposed(graph: Any) -> None:
+    """Products that turn their activations round get a node of their own for that: NNCF's GPTQ refuses them."""
+    import openvino.opset13 as ops
+
+    for node in graph.get_ops():
+        if node.get_type_name() != "MatMul" or not node.get_attributes()["transpose_a"]:
+            continue
+        inputs, weight = node.input_value(0), node.input_value(1)
+        axes = list(range(inputs.get_partial_shape().rank.get_length()))
+        axes[-2:] = axes[-1], axes[-2]
+        turned = ops.transpose(inputs, ops.constant(np.array(axes, np.int64)))
+        product = ops.matmul(turned, weight, False, node.get_attributes()["transpose_b"])
+        product.set_friendly_name(node.get_friendly_name())
+        for reader in node.output(0).get_target_inputs():
+            reader.replace_source_output(product.output(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def one_product(weight: Any, folder: Path) -> Path:
+    """A graph of one product with this weight, float32 (rows, columns), as a file."""
+    import openvino as ov
+    import openvino.opset13 as ops
+
+    parameter = ops.parameter([1, -1, weight.shape[1]], np.float32, name="inputs")
+    product = ops.matmul(parameter, ops.constant(weight, name="weight"), False, True, name="product")
+    ov.save_model(ov.Model([product], [parameter]), folder / "product.xml", compress_to_fp16=False)
+    return folder / "product.xml"

@@ -1,0 +1,29 @@
+"""What a GPU offers: whether Triton's kernels run on it, and how much of its memory is free."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # quantizers are listed without torch
+    import torch
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Modules called `triton_…` may be imported, and their functions called on this device."""
+    return device.type == "cuda" and _has_triton()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could still take of a GPU's memory."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + held

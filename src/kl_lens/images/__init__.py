@@ -1,0 +1,16 @@
+"""Images: where they come from, and how a model wants them. Nothing here needs torch but `windows.py`."""
+
+from kl_lens.images.album import Picture, add_picture, labels_of, pixels_of
+from kl_lens.images.preparing import Preparation
+from kl_lens.images.sources import DIGITS, ImageSource, open_images
+
+__all__ = [
+    "DIGITS",
+    "ImageSource",
+    "Picture",
+    "Preparation",
+    "add_picture",
+    "labels_of",
+    "open_images",
+    "pixels_of",
+]

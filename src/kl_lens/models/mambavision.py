@@ -1,0 +1,264 @@
+"""MambaVision (arXiv 2407.08083) in plain PyTorch: convolutions, then state-space mixers and attention on windows.
+
+Written from the paper and from the published names of parameters and settings, so that folders in the hub's layout
+(`nvidia/MambaVision-T-1K`, …) open; the published code needs CUDA packages. Two of its habits are kept because its
+weights were trained with them: the bias of `dt_proj` counts twice, and the convolutions of the mixer look both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+STATES, KERNEL = 8, 3  # of the mixer, fixed in the published code
+
+
+class MambaVisionConfig(PretrainedConfig):
+    model_type = "mambavision"
+
+    def __init__(
+        self,
+        depths: tuple[int, ...] = (1, 3, 8, 4),
+        num_heads: tuple[int, ...] = (2, 4, 8, 16),
+        window_size: tuple[int, ...] = (8, 8, 14, 7),
+        dim: int = 80,
+        in_dim: int = 32,
+        mlp_ratio: float = 4,
+        in_chans: int = 3,
+        layer_scale: float | None = None,
+        layer_scale_conv: float | None = None,
+        convolution_stages: int = 2,
+        patch_strides: tuple[int, int] = (2, 2),
+        **kwargs: Any,
+    ) -> None:
+        """`convolution_stages` and `patch_strides` are ours, for small images; the published models have these."""
+        self.depths, self.num_heads, self.window_size = list(depths), list(num_heads), list(window_size)
+        self.dim, self.in_dim, self.mlp_ratio, self.in_chans = dim, in_dim, mlp_ratio, in_chans
+        self.layer_scale, self.layer_scale_conv = layer_scale, layer_scale_conv
+        self.convolution_stages, self.patch_strides = convolution_stages, list(patch_strides)
+        if "num_classes" in kwargs:
+            kwargs.setdefault("num_labels", kwargs.pop("num_classes"))
+        elif "id2label" not in kwargs:
+            kwargs.setdefault("num_labels", 1000)
+        super().__init__(**kwargs)
+
+
+def mamba_selective_scan(
+    hidden_states: torch.Tensor,  # (batch, channels, time)
+    dt: torch.Tensor,
+    A: torch.Tensor,  # (channels, states)
+    B: torch.Tensor,  # (batch, states, time)
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """The recurrence, step by step; the runner puts its kernels in the place of a function of this name."""
+    if delta_bias is not None:
+        dt = dt + delta_bias[:, None]
+    if delta_softplus:
+        dt = functional.softplus(dt)
+    decay = torch.exp(A[None, :, None, :] * dt[..., None])  # (batch, channels, time, states)
+    entering = (dt * hidden_states)[..., None] * B.transpose(1, 2)[:, None]
+    state, states = torch.zeros_like(entering[:, :, 0]), []
+    for step in range(hidden_states.shape[2]):
+        state = decay[:, :, step] * state + entering[:, :, step]
+        states.append(state)
+    y = (torch.stack(states, 2) * C.transpose(1, 2)[:, None]).sum(-1)
+    y = y if D is None else y + hidden_states * D[:, None]
+    y = y if z is None else y * functional.silu(z)
+    return (y, state) if return_last_state else y
+
+
+class MambaVisionMixer(nn.Module):
+    """Half of the channels go through a selective scan, half past it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        half, self.rank = dim // 2, math.ceil(dim / 16)
+        self.in_proj = nn.Linear(dim, dim, bias=False)
+        self.x_proj = nn.Linear(half, self.rank + 2 * STATES, bias=False)
+        self.dt_proj = nn.Linear(self.rank, half)
+        self.A_log = nn.Parameter(torch.arange(1, STATES + 1).float().log().repeat(half, 1))
+        self.D = nn.Parameter(torch.ones(half))
+        self.out_proj = nn.Linear(dim, dim, bias=False)
+        self.conv1d_x = nn.Conv1d(half, half, KERNEL, padding="same", groups=half, bias=False)
+        self.conv1d_z = nn.Conv1d(half, half, KERNEL, padding="same", groups=half, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # (windows, positions, width)
+        x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, 1)
+        x, z = functional.silu(self.conv1d_x(x)), functional.silu(self.conv1d_z(z))
+        dt, b, c = self.x_proj(x.transpose(1, 2)).split([self.rank, STATES, STATES], -1)
+        y = mamba_selective_scan(
+            x,
+            self.dt_proj(dt).transpose(1, 2),
+            -torch.exp(self.A_log.float()),
+            b.transpose(1, 2),
+            c.transpose(1, 2),
+            self.D.float(),
+            delta_bias=self.dt_proj.bias.float(),
+            delta_softplus=True,
+        )
+        return self.out_proj(torch.cat([y.to(z.dtype), z], 1).transpose(1, 2))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        batch, positions, width = hidden_states.shape
+        split = self.qkv(hidden_states).view(batch, positions, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, positions, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(functional.gelu(self.fc1(hidden_states)))
+
+
+class Block(nn.Module):
+    """A mixer or attention, then an MLP, each behind a norm and beside a shortcut."""
+
+    def __init__(self, config: MambaVisionConfig, dim: int, heads: int, attends: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.mixer = Attention(dim, heads) if attends else MambaVisionMixer(dim)
+        self.mlp = Mlp(dim, int(dim * config.mlp_ratio))
+        if config.layer_scale is not None:
+            self.gamma_1 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
+            self.gamma_2 = nn.Parameter(torch.full((dim,), float(config.layer_scale)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        scales = (self.gamma_1, self.gamma_2) if hasattr(self, "gamma_1") else (1, 1)
+        hidden_states = hidden_states + scales[0] * self.mixer(self.norm1(hidden_states))
+        return hidden_states + scales[1] * self.mlp(self.norm2(hidden_states))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, config: MambaVisionConfig, dim: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(dim, dim, 3, padding=1) for _ in range(2))
+        self.norm1, self.norm2 = (nn.BatchNorm2d(dim) for _ in range(2))
+        if config.layer_scale_conv is not None:
+            self.gamma = nn.Parameter(torch.full((dim,), float(config.layer_scale_conv)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inner = functional.gelu(self.norm1(self.conv1(hidden_states)), approximate="tanh")
+        inner = self.norm2(self.conv2(inner))
+        return hidden_states + (inner * self.gamma[:, None, None] if hasattr(self, "gamma") else inner)
+
+
+class Downsample(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.reduction = nn.Sequential(nn.Conv2d(dim, 2 * dim, 3, 2, 1, bias=False))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.reduction(hidden_states)
+
+
+class MambaVisionLayer(nn.Module):
+    """One stage; later ones work on windows, and end in half the height and width."""
+
+    def __init__(self, config: MambaVisionConfig, stage: int) -> None:
+        super().__init__()
+        dim, depth, heads = config.dim * 2**stage, config.depths[stage], config.num_heads[stage]
+        self.windowed = stage >= config.convolution_stages
+        self.window_size = config.window_size[stage]
+        self.blocks = nn.ModuleList(
+            Block(config, dim, heads, attends=index >= (depth + 1) // 2)
+            if self.windowed
+            else ConvBlock(config, dim)
+            for index in range(depth)
+        )
+        self.downsample = Downsample(dim) if stage < len(config.depths) - 1 else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # (batch, channels, height, width)
+        if self.windowed:
+            hidden_states = self._on_windows(hidden_states)
+        else:
+            for block in self.blocks:
+                hidden_states = block(hidden_states)
+        return hidden_states if self.downsample is None else self.downsample(hidden_states)
+
+    def _on_windows(self, images: torch.Tensor) -> torch.Tensor:
+        batch, channels, height, width = images.shape
+        side = self.window_size
+        padded = functional.pad(images, (0, -width % side, 0, -height % side))
+        rows, columns = padded.shape[2] // side, padded.shape[3] // side
+        windows = padded.reshape(batch, channels, rows, side, columns, side).permute(0, 2, 4, 3, 5, 1)
+        windows = windows.reshape(batch * rows * columns, side * side, channels)
+        for block in self.blocks:
+            windows = block(windows)
+        whole = windows.reshape(batch, rows, columns, side, side, channels).permute(0, 5, 1, 3, 2, 4)
+        return whole.reshape(batch, channels, rows * side, columns * side)[:, :, :height, :width].contiguous()
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, config: MambaVisionConfig) -> None:
+        super().__init__()
+        first, second = config.patch_strides
+        self.conv_down = nn.Sequential(
+            nn.Conv2d(config.in_chans, config.in_dim, 3, first, 1, bias=False),
+            nn.BatchNorm2d(config.in_dim, eps=1e-4),
+            nn.ReLU(),
+            nn.Conv2d(config.in_dim, config.dim, 3, second, 1, bias=False),
+            nn.BatchNorm2d(config.dim, eps=1e-4),
+            nn.ReLU(),
+        )
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.conv_down(pixel_values)
+
+
+class MambaVision(nn.Module):
+    def __init__(self, config: MambaVisionConfig) -> None:
+        super().__init__()
+        features = config.dim * 2 ** (len(config.depths) - 1)
+        self.patch_embed = PatchEmbed(config)
+        self.levels = nn.ModuleList(MambaVisionLayer(config, stage) for stage in range(len(config.depths)))
+        self.norm = nn.BatchNorm2d(features)
+        self.head = nn.Linear(features, int(config.num_labels or 0))
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.patch_embed(pixel_values)
+        for level in self.levels:
+            hidden_states = level(hidden_states)
+        return self.head(self.norm(hidden_states).mean((2, 3)))
+
+
+class MambaVisionForImageClassification(PreTrainedModel):
+    """(batch, channels, height, width) → logits over classes."""
+
+    config_class = MambaVisionConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: MambaVisionConfig) -> None:
+        super().__init__(config)
+        self.model = MambaVision(config)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing beyond what the modules do themselves: weights come from a file, or from the training script."""
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> ImageClassifierOutputWithNoAttention:
+        return ImageClassifierOutputWithNoAttention(logits=self.model(pixel_values))

@@ -1,0 +1,158 @@
+"""`kl-lens` on an image classifier: every verb, with the words that are right for images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kl_lens as kl
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.evaluation import TorchSession
+from kl_lens.pipeline.settings import command_of
+from kl_lens.records import Plan
+from kl_lens.runs import Run
+from tests.classifiers import classifier, image_folder, save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "tiny-vision", classifier("mambavision"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("images"), 120)
+
+
+def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:
+    words = [
+        "--task",
+        "image",
+        "--images",
+        str(images),
+        "--windows",
+        "4",
+        "--window-length",
+        "8",
+        "--run",
+        str(run),
+    ]
+    return main(["measure", str(folder), *words, *more])
+
+
+def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
+    """Each verb as typed; only the first is told of images."""
+    pytest.importorskip("openvino")
+    run = tmp_path / "run"
+    assert _measure(folder, images, run) == 0
+    out = capsys.readouterr().out
+    assert "(per image)" in out
+    assert "(32 images each)" in out
+    assert (
+        main(["plan", "--run", str(run), "--uniform", "int8,fp16", "--verify", "--held-out-windows", "2"])
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["rank", "--run", str(run), "--evaluation-windows", "2", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["export", "--run", str(run), "--target", "openvino", "--plan", "uniform_int8"]) == 0
+    capsys.readouterr()
+    arguments = ["evaluate", "--run", str(run), "--plan", "uniform_int8", "--window", "8"]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    [agreement] = result["agreements"]
+    assert agreement["verdict"].startswith("agrees")
+    scores = {(s["subject"], s["kind"]): s["values"] for s in result["scores"]}
+    file = scores["openvino/uniform_int8", "perplexity"]
+    assert 0 <= file["top1"]["value"] <= 1
+    assert file["top1_change"]["value"] == pytest.approx(
+        file["top1"]["value"] - scores["original", "perplexity"]["top1"]["value"]
+    )
+    assert scores["openvino/uniform_int8", "divergence"]["kl_mean"]["value"] > 0
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "top-1, %" in out
+    assert "same top class" in out
+    assert main(["report", "--run", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "per image" in page
+    assert "per token" not in page
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path, images: Path) -> LoadedModel:
+    """Opened once, and so converted once."""
+    return kl.load(folder, images=str(images))
+
+
+def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
+    opened: LoadedModel, tmp_path: Path
+) -> None:
+    pytest.importorskip("openvino")
+    plan = Plan("mixed", {c.name: "int8" for c in opened.anatomy.candidates if c.family == "mlp"}, "by hand")
+    kl.export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
+    ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
+    given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
+    expected = TorchSession(opened, plan.assignment).logits(ids)
+    np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
+    assert not np.allclose(given, TorchSession(opened).logits(ids), rtol=1e-3, atol=1e-4)
+
+
+def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    kl.export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
+    alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8, exact=True)
+    beside = kl.evaluate(tmp_path / "out", original=opened, window=8, exact=True)
+    assert alone.values["top1"] == beside.values["top1"]
+    assert beside.values["kl_mean"].value < 1e-4
+
+
+def test_what_is_for_language_models_is_refused_in_one_line(
+    folder: Path, images: Path, tmp_path: Path, capsys
+) -> None:
+    run = tmp_path / "run"
+    assert main(["measure", str(folder), "--run", str(run)]) == 1
+    assert "--images FOLDER" in capsys.readouterr().err
+    assert _measure(folder, images, run, "--components", "head") == 0
+    assert main(["plan", "--run", str(run), "--uniform", "fp16"]) == 0
+    capsys.readouterr()
+    assert main(["export", "--run", str(run), "--target", "gguf"]) == 1
+    assert "mambavision" in capsys.readouterr().err
+    assert main(["measure", "reference:mamba", "--task", "image", "--run", str(run)]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_images_without_labels_have_a_kl_and_no_damage(folder: Path, images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for place in sorted(images.rglob("*.png")):
+        (tmp_path / "flat").mkdir(exist_ok=True)
+        (tmp_path / "flat" / place.name).write_bytes(place.read_bytes())
+    assert _measure(folder, tmp_path / "flat", run, "--components", "head") == 0
+    with Run.open(run) as journal:
+        measured = journal.measurements()
+    assert all(m.metrics["kl_teacher_to_student"].value > 0 for m in measured)
+    assert all(np.isnan(m.metrics["delta_cross_entropy"].value) for m in measured)
+
+
+@pytest.mark.slow
+def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("openvino")
+    words = ["--windows", "2", "--window-length", "8", "--evaluation-windows", "2", "--held-out-windows", "4"]
+    run = ["run", str(folder), "--images", str(images), "--run", str(tmp_path / "run"), "--rivals", "none"]
+    assert main([*run, *words, "--targets", "openvino", "--formats", "int8,int4"]) == 0
+    out = capsys.readouterr().out
+    assert "(16 images)" in out
+    assert "kl-lens generate" not in out
+
+
+def test_yaml_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: some-model\ntask: image\nimages: some/folder\nwindow-length: 8\n")
+    from_file = settings_from(parse(["run", "--config", str(file)]))
+    words = ["run", "some-model", "--task", "image", "--images", "some/folder", "--window-length", "8"]
+    assert from_file == settings_from(parse(words))
+    assert command_of(from_file) == words

@@ -1,0 +1,257 @@
+"""What runs on a GPU only: kernels against double precision, the engine against the plain one, precision, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from kl_lens.errors import RunError
+from kl_lens.runs import Run
+from kl_lens.samples import summarise
+from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
+from kl_lens.sensitivity.metrics import TeacherRows, compare
+from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.precision import TensorCores, fastest_within, precision_for
+from kl_lens.sensitivity.sweep import Progress, Sweep, noise_floor
+from tests.families import CONFIGS, token_ids
+from tests.sensitivity.conftest import loaded, some_windows
+from tests.sensitivity.test_engines import _one_of_each_kind
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: torch.cuda.is_available() is False"
+)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+# -- kernels ------------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize(("precision", "most"), [("tf32x3", 5e-6), ("tf32", 1e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize("shape", [(1, 5, 3), (130, 70, 48), (300, 1000, 777)])
+def test_products_are_as_accurate_as_they_say(
+    precision: str, most: float, shape: tuple[int, int, int]
+) -> None:
+    from kl_lens.checkpoints.kernels.triton_products import linear
+
+    rows, outputs, columns = shape
+    sizes = torch.logspace(
+        -12, 12, rows
+    ).cuda()  # each row by itself: halves alone would reach from 1e-7 to 6e4
+    x, weight, bias = (
+        _random(rows, columns) * sizes[:, None],
+        _random(outputs, columns, seed=1),
+        _random(outputs),
+    )
+    found = linear(x, weight, None, precision)
+    expected = x.double() @ weight.double().T
+    for row in range(0, rows, max(1, rows // 7)):
+        assert _error(found[row], expected[row]) < most
+    torch.testing.assert_close(linear(x, weight, bias, precision), found + bias)
+
+
+@needs_gpu
+def test_scans_convolution_and_norms_equal_double_precision() -> None:
+    from kl_lens.checkpoints.kernels import triton_scan
+    from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
+    from kl_lens.checkpoints.kernels.convolution import causal_convolution_reference
+    from kl_lens.checkpoints.kernels.selective_scan import selective_scan_reference
+
+    x, dt, gate = (
+        _random(2, 75, 130)[..., :65],
+        _random(2, 65, 75, seed=1).transpose(1, 2),
+        _random(2, 75, 65),
+    )
+    rates, bias, skip = -_random(65, 16).exp(), _random(65) - 3, _random(65, seed=2)
+    b, c = _random(2, 75, 40)[..., 3:19], _random(2, 75, 16, seed=3)
+    step = functional.softplus(dt.double() + bias)
+    y, state = triton_scan.selective_scan_gpu(
+        x, dt, rates, b, c, dt_bias=bias, dt_softplus=True, skip=skip, gate=gate
+    )
+    expected, last = selective_scan_reference(x.double(), step, rates.double(), b.double(), c.double())
+    expected = (expected + x * skip) * functional.silu(gate.double())
+    assert max(_error(y, expected), _error(state, last)) < 1e-6
+
+    x, b, c = _random(2, 75, 6, 32), _random(2, 75, 2, 64, seed=1), _random(2, 75, 2, 64, seed=2)
+    dt, rates, bias, skip = _random(2, 75, 6, seed=3), -_random(6).exp(), _random(6) - 2, _random(6, seed=4)
+    start = _random(2, 6, 32, 64)
+    y, state = triton_scan.head_scan_gpu(
+        x, dt, rates, b, c, start, dt_bias=bias, dt_softplus=True, dt_limit=(0.01, 1.0), skip=skip
+    )
+    step = functional.softplus(dt.double() + bias).clamp(0.01, 1.0)
+    expected, last = chunked_scan(x.double(), step, rates.double(), b.double(), c.double(), start.double())
+    assert max(_error(y, expected + x * skip[:, None]), _error(state, last)) < 2e-6
+
+    x, taps, bias = _random(2, 75, 130)[..., 5:55], _random(50, 4), _random(50)
+    found = triton_scan.causal_convolution_gpu(x, taps, bias, with_silu=True)
+    double = [t.double() for t in (x, taps, bias)]
+    assert _error(found, causal_convolution_reference(*double, with_silu=True)) < 1e-6
+    gated = x.double() * functional.silu(_random(2, 75, 50, seed=5).double())
+    expected = bias * gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
+    assert _error(triton_scan.rms_norm_gpu(x, bias, 1e-5, _random(2, 75, 50, seed=5)), expected) < 1e-6
+
+
+@needs_gpu
+@pytest.mark.parametrize("damage", [0.0, 1e-4, 0.1, 10.0])
+def test_metrics_equal_those_of_the_cpu(damage: float) -> None:
+    teacher = 5 * _random(40, 5000)
+    student = teacher + damage * _random(40, 5000, seed=1) + 30.0  # a shift of all logits changes nothing
+    targets = torch.arange(40).cuda()
+    targets[7] = -1
+    found = compare(TeacherRows.of(teacher, targets), student)
+    expected = compare(TeacherRows.of(teacher.cpu(), targets.cpu()), student.cpu())
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-6)
+    np.testing.assert_allclose(found[:, :2].mean(0), expected[:, :2].mean(0), rtol=1e-4, atol=1e-11)
+
+
+@needs_gpu
+def test_rows_that_overflow_the_kernel_are_done_again() -> None:
+    teacher = torch.tensor([[200.0, 0.0, -200.0], [1.0, 2.0, 3.0]]).cuda()
+    student = torch.tensor([[-200.0, 0.0, 200.0], [1.0, 2.0, 3.0]]).cuda()
+    rows = compare(TeacherRows.of(teacher, torch.tensor([0, 1]).cuda()), student)
+    np.testing.assert_allclose(rows[:, 0], [400.0, 0.0], rtol=1e-4, atol=1e-9)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["int4-g64", "uint4-g64", "nf4-g64"])
+def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
+    from kl_lens.formats import get_format
+    from kl_lens.quantizers.feedback import Objective, descended, fed_back
+    from kl_lens.quantizers.scales import searched_levels
+
+    weight, inputs = _random(70, 192).cpu(), (_random(400, 192) @ _random(192, 192)).cpu()
+    moments = inputs.T @ inputs / 400
+    levels = searched_levels(weight, get_format(name), moments.diagonal().contiguous())
+    expected = fed_back(weight, levels, Objective.of(moments, 0.1))
+    there = levels.with_scales(
+        levels.scales.cuda(), None if levels.zero_points is None else levels.zero_points.cuda()
+    )
+    objective = Objective.of(moments.cuda(), 0.1)
+    found = fed_back(weight.cuda(), there, objective)
+    assert (
+        found.cpu() != expected
+    ).float().mean() < 0.01  # ties that rounding decides otherwise, and what follows them
+    errors = [
+        weight.cuda() - there.values(codes)
+        for codes in (found, descended(weight.cuda(), there, found, objective))
+    ]
+    before, after = (float(((e @ objective.moments) * e).sum()) for e in errors)
+    assert after < before, "descending can only help"
+
+
+# -- the engine ---------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", CONFIGS)
+def test_on_a_gpu_fast_equals_plain(family: str) -> None:
+    model, ids = loaded(family), token_ids(5, 24)
+    model.model.cuda()
+    perturbations = _one_of_each_kind(model)
+    results = []
+    for engine in (PlainEngine(model), FastEngine(model)):
+        engine.prepare(ids)
+        results.append([summarise(windows) for windows in engine.measure(perturbations)])
+    assert engine.precision == "tf32x3"
+    for perturbation, plain, fast in zip(perturbations, *results, strict=True):
+        for metric in ("kl_teacher_to_student", "kl_student_to_teacher", "mse"):
+            assert fast[metric].value == pytest.approx(plain[metric].value, rel=1e-3, abs=1e-8), perturbation
+        assert fast["kl_max"].value == pytest.approx(plain["kl_max"].value, rel=1e-2, abs=1e-8), (
+            "one token alone"
+        )
+
+
+@needs_gpu
+def test_little_memory_changes_the_work_not_the_numbers() -> None:
+    model, ids = loaded("mamba2"), token_ids(8, 24)
+    model.model.cuda()
+    perturbations = _one_of_each_kind(model)
+
+    def measured(budget: int) -> list[float]:
+        engine = FastEngine(model, budget)
+        found: list[list[float]] = [[] for _ in perturbations]
+        for slab in engine.slabs(ids):
+            engine.prepare(ids[slab.start : slab.stop])
+            for values, windows in zip(found, engine.measure(perturbations), strict=True):
+                values += [w.kl_teacher_to_student for w in windows]
+        return [sum(values) for values in found]
+
+    assert measured(100_000) == pytest.approx(measured(10**9), rel=1e-4)
+
+
+@needs_gpu
+def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_path) -> None:
+    model, windows = loaded("mamba"), some_windows(4, 20)
+    model.model.cuda()
+    exact, coarse = (
+        noise_floor(FastEngine(model, precision=p), windows.ids)["kl_teacher_to_student"]
+        for p in ("tf32x3", "tf32")
+    )
+    assert 0 <= exact < coarse / 100
+    candidates = find_candidates(model.anatomy, ["int8"])[0][:3]
+    with Run.create(tmp_path) as run:
+        assert Sweep(model, run, precision="tf32").measure(candidates, windows).precision == "tf32"
+        assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
+        with pytest.raises(RunError, match="another precision of products: precision is 'tf32' there"):
+            Sweep(model, run, precision="tf32x3").measure(candidates, windows)
+
+
+# -- without one --------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> None:
+    assert precision_for(None, mamba.model) == precision_for("float32", mamba.model) == "float32"
+    with pytest.raises(
+        RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in float32"
+    ):
+        FastEngine(mamba, precision="tf32")
+
+
+def test_tf32_is_taken_where_its_noise_does_not_matter() -> None:
+    assert fastest_within(1e-7, [1e-2, 2e-5]) == "tf32"
+    assert fastest_within(1e-7, [1e-2, 5e-6]) == "tf32x3", "the weakest format decides"
+    assert fastest_within(1e-7, []) == "tf32x3"
+
+
+@pytest.mark.parametrize(("noise", "chosen", "kept"), [(1e-9, "tf32", "tf32"), (1e-5, "tf32x3", "float32")])
+def test_a_sweep_chooses_by_noise_once_and_the_run_keeps_it(
+    mamba, tmp_path, monkeypatch, noise: float, chosen: str, kept: str
+) -> None:
+    def on_a_gpu(*given):
+        engine = engine_for(*given[:6])
+        engine.precision = given[6] or "tf32x3"
+        return engine
+
+    windows = some_windows(4, 20)
+    candidates = find_candidates(mamba.anatomy, ["int8"])[0]
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
+    monkeypatch.setattr("kl_lens.sensitivity.sweep._medians", lambda *_: [1e-4, 1e-6])
+    with Run.create(tmp_path) as run:
+        said: list[str] = []
+        sweep = Sweep(mamba, run, progress=Progress(message=said.append))
+        assert sweep._engine(candidates, windows.ids).precision == chosen
+        assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]
+        assert run.identity["precision"] == kept
+        assert sweep._engine(candidates, windows.ids).precision == chosen
+        assert len(said) == 1, "not tried again"
+
+
+def test_other_layers_than_float32_linear_ones_keep_their_products() -> None:
+    half = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    with TensorCores([torch.nn.ModuleList([half, torch.nn.Conv1d(3, 3, 1)])], "tf32x3").active():
+        assert "forward" not in vars(half)
+
+
+@pytest.fixture
+def mamba():
+    return loaded("mamba")
