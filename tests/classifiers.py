@@ -82,7 +82,9 @@ def classifier(name: str, seed: int = 0) -> LoadedModel:
     for parameter in model.parameters():
         if parameter.dim() == 2:  # large enough that quantization shows
             parameter.normal_(std=2 / parameter.shape[1] ** 0.5)
-    return LoadedModel(name, Path(), model, None, source=name, classifier=ImageTask(PREPARATION, CLASSES))
+    task = ImageTask(PREPARATION, CLASSES)
+    task.head(model).weight.mul_(2 / task.forward(model, task.sample(model, 1, 16)).std())  # type: ignore[operator]
+    return LoadedModel(name, Path(), model, None, source=name, classifier=task)
 
 
 def save(folder: Path, model: LoadedModel) -> Path:

@@ -276,6 +276,11 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         "InklingTextConfig", head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
         sliding_window_size=8, n_routed_experts=4, n_shared_experts=1, num_mtp_layers=0, **_EXPERTS,
     ),
+    "qwen4_exp_text": _tiny(
+        "Qwen4ExpTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
+        hc_lowrank=8, hc_count=2, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
+        indexer_compress_ratio=4, **_EXPERTS, **_DELTA,
+    ),
     "xlstm": lambda: transformers.xLSTMConfig(**_COMMON, num_hidden_layers=3, num_heads=4, chunk_size=16),
     "qwen2": _tiny("Qwen2Config"),
     "qwen3": _tiny("Qwen3Config", head_dim=16),
@@ -287,17 +292,11 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4),
     "gpt_neox": _tiny("GPTNeoXConfig"),
     "mixtral": _tiny("MixtralConfig", num_local_experts=4),
-    "olmo2": _tiny("Olmo2Config"),
     "gpt_oss": _tiny("GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
     "deepseek_v3": _tiny(
         "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=24, first_k_dense_replace=1,
         num_key_value_heads=4, **_EXPERTS, **_LATENT,
     ),
-    "smollm3": _tiny("SmolLM3Config"),
-    "opt": lambda: transformers.OPTConfig(
-        **_COMMON, num_hidden_layers=3, num_attention_heads=4, ffn_dim=96, word_embed_proj_dim=64
-    ),
-    "bloom": lambda: transformers.BloomConfig(**_COMMON, n_layer=3, n_head=4),
 }  # fmt: skip
 
 

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional
 
 from kl_lens.errors import RunError
-from kl_lens.runs import Run
+from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import FastEngine, PlainEngine
+from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, compare
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.precision import TensorCores, fastest_within, precision_for
-from kl_lens.sensitivity.sweep import Sweep, noise_floor
+from kl_lens.sensitivity.sweep import Progress, Sweep, noise_floor
 from tests.families import CONFIGS, token_ids
 from tests.sensitivity.conftest import loaded, some_windows
 from tests.sensitivity.test_engines import _one_of_each_kind
@@ -203,6 +203,10 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
         assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
         with pytest.raises(RunError, match="another precision of products: precision is 'tf32' there"):
             Sweep(model, run, precision="tf32x3").measure(candidates, windows)
+    with Run.create(tmp_path / "chosen") as run:
+        found = Sweep(model, run).measure(candidates, windows)
+        assert found.precision == "tf32x3", "8 bits of a tiny model lose too little for tf32"
+        assert run.load("noise", CALIBRATION)["kl_teacher_to_student"] < coarse / 100
 
 
 # -- without one --------------------------------------------------------------------------------------------
@@ -210,7 +214,9 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
 
 def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> None:
     assert precision_for(None, mamba.model) == precision_for("float32", mamba.model) == "float32"
-    with pytest.raises(RunError, match="--precision tf32: needs a GPU with Triton and a model in float32"):
+    with pytest.raises(
+        RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in float32"
+    ):
         FastEngine(mamba, precision="tf32")
 
 
@@ -218,6 +224,30 @@ def test_tf32_is_taken_where_its_noise_does_not_matter() -> None:
     assert fastest_within(1e-7, [1e-2, 2e-5]) == "tf32"
     assert fastest_within(1e-7, [1e-2, 5e-6]) == "tf32x3", "the weakest format decides"
     assert fastest_within(1e-7, []) == "tf32x3"
+
+
+@pytest.mark.parametrize(("noise", "chosen", "kept"), [(1e-9, "tf32", "tf32"), (1e-5, "tf32x3", "float32")])
+def test_a_sweep_chooses_by_noise_once_and_the_run_keeps_it(
+    mamba, tmp_path, monkeypatch, noise: float, chosen: str, kept: str
+) -> None:
+    def on_a_gpu(*given):
+        engine = engine_for(*given[:6])
+        engine.precision = given[6] or "tf32x3"
+        return engine
+
+    windows = some_windows(4, 20)
+    candidates = find_candidates(mamba.anatomy, ["int8"])[0]
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
+    monkeypatch.setattr("kl_lens.sensitivity.sweep._medians", lambda *_: [1e-4, 1e-6])
+    with Run.create(tmp_path) as run:
+        said: list[str] = []
+        sweep = Sweep(mamba, run, progress=Progress(message=said.append))
+        assert sweep._engine(candidates, windows.ids).precision == chosen
+        assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]
+        assert run.identity["precision"] == kept
+        assert sweep._engine(candidates, windows.ids).precision == chosen
+        assert len(said) == 1, "not tried again"
 
 
 def test_other_layers_than_float32_linear_ones_keep_their_products() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from kl_lens.calibration import StoredStatistics, gather, gathering as gathering_module
 from kl_lens.calibration.watching import Moments
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, FormatError, RunError
 from kl_lens.text import Windows
 from tests.families import CONFIGS, tiny_model, token_ids
@@ -30,7 +31,7 @@ def _windows(count: int = 3, length: int = 20, seed: int = 1) -> Windows:
 
 @pytest.fixture(autouse=True)
 def _two_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering_module, "_TOKENS_AT_ONCE", 40)
+    monkeypatch.setattr(LanguageTask, "rows_at_once", 40)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

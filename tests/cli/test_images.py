@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import kl_lens as kl
-from kl_lens.cli.main import main
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.evaluation import TorchSession
+from kl_lens.pipeline.settings import command_of
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from tests.classifiers import classifier, image_folder, save
@@ -81,35 +83,30 @@ def test_from_images_to_a_proven_file(folder: Path, images: Path, tmp_path: Path
     assert "per token" not in page
 
 
-def test_exported_logits_are_those_of_pytorch_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def opened(folder: Path, images: Path) -> LoadedModel:
+    """Opened once, and so converted once."""
+    return kl.load(folder, images=str(images))
+
+
+def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
+    opened: LoadedModel, tmp_path: Path
+) -> None:
     pytest.importorskip("openvino")
-    model = kl.load(folder)
-    plan = Plan("mixed", {c.name: "int8" for c in model.anatomy.candidates if c.family == "mlp"}, "by hand")
-    kl.export(model, plan, "openvino", tmp_path / "out", unplanned="fp32")
-    ids = model.task.sample(model.model, 1, 6)
-    session = kl.open_session(tmp_path / "out", exact=True)
-    given = session.logits(ids[0].tolist())
-    with torch.inference_mode():
-        for name, recipe in plan.assignment.items():
-            component = model.anatomy.component(name)
-            quantized = model.weights.quantized(name, recipe)
-            model.model.get_parameter(component.weight).data = kl_dequantized(quantized, recipe)
-        expected = model.task.forward(model.model, ids)[0].numpy()
+    plan = Plan("mixed", {c.name: "int8" for c in opened.anatomy.candidates if c.family == "mlp"}, "by hand")
+    kl.export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
+    ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
+    given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
+    expected = TorchSession(opened, plan.assignment).logits(ids)
     np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
+    assert not np.allclose(given, TorchSession(opened).logits(ids), rtol=1e-3, atol=1e-4)
 
 
-def kl_dequantized(quantized, recipe: str) -> torch.Tensor:
-    from kl_lens.recipes import Recipe
-
-    return Recipe.parse(recipe).grid.dequantize(quantized)
-
-
-def test_evaluate_in_python_needs_only_the_file(folder: Path, images: Path, tmp_path: Path) -> None:
+def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
-    model = kl.load(folder, images=str(images))
-    kl.export(model, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
-    alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8)
-    beside = kl.evaluate(tmp_path / "out", original=model, window=8)
+    kl.export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
+    alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8, exact=True)
+    beside = kl.evaluate(tmp_path / "out", original=opened, window=8, exact=True)
     assert alone.values["top1"] == beside.values["top1"]
     assert beside.values["kl_mean"].value < 1e-4
 
@@ -152,12 +149,10 @@ def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, cap
     assert "kl-lens generate" not in out
 
 
-def test_yaml_says_the_same(folder: Path, images: Path, tmp_path: Path) -> None:
-    settings = tmp_path / "measure.yaml"
-    settings.write_text(
-        f"model: {folder}\ntask: image\nimages: {images}\nwindows: 2\nwindow-length: 4\ncomponents: head\n"
-    )
-    assert main(["measure", "--config", str(settings), "--run", str(tmp_path / "run")]) == 0
-    with Run.open(tmp_path / "run") as journal:
-        assert journal.identity["images"] == str(images)
-        assert journal.text_identity("calibration")["split"] == "train"
+def test_yaml_says_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: some-model\ntask: image\nimages: some/folder\nwindow-length: 8\n")
+    from_file = settings_from(parse(["run", "--config", str(file)]))
+    words = ["run", "some-model", "--task", "image", "--images", "some/folder", "--window-length", "8"]
+    assert from_file == settings_from(parse(words))
+    assert command_of(from_file) == words

@@ -384,6 +384,8 @@ def _device(device: str | torch.device) -> torch.device:
         raise CheckpointError(
             f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
         ) from error
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # Triton starts its kernels on the current one
     return chosen
 
 

@@ -81,7 +81,8 @@ class HymbaConfig(PretrainedConfig):
                 setattr(self, name, value)
         if mamba_dt_rank == "auto":
             self.mamba_dt_rank = math.ceil(hidden_size / 16)
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
+        given: dict[str, Any] = {"tie_word_embeddings": tie_word_embeddings, **others}
+        super().__init__(**given)
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
                 raise CheckpointError(
@@ -184,11 +185,13 @@ class HymbaBlock(nn.Module):
         self.dt_proj = nn.ModuleList([nn.Linear(rank, inner)])
         self.A_log = nn.ParameterList([torch.arange(1.0, states + 1).log().repeat(inner, 1)])
         self.D = nn.ParameterList([torch.ones(inner)])
-        norms = {"pre_avg_layernorm1": inner, "pre_avg_layernorm2": inner}
-        if config.mamba_inner_layernorms:
-            norms |= {"dt_layernorm": rank, "B_layernorm": states, "C_layernorm": states}
-        for name, width in norms.items():
-            self.add_module(name, HymbaRMSNorm(width, config.rms_norm_eps))
+        self.pre_avg_layernorm1, self.pre_avg_layernorm2 = (
+            HymbaRMSNorm(inner, config.rms_norm_eps) for _ in range(2)
+        )
+        self.with_inner_norms = config.mamba_inner_layernorms
+        if self.with_inner_norms:
+            self.dt_layernorm = HymbaRMSNorm(rank, config.rms_norm_eps)
+            self.B_layernorm, self.C_layernorm = (HymbaRMSNorm(states, config.rms_norm_eps) for _ in range(2))
 
     def forward(
         self,
@@ -213,7 +216,7 @@ class HymbaBlock(nn.Module):
             )
         x = causal_conv1d_fn(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
         step, b, c = self.x_proj[0](x.transpose(1, 2)).split(self.scan_sizes, -1)
-        if hasattr(self, "dt_layernorm"):
+        if self.with_inner_norms:
             step, b, c = self.dt_layernorm(step), self.B_layernorm(b), self.C_layernorm(c)
         scanned = mamba_selective_scan(
             x,

@@ -69,8 +69,8 @@ class MeasureSettings(Calibration, OfModel):
     )
     precision: str | None = _how(
         None,
-        "of products on a GPU; tf32x3 is as accurate as float32, tf32 and bf16 add noise that is measured; not given: "
-        "tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
+        "of products on a GPU; tf32x3 is nearly as exact as float32, tf32 and bf16 add noise, which is shown; not "
+        "given: tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
         choices=PRECISIONS,
     )
     as_deployed: str | None = _how(

@@ -17,7 +17,7 @@ from kl_lens import units
 from kl_lens.errors import KLLensError
 from kl_lens.targets import TARGETS
 
-VERB_MODEL = "folder, hub id, or reference: and one of mamba, mamba2, hybrid, hymba, vision"
+VERB_MODEL = "folder, hub id, or reference:mamba, reference:mamba2, reference:hybrid, reference:hymba, reference:vision"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 

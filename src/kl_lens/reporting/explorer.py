@@ -43,6 +43,7 @@ def _run(view: RunView, name: str) -> dict[str, Any]:
     rows = rows_of(shown)
     return {
         "name": name,
+        "each": "image" if view.identity.get("task") == "image" else "token",
         "components": [
             [c.name, rows[c.name], [b for b in places_of(c) if b is not None], list(c.shape), c.parameters]
             for c in shown

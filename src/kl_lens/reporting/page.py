@@ -24,9 +24,8 @@ from kl_lens.reporting.sections import (
     speed,
     summary,
 )
-from kl_lens.reporting.wording import for_images
+from kl_lens.reporting.wording import TOLD, of_tokens
 
-_TOLD: dict[object, Callable[[Section], Section]] = {"image": for_images}  # by task
 _HATCH = Html(
     '<svg class="defs" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse">'
     '<path d="M0 5L5 0"/></pattern></defs></svg>'
@@ -36,12 +35,13 @@ _HATCH = Html(
 def report_page(view: RunView) -> str:
     """The report of one run."""
     modules = (summary, sensitivity, prediction, sizes, speed, details, provenance)
-    told = _TOLD.get(view.identity.get("task"), lambda section: section)
-    return page(f"KL Lens: {view.model}", [told(module.section(view)) for module in modules])
+    told = TOLD.get(view.identity.get("task"), of_tokens)
+    return page(f"KL Lens: {view.model}", [module.section(view) for module in modules], told)
 
 
-def page(title: str, sections: Sequence[Section]) -> str:
-    script = "\n".join(_asset(name) for name in ("knapsack.js", "explorer.js", "report.js"))
+def page(title: str, sections: Sequence[Section], told: Callable[[str], str] = of_tokens) -> str:
+    """`told` puts our own words otherwise, where tokens are images."""
+    script = told("\n".join(_asset(name) for name in ("knapsack.js", "explorer.js", "report.js")))
     style = Html(palette.stylesheet() + "\n" + _asset("report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -67,7 +67,12 @@ def page(title: str, sections: Sequence[Section]) -> str:
     body = tag(
         "body",
         _HATCH,
-        tag("div", top, tag("main", *(_section(n, s) for n, s in enumerate(sections, 1))), class_="page"),
+        tag(
+            "div",
+            top,
+            tag("main", *(Html(told(_section(n, s))) for n, s in enumerate(sections, 1))),
+            class_="page",
+        ),
         tag("script", Html(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

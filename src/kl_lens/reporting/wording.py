@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-
-from kl_lens.reporting.markup import Html
-from kl_lens.reporting.sections import Section
+from collections.abc import Callable
 
 # In order: longer phrases first. Whole phrases of our own, so that names of models and files are left alone.
 _PHRASES = (
@@ -24,11 +21,15 @@ _PHRASES = (
 _COUNTED = re.compile(r"(?<=\d) tokens\b")
 
 
-def for_images(section: Section) -> Section:
-    """The same section, told of images."""
-    if section.body is None:
-        return section
-    body = str(section.body)
+def of_tokens(text: str) -> str:
+    return text
+
+
+def of_images(text: str) -> str:
+    """A part of the page, told of images."""
     for ours, theirs in _PHRASES:
-        body = body.replace(ours, theirs).replace(ours.capitalize(), theirs.capitalize())
-    return replace(section, body=Html(_COUNTED.sub(" images", body)))
+        text = text.replace(ours, theirs).replace(ours.capitalize(), theirs.capitalize())
+    return _COUNTED.sub(" images", text)
+
+
+TOLD: dict[object, Callable[[str], str]] = {"image": of_images}  # by task

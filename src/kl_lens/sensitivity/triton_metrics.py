@@ -14,7 +14,7 @@ double across tiles. What is taken off is of second order in x. c is δ at the t
 as u is; then nothing cancels that counts. Rows where eᵘ overflows come out as NaN or infinity, for others to do again.
 
 The sums need no log-sum-exp of the student, so they could be the end of the product with the head, and its logits never
-be in memory. Tried: that kernel runs out of registers and takes a seventh longer than product and pass one by one.
+be in memory. Tried (docs/performance.md): that kernel runs out of registers and is slower than product and pass.
 """
 
 from __future__ import annotations

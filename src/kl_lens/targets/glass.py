@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kl_lens.environment import for_child
-from kl_lens.errors import TargetError, one_line
+from kl_lens.errors import TargetError, one_line, printable
 
 # Opening is reading: a second for every so many bytes, and enough for the libraries to load on a busy machine.
 _SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
@@ -43,7 +43,7 @@ def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str)
     except subprocess.TimeoutExpired:
         raise TargetError(f"{place}: {runtime} hangs on it; {again}") from None
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    last = one_line(Exception(lines[-1])) if lines else ""
+    last = printable(one_line(Exception(lines[-1]))) if lines else ""
     if done.returncode < 0:
         name, said = signal.Signals(-done.returncode).name, f" ({last})" if last else ""
         raise TargetError(f"{place}: {runtime} ends the process on it with {name}{said}; {again}")

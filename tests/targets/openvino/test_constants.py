@@ -23,6 +23,7 @@ from tests.targets.openvino.conftest import assert_same_logits, loaded, referenc
 
 QUICK = ["mamba", "jamba_experts"]
 SLOW = ["falcon_mamba", "mamba2", "falcon_h1", "zamba2", "bamba", "nemotron_h", "granitemoehybrid"]
+SLOW += ["hymba", "zamba", "lfm2", "qwen3_next", "kimi_linear", "minimax", "rwkv"]
 families = pytest.mark.parametrize(
     "family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -109,14 +109,17 @@ def _mamba2_chunk_scan(original: Function) -> Function:
                 return_final_states=return_final_states, **kwargs,
             )  # fmt: skip
         if runs_triton(hidden_states.device):
+            from triton.runtime.errors import OutOfResources
+
             from kl_lens.checkpoints.kernels import triton_scan
 
             if triton_scan.fits_chunks(hidden_states.shape[3], B.shape[3]):
-                y, state = triton_scan.head_scan_gpu(
-                    hidden_states, dt, A, B, C, initial_states,
-                    dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
-                )  # fmt: skip
-                return (y, state) if return_final_states else y
+                with suppress(OutOfResources):  # a card with little shared memory
+                    y, state = triton_scan.head_scan_gpu(
+                        hidden_states, dt, A, B, C, initial_states,
+                        dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, skip=D,
+                    )  # fmt: skip
+                    return (y, state) if return_final_states else y
         x, step = hidden_states.float(), dt.float()
         if dt_bias is not None:
             step = step + dt_bias.float()

@@ -2,8 +2,9 @@
 
 Tensor cores multiply halves: eleven significant bits, as TF32 has, at twice TF32's rate. So each row x of either matrix
 is scaled by a power of two, which gives halves the range that they lack, and split into x = high + low, both halves:
-22 bits. high·highᵀ + high·lowᵀ + low·highᵀ, summed in float32, then leaves out nothing that float32 would have
-kept (`tf32x3`). The first of these products alone has TF32's accuracy (`tf32`), and that of bfloat16 is `bf16`.
+22 bits. high·highᵀ + high·lowᵀ + low·highᵀ, summed in float32, then leaves out nothing that float32 would have kept
+(`tf32x3`), but for the cores' habit of cutting off where they should round when they sum. The first of these products
+alone has TF32's accuracy (`tf32`), and that of bfloat16 is `bf16`.
 
 Splitting costs one pass over each matrix, little beside a product with thousands of rows, so nothing is kept.
 """
@@ -120,7 +121,7 @@ def _linear(  # type: ignore[no-untyped-def]
 @cache
 def _tiles(device: torch.device, parts: int) -> dict[str, Any]:
     """Sizes of tiles for this device; the same for every product, so that equal rows give equal results anywhere."""
-    card = torch.cuda.get_device_properties(device)
+    card: Any = torch.cuda.get_device_properties(device)  # its stubs lack what newer releases have
     if parts == 1 and card.shared_memory_per_block_optin >= 200 << 10:
         sizes = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 4}
     else:  # 96 KB of shared memory: what every card since Ampere has

@@ -61,7 +61,7 @@
     s.modes = {
       size: { label: "size", unit: "file", ends: [space.fixed + low, space.fixed + high], log: true, show: bytes,
         plan: (limit, quick) => s.bySize.at(Math.floor(limit) - space.fixed, quick) },
-      loss: { label: "allowed loss", unit: "nats per token", ends: [space.factor * floor, space.factor * most], log: true, show: number,
+      loss: { label: "allowed loss", unit: `nats per ${run.each}`, ends: [space.factor * floor, space.factor * most], log: true, show: number,
         plan: (limit, quick) => s.byLoss.at(limit / space.factor, quick) },
     };
     const line = fitted(s.plans.filter((plan) => plan.speed));
@@ -175,9 +175,9 @@
     const scale = (value) => (Math.log10(Math.max(value, 10 ** low)) - low) / (high - low);
     const order = [...all.map(({ row }) => [row[0], row[1], row[2]]), [space.none, 2 * run.components[c][4], 0]].sort((p, q) => p[1] - q[1]);
     const at = order.findIndex(([r]) => r === mine);
-    const step = (other, word) => other && el("li", {}, `One step ${word}, ${space.recipes[other[0]]}: ${signed(other[1] - size, bytes)}, KL ${signed(space.factor * (other[2] - kl), number)} nats per token.`);
+    const step = (other, word) => other && el("li", {}, `One step ${word}, ${space.recipes[other[0]]}: ${signed(other[1] - size, bytes)}, KL ${signed(space.factor * (other[2] - kl), number)} nats per ${run.each}.`);
     const fused = space.owner.has(c) ? space.members[space.owner.get(c)].filter((m) => m !== c).map((m) => run.components[m][0]) : [];
-    const heads = ["recipe", "bytes", "KL, nats per token", "on each window (log)", "instead: bytes", "instead: KL", "SQNR, dB", "Δ cross-entropy", "same top token", "KL, 99 % of tokens"];
+    const heads = ["recipe", "bytes", `KL, nats per ${run.each}`, "on each window (log)", "instead: bytes", "instead: KL", "SQNR, dB", "Δ cross-entropy", run.each === "image" ? "same top class" : "same top token", `KL, 99 % of ${run.each}s`];
     const [, , sqnr, change, same, p99] = metrics.map((_, i) => 5 + i);
     const table = el("table", {},
       el("caption", {}, `Every recipe it was measured in, ${space.title} (✓: in the plan)`),
@@ -293,7 +293,7 @@
       const bits = (8 * plan.codes.reduce((total, r, c) => total + (space.rows[c].get(r)?.[1] ?? 2 * run.components[c][4]), 0)) / run.components.reduce((total, c) => total + c[4], 0);
       const made = [
         tile("Size", bytes(plan.bytes), `${percent(plan.bytes / space.fp16)} of FP16 (${bytes(space.fp16)}); ${bits.toFixed(2)} bits for each weight that has a choice`, { "data-bytes": plan.bytes }),
-        tile("Predicted KL", withError(plan.kl, plan.error), `nats per token; ${parts}`, { "data-kl": plan.sum }),
+        tile("Predicted KL", withError(plan.kl, plan.error), `nats per ${run.each}; ${parts}`, { "data-kl": plan.sum }),
       ];
       if (known) made.push(tile(same ? "Measured: this very plan" : "Measured nearby", withError(known.kl, known.error), `${same ? "" : `${known.label}, ${bytes(known.bytes)}; `}${known.where}`));
       const timed = nearest(space.plans.filter((other) => other.speed))[0];
@@ -419,7 +419,7 @@
     const span = (of) => { const all = rows.map(({ space }) => of(space)); return { ends: [Math.min(...all.map((e) => e[0])), Math.max(...all.map((e) => e[1]))], log: true }; };
     const modes = {
       share: { ...span((s) => s.modes.size.ends.map((end) => end / s.fp16)), show: (v) => `${percent(v)} of FP16`, plan: (s, v, quick) => s.modes.size.plan(v * s.fp16, quick) },
-      loss: { ...span((s) => s.modes.loss.ends), show: (v) => `${number(v)} nats per token`, plan: (s, v, quick) => s.modes.loss.plan(v, quick) },
+      loss: { ...span((s) => s.modes.loss.ends), show: (v) => `${number(v)} nats per ${runs[0].each}`, plan: (s, v, quick) => s.modes.loss.plan(v, quick) },
     };
     strips.append(...rows.map(({ run, space, map }) => el("figure", {}, el("figcaption", {}, el("b", {}, `${run.name}, ${space.title}`)), map.figure)));
     const draw = (quick) => {

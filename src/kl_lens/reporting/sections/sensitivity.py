@@ -13,23 +13,11 @@ TITLE = "Sensitivity"
 
 
 def section(view: RunView) -> Section:
-    if view.table is None:
-        return Section(
-            "sensitivity",
-            TITLE,
-            None,
-            f"kl-lens measure MODEL --run {view.folder}",
-            "nothing has been measured",
-        )
-    measurements = [m for m in view.table.measurements if KL in m.metrics]
+    measurements = [m for m in view.table.measurements if KL in m.metrics] if view.table else []
     if not measurements:
-        return Section(
-            "sensitivity",
-            TITLE,
-            None,
-            "kl-lens measure MODEL --run ANOTHER_DIR",
-            "the run holds no KL measurements",
-        )
+        where = "ANOTHER_DIR" if view.table else view.folder
+        reason = "the run holds no KL measurements" if view.table else "nothing has been measured"
+        return Section("sensitivity", TITLE, None, f"kl-lens measure MODEL --run {where}", reason)
     tokens = max(m.tokens for m in measurements)
     parts = [
         paragraph(

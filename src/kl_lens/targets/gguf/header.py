@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, one_line, printable
 from kl_lens.formats.ggml import gguf_module
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -111,7 +111,9 @@ def read_header(path: Path) -> FileInfo:
         try:
             return _parse(_Cursor(data), len(data))
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
-            reason = str(error) if isinstance(error, _Damaged) else "its header makes no sense"
+            reason = (
+                printable(one_line(error)) if isinstance(error, _Damaged) else "its header makes no sense"
+            )
             raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
 
 
@@ -162,10 +164,11 @@ def check_file(path: Path) -> FileInfo:
     for entry in info.tensors:
         if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
             raise TargetError(
-                f"{path}: tensor {entry.name} is {entry.type} and llama.cpp reads it as F32; export it again"
+                f"{path}: tensor {printable(entry.name[:80])} is {entry.type} and llama.cpp reads it as F32; "
+                "export it again"
             )
     if problem := next(_contradictions(info), None):
-        raise TargetError(f"{path}: {problem}; export or download it again")
+        raise TargetError(f"{path}: {printable(problem[:240])}; export or download it again")
     return info
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kl_lens.environment import processors
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, printable
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
 from kl_lens.targets.session import Logits, checked_tokens
@@ -237,7 +237,7 @@ class GGUFSession:
 
     def _complaint(self) -> str:
         lines = [line for line in self._library.errors if line]
-        return lines[0] if lines else "it gave no reason"
+        return printable(lines[0]) if lines else "it gave no reason"
 
 
 open_session = GGUFSession

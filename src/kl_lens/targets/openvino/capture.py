@@ -63,7 +63,7 @@ class ScanSite:
     """One scan that was cut out: what enters it, and the shape of what it has to return."""
 
     name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
-    kind: str  # selective (Mamba-1), chunked (Mamba-2, MiniMax), delta (gated delta rule), weighted (RWKV-4)
+    kind: str  # selective (Mamba-1), chunked (Mamba-2), lightning (MiniMax), delta (gated rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
     arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
     result_shape: tuple[int, ...] = ()  # without time, which comes first
@@ -190,8 +190,8 @@ class GraphForward(nn.Module):
         forward = self.model.forward
         accepted = inspect.signature(forward).parameters
         # MiniMax wants a cache of its own class, unless it is told not to use one.
-        own_cache = any(hasattr(module, "slope_rate") for module in self.model.modules())
-        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": not own_cache}
+        use_cache = str(getattr(self.model.config, "model_type", "")) != "minimax"
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
         if "cache_params" in accepted:
             arguments["cache_params"] = cache
         elif "past_key_values" not in accepted:  # RWKV's state, which our replacements keep
@@ -212,7 +212,8 @@ class GraphForward(nn.Module):
         full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
         window = getattr(self.model.config, "sliding_window", None)
         near = full if not window else full.masked_fill((distance >= window)[None, None], float("-inf"))
-        forward = inspect.unwrap(type(self.model.base_model).forward)
+        base: Any = self.model.base_model
+        forward = inspect.unwrap(type(base).forward)
         if "dict" not in forward.__code__.co_names:
             return near
         recurrent = dict.fromkeys(("linear_attention", "mamba", "conv"))
@@ -263,7 +264,7 @@ class GraphForward(nn.Module):
 
         return scan
 
-    def chunked(self, layer: int) -> Callable[..., Any]:
+    def chunked(self, layer: int, kind: str = "chunked") -> Callable[..., Any]:
         def scan(
             hidden_states: torch.Tensor,  # (1, time, heads, width)
             dt: torch.Tensor,  # (1, time, heads)
@@ -279,7 +280,7 @@ class GraphForward(nn.Module):
             return_final_states: bool = False,
             **_: Any,
         ) -> Any:
-            site = self._site(layer, "chunked")
+            site = self._site(layer, kind)
             if dt_bias is not None:
                 dt = dt + dt_bias
             if dt_softplus:
@@ -350,8 +351,8 @@ class GraphForward(nn.Module):
             mixed = module.act_fn(module.qkv_proj(hidden_states))
             mixed = mixed.unflatten(-1, (module.num_attention_heads, -1))
             query, key, value = mixed.split(module.head_dim, -1)
-            steps = torch.ones_like(value[..., 0])
-            y = self.chunked(layer)(value, steps, -module.slope_rate.flatten(), key, query, chunk_size=0)
+            steps, rates = torch.ones_like(value[..., 0]), -module.slope_rate.flatten()
+            y = self.chunked(layer, "lightning")(value, steps, rates, key, query, chunk_size=0)
             gate = torch.sigmoid(module.output_gate(hidden_states))
             return module.out_proj(gate * module.norm(y.flatten(2))), None
 

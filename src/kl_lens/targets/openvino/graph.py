@@ -235,7 +235,7 @@ def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
     shape, first = site.state_shape, None
     if site.kind == "selective":
         shape = shape[::-1]
-    elif site.kind == "chunked":
+    elif site.kind in ("chunked", "lightning"):
         shape = _sizes(site).state_shape
     elif site.kind == "weighted":
         first = scans.weighted_start(shape[1])
@@ -260,8 +260,10 @@ def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape 
         if not unrolled:
             return scans.selective_scan(inputs, channels, states)
         return scans.unrolled_selective_scan(inputs, states, unrolled)
-    if static is None:
+    if static is None and site.kind == "chunked":
         return scans.one_or_many_scan(inputs, _sizes(site))
+    if static is None:  # the x86 plugin (2026.4.1) computes MiniMax's wrongly inside an If
+        return scans.chunked_scan(inputs, _sizes(site))
     if static.tokens == 1:
         return scans.one_token_scan(inputs, _sizes(site))
     return scans.chunked_scan(inputs, _sizes(site), single=static.tokens <= scans.CHUNK)

@@ -100,5 +100,9 @@ def _refusals(config: Any) -> Iterable[str | None]:
             yield "it has no bias for its experts, and llama.cpp's lfm2moe wants one"
 
 
-for _model_type, _name in (("lfm2", "lfm2"), ("lfm2_moe", "lfm2moe")):
-    register(Architecture(_model_type, lambda _, name=_name: name, _metadata, _tensors, _refusals))
+for _model_type in ("lfm2", "lfm2_moe"):
+    register(
+        Architecture(
+            _model_type, lambda config: config.model_type.replace("_", ""), _metadata, _tensors, _refusals
+        )
+    )

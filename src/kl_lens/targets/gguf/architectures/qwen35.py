@@ -36,9 +36,13 @@ def _rotary(config: Any) -> int:
 
 
 def _metadata(config: Any) -> Metadata:
-    sections = list((config.rope_parameters or {}).get("mrope_section") or [])
-    if sum(sections) != _rotary(config) // 2:
-        sections = [_rotary(config) // 2]  # text has one position, however the sections are cut
+    pairs = _rotary(config) // 2
+    sections = [
+        (pairs + 2) // 3,
+        (pairs + 1) // 3,
+        pairs // 3,
+        0,
+    ]  # in turn; of text all three are one position
     return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -52,7 +56,7 @@ def _metadata(config: Any) -> Metadata:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": parts.rope_base(config),
         "rope.dimension_count": _rotary(config),
-        "rope.dimension_sections": [*sections, 0, 0, 0][:4],
+        "rope.dimension_sections": sections,
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "ssm.state_size": config.linear_key_head_dim,
