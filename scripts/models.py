@@ -36,6 +36,7 @@ from kl_lens.sensitivity.perturbation import Perturbation, replacements
 WINDOWS, TOKENS = 2, 24
 AGREE = 2e-3  # relative difference of two KL
 LOGITS = 1e-3  # share of the logits' range
+USED_MOST = ("llama",)
 _RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm")
 # Classes of images, sound or drafts: no language model that a text alone measures.
 _NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")
@@ -91,9 +92,7 @@ def recurrent_families() -> list[str]:
 
 def rows(chosen: list[str] | None = None) -> Iterator[Row]:
     known = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
-    recurrent = recurrent_families()
-    order = sorted(["hymba", *recurrent]) + sorted(known.keys() - {*recurrent, "hymba", "jamba_experts"})
-    for family in chosen or order:
+    for family in chosen or [*sorted(["hymba", *recurrent_families()]), *USED_MOST]:
         if family in known:
             yield tried(family)
         else:
