@@ -219,6 +219,8 @@ class Run:
         rows = self._db.execute(
             "SELECT started, command, provenance FROM commands ORDER BY started"
         ).fetchall()
+        if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
+            raise ValueError("a time that is none")
         return [
             {"started": float(s), "command": list(json.loads(c)), "provenance": dict(json.loads(p))}
             for s, c, p in rows
@@ -424,7 +426,7 @@ class Run:
         ).fetchall()
         return [
             Result(
-                Subject(what, plan or None, target or None, json.loads(settings), digest),
+                Subject(what, plan or None, target or None, dict(json.loads(settings)), digest),
                 name,
                 json.loads(value),
             )
