@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.errors import RunError
-from kl_lens.runs import Run
+from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, compare
@@ -203,6 +203,10 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
         assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
         with pytest.raises(RunError, match="another precision of products: precision is 'tf32' there"):
             Sweep(model, run, precision="tf32x3").measure(candidates, windows)
+    with Run.create(tmp_path / "chosen") as run:
+        found = Sweep(model, run).measure(candidates, windows)
+        assert found.precision == "tf32x3", "8 bits of a tiny model lose too little for tf32"
+        assert run.load("noise", CALIBRATION)["kl_teacher_to_student"] < coarse / 100
 
 
 # -- without one --------------------------------------------------------------------------------------------

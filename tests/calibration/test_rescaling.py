@@ -12,6 +12,7 @@ from kl_lens.calibration.rescaling import changed_weights, pairs, rescalings, wr
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import CheckpointError
 from tests.calibration.test_gathering import _opened, _windows
+from tests.families import tiny_model
 
 NORM, READER = "backbone.layers.1.norm.weight", "backbone.layers.1.mixer.in_proj"
 
@@ -54,8 +55,9 @@ def test_planted_outliers_are_taken_back_and_the_model_stays(tmp_path: Path) -> 
     assert all(torch.equal(p, before[name]) for name, p in model.model.named_parameters())
 
 
-def test_the_written_checkpoint_is_another_with_the_same_logits(tiny_folder: Path, tmp_path: Path) -> None:
-    model = load(tiny_folder)
+def test_the_written_checkpoint_is_another_with_the_same_logits(tmp_path: Path) -> None:
+    tiny_model("mamba").save_pretrained(tmp_path / "tiny")
+    model = load(tmp_path / "tiny")
     statistics = gather(model, _windows(4), tmp_path / "run")
     found = rescalings(model, statistics, "int4")
     forced = [

@@ -35,7 +35,7 @@ INSTEAD = {"--stride": "32", "--max-latency": "100s", "--task-limit": "2"}
 # benchmark_app takes a minute for each file otherwise.
 ADDED = {"--protocol": ["--quick"]}
 # Exercised as a whole in tests/cli; here its words are only understood.
-PARSED_ONLY = ("run",)
+PARSED_ONLY = ("run", "doctor", "runtime")
 
 
 def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:

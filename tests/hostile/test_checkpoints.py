@@ -129,7 +129,7 @@ def test_a_model_with_code_of_its_own_is_refused_by_its_family(
 ) -> None:
     for target, reason in {
         "openvino": "cannot be exported to OpenVINO",
-        "gguf": "knows no 'parallel_heads'",
+        "gguf": "llama.cpp has no parallel_heads architecture",
     }.items():
         words = [
             "--trust-remote-code",

@@ -86,7 +86,8 @@ _RENAMES = (
     (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
 )
 _NEMOTRON_BACKBONE = re.compile(r"^backbone\.")
-_ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _assemblies(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
     for name, item in stored.items():
         if match := _ONE_EXPERT.match(name):
-            experts[match[1]][match[3]][int(match[2])] = item
+            experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
         else:
             assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
     for owner, kinds in experts.items():

@@ -379,6 +379,7 @@ def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
     """`text` or `image`: what was asked for, or what config.json's architectures say."""
     if wanted is not None:
         return wanted
-    names = [str(name) for name in config.get("architectures") or ()]
+    given = config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, (list, tuple)) else []
     is_classifier = is_timm(config) or any(name.endswith("ForImageClassification") for name in names)
     return IMAGE if is_classifier or config.get("model_type") == "mambavision" else TEXT

@@ -50,8 +50,8 @@ def put_in_order(
     """Writes `NAME.in-order` where its KL on held-out text is below the plan's own."""
     folder = run.folder / "plans"
     plan = planning.read_plan(planning.plan_path(folder, name), model.anatomy.components)
-    windows = bench.drawn_again(plain.identity["text"], model.require_tokenizer())
-    judging = bench.held_out(settings, run, model.require_tokenizer())
+    windows = bench.drawn_again(plain.identity["text"], model.task)
+    judging = bench.held_out(settings, run, model.task)
     assignment = {component: _in_order(recipe) for component, recipe in plan.assignment.items()}
     if assignment == plan.assignment:
         raise PlanError(

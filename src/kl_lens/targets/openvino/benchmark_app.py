@@ -25,7 +25,8 @@ class BenchmarkApp(PublishedProgram):
         from kl_lens.targets.openvino.glass import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
-        require_safe(place)
+        if place.is_dir():
+            require_safe(place)
         shapes = []
         for entry in read_graph(graph_file(place)).inputs:
             shape = entry.get_partial_shape()
