@@ -287,7 +287,9 @@ def test_experts_are_quantized_each_with_its_own_moments(recipe: str) -> None:
     parsed = Recipe.parse(recipe)
     weights = torch.stack([_weight(seed=1), _weight(seed=2)])
     moments = torch.stack([_moments(seed=3), _moments(seed=4)])
-    together = parsed.quantizer.quantize(weights, parsed.grid, "layer", InputStatistics(moments, (TOKENS, TOKENS)))
+    together = parsed.quantizer.quantize(
+        weights, parsed.grid, "layer", InputStatistics(moments, (TOKENS, TOKENS))
+    )
     for expert in range(2):
         alone = _quantized(recipe, weights[expert], moments[expert])
         assert torch.equal(parsed.grid.dequantize(together)[expert], alone)
