@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from kl_lens.cli.main import main
 from kl_lens.planning import plan_path
 from tests.families import tiny_model
 from tests.hostile.saying import cases, says_one_line
@@ -146,15 +147,17 @@ def test_a_model_with_code_of_its_own_is_refused_by_its_family(
 @cases(6, 300)
 def test_changed_tokenizers(cases: int, healthy: Path, tmp_path: Path, capsys) -> None:
     draw = random.Random(cases)
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     content = {
         "version": "1.0",
         "added_tokens": [{"id": 0, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
                           "rstrip": False, "normalized": False}],
-        "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-        "post_processor": None, "decoder": {"type": "ByteLevel"},
+        "normalizer": None, "pre_tokenizer": bytes_, "post_processor": None, "decoder": bytes_,
         "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
     }  # fmt: skip
     file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    assert main(["inspect", str(healthy), "--tokenizer", str(file)]) == 0
     for _ in range(cases):
         file.write_text(json.dumps(changed_within(content, draw)))
         says_one_line(["inspect", str(healthy), "--tokenizer", str(file)], capsys, may_succeed=True)
@@ -165,13 +168,16 @@ def test_changed_published_files(cases: int, healthy: Path, tmp_path: Path, caps
     draw = random.Random(cases)
     run = tmp_path / "run"
     file = tmp_path / "published.json"
-    entry = {"kl": 0.1, "mse": 0.2, "sqnr": 30.0, "perplexity": 20.0}
+    entry = {"kl_teacher_to_student": 0.1, "sqnr_db": 30.0, "delta_cross_entropy": 0.2}
     layers = {
         f"backbone.layers.{n}.mixer.{kind}": entry for n in range(4) for kind in ("in_proj", "out_proj")
     }
+    words = ["import-legacy", "--model", str(healthy), "--bits", "4", str(file), "--run", str(run)]
+    file.write_text(json.dumps(layers))
+    assert main(words) == 0
+    shutil.rmtree(run)
     for _ in range(cases):
         file.write_text(json.dumps(changed_within(draw.choice([layers, list(layers.items())]), draw)))
-        words = ["import-legacy", "--model", str(healthy), "--bits", "4", str(file), "--run", str(run)]
         says_one_line(words, capsys, may_succeed=True)
         shutil.rmtree(run, ignore_errors=True)
 

@@ -128,5 +128,5 @@ def test_random_words_behind_every_flag(
             if option.flag and not option.is_switch:
                 words += [option.flag, draw.choice(WORDS)]
         if verb == "measure" or draw.random() < 0.5:  # without a model it would measure the embedded one
-            words.append(draw.choice(WORDS))
+            words.append(draw.choice(WORDS[:-1] if verb == "measure" else WORDS))
         says_one_line(words, capsys, may_succeed=True)

@@ -91,12 +91,14 @@ class RunView:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        return self.table.components if self.table else ()
+        """Known as soon as the model is, also before anything is measured."""
+        if self.table:
+            return self.table.components
+        return tuple(Component.from_json(c) for c in self.identity.get("components", ()))
 
     @property
     def fp16_bytes(self) -> int:
-        """Known as soon as the model is, also before anything is measured."""
-        return sum(2 * int(c["parameters"]) for c in self.identity.get("components", ()))
+        return sum(2 * c.parameters for c in self.components)
 
     def frontier(self, target: str | None) -> Line:
         """The target's own; of what it has none, that of weights alone."""
