@@ -36,7 +36,18 @@ from kl_lens.sensitivity.perturbation import Perturbation, replacements
 WINDOWS, TOKENS = 2, 24
 AGREE = 2e-3  # relative difference of two KL
 LOGITS = 1e-3  # share of the logits' range
-USED_MOST = ("llama",)
+USED_MOST = [
+    "llama",
+    "qwen3",
+    "qwen2",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "gemma4_text",
+]
 _RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm")
 # Classes of images, sound or drafts: no language model that a text alone measures.
 _NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")

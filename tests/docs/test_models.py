@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.docs.markdown import ROOT
 
 def _script():
     spec = importlib.util.spec_from_file_location("models_page", ROOT / "scripts/models.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 

@@ -86,6 +86,7 @@ def _why_unknown(model_type: str) -> str:
     from gguf.constants import MODEL_ARCH_NAMES  # llama.cpp's own list
 
     bare = re.sub(r"[-_.]|text$", "", model_type)
+    bare = {"mistral": "llama", "mixtral": "llama"}.get(bare, bare)  # llama.cpp runs them under that name
     if bare not in {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}:
         return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
     known = ", ".join(supported_architectures())
