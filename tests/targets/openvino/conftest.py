@@ -27,7 +27,10 @@ class Exported:
 
 
 def loaded(family: str) -> LoadedModel:
-    return LoadedModel(family, Path(), tiny_model(family), None)
+    model = tiny_model(family)
+    if getattr(model.config, "rescale_every", 0):
+        model.config.rescale_every = 0  # as `load` does in float32
+    return LoadedModel(family, Path(), model, None)
 
 
 @functools.cache

@@ -259,7 +259,8 @@
     let space = star, mode = "size", limit, plan, opened = null, later;
     const slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, id: "budget", "aria-labelledby": "budget-name" });
     const field = el("input", { type: "text", inputmode: "decimal", "aria-label": "Budget, exactly", size: 10 });
-    const unit = el("span", { class: "quiet" });
+    const unit = el("span", { class: "quiet" }), bound = el("span");
+    const worded = () => { unit.textContent = space.modes[mode].unit; bound.textContent = mode === "speed" ? "at least " : "at most "; };
     const target = el("div"), kinds = el("div"), tiles = el("div", { class: "tiles" }), rivals = el("div"), page = el("div"), command = el("code");
     const status = el("p", { class: "sr", role: "status" });
     const copy = el("button", { type: "button", class: "toggle", onclick: () => copied() }, "Copy");
@@ -364,10 +365,10 @@
       kinds.replaceChildren(choose("Budget", "mode", [["size", "Size"], ["loss", "Allowed loss"], ["speed", "Tokens per second"]].map(([value, label]) => ({ value, label, off: off[value] })), mode, (value) => {
         const from = plan;
         mode = value;
-        unit.textContent = space.modes[mode].unit;
+        worded();
         set({ size: from.bytes, loss: from.kl * (1 + 1e-9), speed: space.speed?.(from) * (1 - 1e-9) }[mode]);
       }));
-      unit.textContent = space.modes[mode].unit;
+      worded();
     };
     const begin = () => {
       if (!space.modes[mode]) mode = "size";
@@ -382,7 +383,7 @@
     field.addEventListener("change", () => { const value = parsed(field.value); if (value > 0) set(value, true); });
     place.replaceChildren(
       el("h3", { id: "budget-name" }, "What if the budget were another?"),
-      el("div", { class: "knobs" }, target, kinds, el("label", { class: "exactly" }, "at most ", field, " ", unit)), slider, tiles,
+      el("div", { class: "knobs" }, target, kinds, el("label", { class: "exactly" }, bound, field, " ", unit)), slider, tiles,
       el("div", { class: "grid" }, el("div", {}, map.figure), rivals),
       el("div", { class: "copy" }, el("pre", {}, command), copy, keep), page, status);
     document.querySelector(".charts")?.after(pinned);
