@@ -38,7 +38,7 @@ _quality = grouped("greedy under a quality budget")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measured on held-out text")
 ALL, USUAL = "all", "usual"  # rivals
-ROUNDS = 3  # in which a plan for a size of file is corrected
+ROUNDS = 4  # in which a plan for a size of file is corrected
 KL = "kl_teacher_to_student"
 
 
@@ -226,13 +226,23 @@ class Aim:
         if self.target is None or max_bytes is None:
             return self.sized(make(0))
         besides = self.besides
+        best: Plan | None = None
         for _ in range(ROUNDS):
-            plan = self.sized(make(besides))
+            made = make(besides)
+            plan = self.sized(made)
             size = plan.file_bytes
             assert size is not None
-            if size <= max_bytes:
-                return plan
-            besides += size - max_bytes
+            if size <= max_bytes and (
+                best is None or (plan.predicted_kl or 0.0) < (best.predicted_kl or 0.0)
+            ):
+                best = plan
+            # What such a file needs besides, as it turned out. A byte too many can cost a plan that just fits.
+            wrong = plan.fixed_bytes - made.fixed_bytes
+            if wrong == 0 or (wrong > 0 and best is not None):
+                break
+            besides += wrong if best is not None else max(wrong, size - max_bytes)
+        if best is not None:
+            return best
         raise PlanError(
             f"no plan was found whose {self.target.title} file takes at most {human_bytes(max_bytes)}; "
             "raise the budget"
