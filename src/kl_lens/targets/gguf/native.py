@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kl_lens.environment import for_child
+from kl_lens.environment import for_child, processors
 from kl_lens.errors import TargetError
 from kl_lens.targets.gguf.library import find_library, library_in, runtime_folder
 
@@ -47,7 +47,7 @@ def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
         build = folder / "build"
         _call(["cmake", "-S", str(source), "-B", str(build), *_OPTIONS], "cmake cannot configure llama.cpp")
         _call(
-            ["cmake", "--build", str(build), "--target", "llama", "--parallel"],
+            ["cmake", "--build", str(build), "--target", "llama", "--parallel", str(processors())],
             "llama.cpp cannot be built",
             lambda line: _percent(line, advanced),
         )
