@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -100,7 +99,14 @@ class Sweep:
     def _engine(self, candidates: Sequence[Candidate], ids: torch.Tensor) -> Engine:
         """With the precision asked for, that of the run, or the fastest that is exact enough; the run keeps it."""
         say = self.progress.message
-        build = partial(engine_for, self.engine, self.model, ids, self.memory_budget, self.deployed, say)
+
+        def build(precision: str | None) -> Engine:
+            made = engine_for(
+                self.engine, self.model, ids, self.memory_budget, self.deployed, say, precision
+            )
+            made.scratch = self.run.folder
+            return made
+
         known = self.run.identity.get("precision")
         engine = build(self.precision or (None if known == FLOAT32 else known))
         if self.precision is None and known is None and engine.precision == TF32X3:
