@@ -107,8 +107,15 @@ class LoadedModel:
         return parameter.detach() if self.residency is None else self.residency.original(parameter)
 
     def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
-        """Within, the weights of a block, of the head or of the embedding are in memory."""
+        """Within, the weights of a block are in memory, or those around the blocks where it is the whole model's."""
         return nullcontext() if self.residency is None else self.residency.present(module)
+
+    def require_memory(self, what: str) -> None:
+        """Raises where the weights are not in memory as a whole, as `what` needs them."""
+        if self.residency is not None:
+            raise CheckpointError(
+                f"{self.name}: {what} needs the weights in memory; open it with weights='memory'"
+            )
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
         """Every parameter object that holds this weight: one, unless a library ties by storage and not by object."""

@@ -45,7 +45,11 @@ class _Watcher(TorchFunctionMode):
         place = tensor.data_ptr()
         for name, parameter in self._parameters.items():
             # Where it is now: weights that stay on disk are somewhere else each time, or of no size.
-            if 0 <= place - parameter.data_ptr() < min(parameter.nbytes, parameter.untyped_storage().nbytes()):
+            if (
+                0
+                <= place - parameter.data_ptr()
+                < min(parameter.nbytes, parameter.untyped_storage().nbytes())
+            ):
                 whole = tensor.shape[axis] == parameter.shape[-1]
                 self.seen[name].add(whole and tensor.stride(axis) == parameter.stride(-1))
 

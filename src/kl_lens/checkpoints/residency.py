@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,13 +249,17 @@ class Residency:
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
-            values = tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
+            values = (
+                tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
+            )
             digest.update(f"{name} {tuple(values.shape)} {values.dtype}\n".encode())
             digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
             if values.is_floating_point() and values.numel():
                 low, high = (float(value) for value in values.aminmax())
                 if not (math.isfinite(low) and math.isfinite(high)):
-                    what = "NaN" if math.isnan(low) else f"infinite in {str(self.dtype).removeprefix('torch.')}"
+                    what = (
+                        "NaN" if math.isnan(low) else f"infinite in {str(self.dtype).removeprefix('torch.')}"
+                    )
                     raise CheckpointError(
                         f"{self._folder}: a number in {name} is {what}; the weights are damaged"
                     )
@@ -268,7 +272,7 @@ class Residency:
             room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
         else:
             room = int(_SHARE_OF_BUDGET * (available_memory() if budget is None else budget))
-        blocks = _largest_list(self._model)
+        self._blocks = blocks = _largest_list(self._model)
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = [m for key, m in self._matrices.items() if key not in inside]
         sizes = [sum(self._bytes(m) for m in self._of(block)) for block in blocks]
@@ -282,7 +286,9 @@ class Residency:
                 self.resident_bytes += self._bytes(matrix)
                 del self._matrices[id(matrix.parameter)]
         else:
-            owners = [m for m in self._model.modules() if any(id(p) not in inside for p in m._parameters.values())]
+            owners = [
+                m for m in self._model.modules() if any(id(p) not in inside for p in m._parameters.values())
+            ]
             for module in owners:
                 self._watch(module, [m for m in self._own(module) if id(m.parameter) not in inside])
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
@@ -315,7 +321,9 @@ class Residency:
         if not matrices:
             return
         self._units[module] = matrices
-        module.register_forward_pre_hook(lambda block, _: None if needs_no_weights(block) else self._enter(block))
+        module.register_forward_pre_hook(
+            lambda block, _: None if needs_no_weights(block) else self._enter(block)
+        )
         module.register_forward_hook(
             lambda block, *_: None if needs_no_weights(block) else self._leave(block), always_call=True
         )
@@ -324,15 +332,15 @@ class Residency:
 
     @contextmanager
     def present(self, module: nn.Module) -> Iterator[None]:
-        """Within, the matrices of a block (or of the head, or the embedding) are there; the next block's are read."""
-        if module not in self._units:
+        """Within, the matrices of a block are there, and the next block's are read; of the whole model: all that stands
+        around the blocks."""
+        around = [m for m in self._units if m not in self._blocks] if module is self._model else [module]
+        with ExitStack() as held:
+            for unit in around:
+                if unit in self._units:
+                    self._enter(unit)
+                    held.callback(self._leave, unit)
             yield
-            return
-        self._enter(module)
-        try:
-            yield
-        finally:
-            self._leave(module)
 
     def original(self, parameter: torch.Tensor) -> torch.Tensor:
         """What a parameter holds, or would if it were there."""

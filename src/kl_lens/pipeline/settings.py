@@ -44,6 +44,7 @@ def _threads(text: str) -> int:
     return value
 
 
+PLACES = ("auto", "memory", "disk")  # of weights; as `checkpoints.residency` has them, which loads torch
 MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
 THREADS = Kind(_threads, metavar="N")
@@ -213,6 +214,18 @@ class Loading(Settings):
 
 
 _LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromDisk(Loading):
+    """Of verbs that can work on a model that does not fit into memory."""
+
+    weights: str = loading(
+        "auto",
+        "disk: they stay there, and go through memory a block at a time, with the same numbers; auto: where the model "
+        "does not fit into --memory-budget, or into the memory that is free",
+        choices=PLACES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,9 @@ class _Flight:
 class StreamedEngine(FastEngine):
     """The same numbers from a model of which a few blocks are in memory at a time."""
 
-    spills: bool | None = None  # whether more go together than memory has room for; None: where that saves reading
+    spills: bool | None = (
+        None  # whether more go together than memory has room for; None: where that saves reading
+    )
     _teacher: StreamedTeacher | None = None
 
     def __init__(
@@ -148,9 +150,7 @@ class StreamedEngine(FastEngine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self._teacher = None
-        rows = logit_rows(
-            self.vocabulary, None if self.chain.device.type == "cpu" else super().states_budget
-        )
+        rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else super().states_budget)
         self._teacher = StreamedTeacher(self.model, self.ids, self._layout, rows, self.batch_tokens)
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
 
@@ -291,7 +291,7 @@ class StreamedEngine(FastEngine):
         return metrics
 
     def _portions(self, wave: Sequence[_Flight], batch: Batch) -> Iterator[tuple[list[int], list[_Flight]]]:
-        """Flights whose final states of one batch fit into memory together: the teacher's logits are formed for each."""
+        """Flights whose final states of one batch fit into memory together; each forms the teacher's logits."""
         each = batch.states.nbytes
         most = max(1, self.states_budget // max(1, each))
         places: list[int] = []

@@ -101,9 +101,7 @@ class Sweep:
         say = self.progress.message
 
         def build(precision: str | None) -> Engine:
-            made = engine_for(
-                self.engine, self.model, ids, self.memory_budget, self.deployed, say, precision
-            )
+            made = engine_for(self.engine, self.model, ids, self.memory_budget, self.deployed, say, precision)
             made.scratch = self.run.folder
             return made
 
