@@ -298,7 +298,7 @@ def _leave_on_disk(
     """A model whose matrices come from disk when they are needed."""
     if mamba_ssm.is_layout(config):
         with without_weights():
-            model = mamba_ssm.empty_model(folder, config).to(dtype)
+            model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
     else:
         parsed = _parsed(folder, config, dtype, trust_remote_code, TEXT)
         try:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class DiskTensors(CheckpointTensors):
         return tensor
 
     def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data
         try:
             count = 0
             while count < len(view):
@@ -126,7 +126,7 @@ def without_weights() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -144,12 +144,17 @@ def belongs_on_disk(
         room = int(_FITS * (free_memory(device) if device.type == "cuda" else available_memory()))
     elif device.type == "cuda":
         room = min(room, int(_FITS * free_memory(device)))
-    numbers = (
-        math.prod(entry["shape"]) if path.suffix == ".safetensors" else entry["bytes"] // dtype.itemsize
+    return _numbers(folder, dtype) * dtype.itemsize > room
+
+
+def _numbers(folder: Path, dtype: torch.dtype) -> int:
+    """How many numbers the files hold; of pickles, as many as if they were stored in this type."""
+    return sum(
+        sum(math.prod(entry["shape"]) for entry in _header(path).values())
+        if path.suffix == ".safetensors"
+        else path.stat().st_size // dtype.itemsize
         for path in weight_files(folder)
-        for entry in (_header(path).values() if path.suffix == ".safetensors" else [{"bytes": path.stat().st_size}])
-    )  # fmt: skip
-    return sum(numbers) * dtype.itemsize > room
+    )
 
 
 @dataclass(eq=False)
@@ -195,46 +200,47 @@ class Residency:
         self._kept: dict[str, torch.Tensor] = {}  # as stored, on the card
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
-        self._names = self._place_parameters()
+        self._place_parameters()
         self.fingerprint = self._checked()
         self._divide(budget)
 
     # -- opening ----------------------------------------------------------------------------------------------
 
-    def _place_parameters(self) -> dict[int, str]:
-        """Vectors and buffers are read; matrices get what stands for them. id of a parameter → its name on disk."""
+    def _place_parameters(self) -> None:
+        """Vectors and buffers are read; matrices get what stands for them."""
         model, shapes = self._model, self.tensors.shapes
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        places: dict[int, str] = {}
         fresh: dict[int, nn.Parameter] = {}
-        used = set()
+        used: set[str] = set()
         for module in model.modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is None:
+            for leaf, empty in module._parameters.items():
+                if empty is None:
                     continue
-                if id(parameter) not in fresh:
-                    spelled = names[id(parameter)]
-                    name = next((n for n in spelled if n in shapes), None)
-                    if name is None or shapes[name] != tuple(parameter.shape):
-                        found = "no such tensor" if name is None else f"shape {shapes[name]}"
-                        raise CheckpointError(
-                            f"{self._folder}: {spelled[0]} should have shape {tuple(parameter.shape)}, and the files "
-                            f"have {found}; use --weights memory, or check that config.json belongs to these weights"
-                        )
+                if id(empty) not in fresh:
+                    spelled = names[id(empty)]
+                    place = self._place(spelled, tuple(empty.shape))
                     used.update(spelled)
-                    made = self._parameter(name, parameter)
-                    fresh[id(parameter)] = made
-                    places[id(made)] = name
-                module._parameters[leaf] = fresh[id(parameter)]
+                    fresh[id(empty)] = self._parameter(place, empty)
+                module._parameters[leaf] = fresh[id(empty)]
         for name, buffer in model.named_buffers():
             if name in shapes:
                 used.add(name)
                 buffer.copy_(self.tensors.read(name).reshape(buffer.shape))
         self.unused = sorted(set(shapes) - used)
         model.to(self.device)  # buffers; parameters are there
-        return places
+
+    def _place(self, names: list[str], shape: tuple[int, ...]) -> str:
+        """The name on disk of a parameter that the model has under these."""
+        name = next((n for n in names if n in self.tensors.shapes), None)
+        if name is not None and self.tensors.shapes[name] == shape:
+            return name
+        found = "no such tensor" if name is None else f"one of shape {self.tensors.shapes[name]}"
+        raise CheckpointError(
+            f"{self._folder}: {names[0]} should have shape {shape}, and the files have {found}; use --weights memory, "
+            "or check that config.json belongs to these weights"
+        )
 
     def _parameter(self, name: str, wanted: nn.Parameter) -> nn.Parameter:
         if wanted.dim() < 2:
@@ -409,5 +415,4 @@ class Residency:
 def _largest_list(model: nn.Module) -> list[nn.Module]:
     """The members of the list that holds most of the model: its blocks."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    weight: Callable[[nn.Module], int] = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
-    return list(max(lists, key=weight, default=[]))  # type: ignore[call-overload]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))

@@ -93,7 +93,7 @@ class StateRoom:
     def _take(self, leaf: Any, device: torch.device) -> Any:
         if isinstance(leaf, _OnDisk):
             tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            view = tensor.reshape(-1).view(torch.uint8).numpy().data
             assert self._file is not None
             done = 0
             while done < leaf.size:
@@ -109,7 +109,7 @@ class StateRoom:
         return leaf.to(device)
 
     def _written(self, leaf: torch.Tensor) -> _OnDisk:
-        data = memoryview(leaf.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+        data = leaf.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         empty = self._free.get(len(data))
         at = empty.pop() if empty else self._end
         self._end = max(self._end, at + len(data))
