@@ -109,7 +109,9 @@ def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
         for part in arguments.parts:
             for target in arguments.targets:
                 for task in part_tasks(part, name, target, arguments):
-                    if not arguments.grids or task.grid in arguments.grids:
+                    if task.grid in (arguments.grids or (task.grid,)) and task.method in (
+                        arguments.methods or (task.method,)
+                    ):
                         yield task
 
 
@@ -442,6 +444,7 @@ def main() -> None:
     parser.add_argument("--targets", "--target", type=names, default=list(GRIDS), help="openvino, gguf")
     parser.add_argument("--parts", "--part", type=names, default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--grids", type=names, help="these alone")
+    parser.add_argument("--methods", type=names, help="these alone")
     parser.add_argument("--windows", type=int, default=FULL, help="of 512 tokens that methods learn from")
     parser.add_argument("--test-windows", type=int, default=16)
     parser.add_argument(
