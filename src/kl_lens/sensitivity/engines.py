@@ -242,6 +242,8 @@ class FastEngine(Engine):
             tokens=self.batch_tokens,
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+        # Asked of a GPU window by window, each would wait for all that it has yet to compute.
+        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
 
     @property
     def teacher(self) -> Teacher:
@@ -272,14 +274,14 @@ class FastEngine(Engine):
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         students = self._students(perturbations)
-        batches, signals = self.teacher.batches, self._signal
+        batches, signals, counts = self.teacher.batches, self._signal, self._counts
         measured = [self._measure_batch(batch, students) for batch in batches]
 
         def finish() -> list[list[WindowMetrics]]:
             metrics: list[list[WindowMetrics]] = [[] for _ in students]
-            for batch, signal, members in zip(batches, signals, measured, strict=True):
+            for batch, signal, targets, members in zip(batches, signals, counts, measured, strict=True):
                 for windows, rows in zip(metrics, members, strict=True):
-                    windows += self._windows(batch, rows(), signal)
+                    windows += self._windows(batch, rows(), signal, targets)
             return metrics
 
         return finish
@@ -412,11 +414,13 @@ class FastEngine(Engine):
         with self.perturbed(own_head.perturbation, own_head.weights):
             return self.chain.logits(states)
 
-    def _windows(self, batch: Batch, rows: Floats, signal: Floats) -> list[WindowMetrics]:
+    def _windows(
+        self, batch: Batch, rows: Floats, signal: Floats, targets: Sequence[int]
+    ) -> list[WindowMetrics]:
         time = batch.targets.shape[1]
         by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
         return [
-            window_metrics(window, by_window[k], power[k], _count(batch.targets[k]), self.vocabulary)
+            window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
 
