@@ -367,7 +367,7 @@ class FastEngine(Engine):
     ) -> list[Rows]:
         """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
         from kl_lens.checkpoints.kernels.triton_products import linear
-        from kl_lens.sensitivity.triton_metrics import StateMetrics
+        from kl_lens.sensitivity.triton_metrics import SharedHead, compare_logits
 
         head, scale = self.chain.head, self.chain.head_scale
         weight, bias = head.weight, getattr(head, "bias", None)
@@ -375,19 +375,23 @@ class FastEngine(Engine):
             weight = other if parameter is head.weight else weight
         assert isinstance(weight, torch.Tensor)
         assert scale is not None
-        metrics = StateMetrics(weight, bias, scale, self.precision)
+        shared = None if own_head else SharedHead(weight, scale)
         flat = [entering.flatten(0, 1) for entering in states]
+        originals = batch.states.flatten(0, 1)
         parts: list[list[torch.Tensor]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
+            given = teacher.logits, teacher.lse, teacher.top, teacher.targets
             for part, entering in zip(parts, flat, strict=True):
-                part.append(
-                    metrics.compare(entering[rows], teacher.logits, teacher.lse, teacher.top, teacher.targets)
-                )
+                if shared is not None:
+                    part.append(shared.compare(entering[rows], originals[rows], *given))
+                else:
+                    logits = linear(entering[rows], weight, bias, self.precision) * scale
+                    part.append(compare_logits(*given, logits))
 
         def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
-                original = self.chain.logits(batch.states.flatten(0, 1)[at])
+                original = self.chain.logits(originals[at])
             return (
                 TeacherRows.of(original, batch.targets.flatten()[at]),
                 linear(entering[at], weight, bias, self.precision) * scale,
