@@ -82,17 +82,25 @@ class Engine(ABC):
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
-        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
-        per_window = window_bytes(self.chain, ids.shape[1], width, self.vocabulary)
-        most = max(1, self.states_budget // per_window)
+        most = self.slab_windows(ids.shape[1])
         return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+
+    def slab_windows(self, length: int) -> int:
+        """Windows in a slab: whole batches, so that the same windows run together however the text is cut."""
+        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
+        most = max(1, self.states_budget // window_bytes(self.chain, length, width, self.vocabulary))
+        return most - most % min(most, self.batch_windows(length))
+
+    @abstractmethod
+    def batch_windows(self, length: int) -> int:
+        """Windows of this length that run together."""
 
     @abstractmethod
     def prepare(self, ids: torch.Tensor) -> None:
         """Runs the teacher on these windows (one slab); `measure` compares against it."""
 
-    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
-        """Indices of perturbations that are measured together."""
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+        """Indices of perturbations that are measured together; `rows`: of a whole batch, if not of those prepared."""
         for index in range(len(perturbations)):
             yield [index]
 
@@ -134,14 +142,16 @@ class PlainEngine(Engine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
-        # A few windows at a time, so that whole logits fit.
-        self.per_batch = max(1, self.chain.task.rows_at_once // ids.shape[1])
-        limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
-        self.per_batch = min(self.per_batch, limit)
+        self.per_batch = self.batch_windows(ids.shape[1])
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
         self._kept: dict[int, TeacherRows] = {}  # the last slab goes before the next one comes
         self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
+
+    def batch_windows(self, length: int) -> int:
+        """A few at a time, so that whole logits fit."""
+        limit = self.memory_budget // 8 // (4 * self.vocabulary * length)
+        return max(1, min(self.chain.task.rows_at_once // length, limit))
 
     def _batches(self) -> Iterator[slice]:
         for first in range(0, len(self.ids), self.per_batch):
@@ -286,9 +296,12 @@ class FastEngine(Engine):
 
         return finish
 
-    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
+    def batch_windows(self, length: int) -> int:
+        return max(1, self.batch_tokens // length)
+
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
-        rows = max(batch.rows for batch in self.teacher.batches)
+        rows = rows or max(batch.rows for batch in self.teacher.batches)
         most = max(1, self.batch_tokens // rows)
         group: list[int] = []
         for index, perturbation in enumerate(perturbations):
