@@ -259,7 +259,7 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
         (["--gpu-layers", "0,8,all"], "has no GPU backend; set LLAMA_CPP_LIB"),
-        (["--load", "quick"], "--load quick: there are auto, read, mapped, read-plain, mapped-plain"),
+        (["--load", "quick"], "--load quick: there are auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )
 def test_bad_requests_are_one_line(extra: list[str], message: str, run_folder: Path, capsys) -> None:

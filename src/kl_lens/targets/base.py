@@ -32,8 +32,9 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
     from kl_lens.formats import Quantized
 
 
-# How weights come into memory: read or mapped, repacked for the kernels or (plain) as the file has them.
-LOAD_MODES = ("read", "mapped", "read-plain", "mapped-plain")
+# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them; lean is mapped,
+# and what was repacked is given back.
+LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
 ALL_LAYERS = 999  # on a GPU
 
 

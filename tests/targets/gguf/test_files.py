@@ -45,10 +45,10 @@ def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path) -> None:
     for load in ("auto", *LOAD_MODES):
         with open_session(tmp_path / "tiny.gguf", threads=1, load=load) as session:
             found[load] = np.concatenate([session.logits(tokens), session.step(3)[None]])
-            assert session.description["load_mode"] == ("read" if load == "auto" else load)
+            assert session.description["load_mode"] == ("lean" if load == "auto" else load)
     size = np.abs(found["read"]).max()
-    assert np.array_equal(found["auto"], found["read"])
-    assert np.array_equal(found["mapped"], found["read"])
+    for load in ("auto", "lean", "mapped"):
+        assert np.array_equal(found[load], found["read"]), load
     assert np.array_equal(found["mapped-plain"], found["read-plain"])
     assert np.abs(found["read-plain"] - found["read"]).max() < 0.02 * size
 
@@ -69,7 +69,7 @@ def test_a_file_that_free_memory_does_not_hold_is_mapped(
 
 
 def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TargetError, match="--load quick: there are auto, read, mapped"):
+    with pytest.raises(TargetError, match="--load quick: there are auto, lean, read, mapped"):
         open_session(whole, load="quick")
     monkeypatch.setattr(library, "_SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
     with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):

@@ -85,8 +85,9 @@ def _decode_times(request: LatencyRequest, copies: dict[str, Path]) -> dict[str,
     for order in (list(copies), list(reversed(copies))):
         for fmt in order:
             settings = request.settings
-            how = {"threads": settings.threads, "gpu_layers": settings.gpu_layers, "load": settings.load}
-            with open_session(copies[fmt], **how) as session:
+            with open_session(
+                copies[fmt], threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load
+            ) as session:
                 times[fmt] += [_seconds(session) for _ in range(request.repeats + 1)][1:]
             request.advanced(f"tokens in {fmt}")
     return times

@@ -38,8 +38,9 @@ _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
 _LOAD_MODE = (24, (-1, 1))  # of libraries that have `llama_load_mode_name`, like the switches
 _SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
 _REPACK = 74
+_CALLBACK = 48  # called with the share of the weights that is loaded; null, like what belongs to it
 # `targets.LOAD_MODES` → llama.cpp's mode (0 reads, 1 maps), and whether kernels get the weights repacked.
-_LOADS = dict(zip(LOAD_MODES, ((0, True), (1, True), (0, False), (1, False)), strict=True))
+_LOADS = dict(zip(LOAD_MODES, ((1, True), (0, True), (1, True), (0, False), (1, False)), strict=True))
 
 
 class Parameters(ctypes.Structure):
@@ -148,10 +149,11 @@ class LlamaLibrary:
             hasattr(self.functions, "llama_load_mode_name")
             and parameters.integer(_LOAD_MODE[0]) in _LOAD_MODE[1]
             and bytes(parameters.data)[place : place + len(switches)] == switches
+            and not any(parameters.data[_CALLBACK : _CALLBACK + 16])
         )
 
-    def model_parameters(self, gpu_layers: int, load: str | None = None) -> Parameters:
-        """`load` is one of `LOAD_MODES`, or None for the library's default."""
+    def model_parameters(self, gpu_layers: int, load: str | None = None, callback: Any = None) -> Parameters:
+        """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` hears how far it is."""
         parameters: Parameters = self.functions.llama_model_default_params()
         offset, defaults = _GPU_LAYERS
         self._require(parameters, "n_gpu_layers", offset, defaults)
@@ -164,6 +166,8 @@ class LlamaLibrary:
             mode, repacked = _LOADS[load]
             parameters.set_integer(_LOAD_MODE[0], mode)
             parameters.data[_REPACK] = repacked
+            if callback is not None:
+                ctypes.memmove(ctypes.addressof(parameters) + _CALLBACK, ctypes.addressof(callback), 8)
         return parameters
 
     def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:

@@ -16,6 +16,7 @@ from kl_lens.errors import TargetError, printable
 from kl_lens.targets.base import LOAD_MODES
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
+from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back
 from kl_lens.targets.session import Logits, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
@@ -36,8 +37,8 @@ class GGUFSession:
         path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
         threads: all processors this process may use, unless given.
         gpu_layers: layers to put on a GPU, where the library has one.
-        load: how weights come into memory, one of `LOAD_MODES`. `auto` reads them, so that only the copy which kernels
-            use stays, and maps a file that free memory does not hold, as it is.
+        load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that cannot be), so that
+            only the copy which kernels use stays; a file that free memory does not hold is mapped as it is.
         context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
         exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
             llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
@@ -77,13 +78,16 @@ class GGUFSession:
         if not self._library.has_load_modes:
             return None
         fits = self.path.stat().st_size < FREE_SHARE * psutil.virtual_memory().available
-        return "read" if fits else "mapped-plain"
+        return ("lean" if can_give_back else "read") if fits else "mapped-plain"
 
     def _load(self, context: int | None) -> None:
         functions = self._library.functions
         self._library.errors.clear()
-        parameters = self._library.model_parameters(self.gpu_layers, self.load)
+        lean = ProgressCallback(giving_back(self.path)) if self.load == "lean" else None
+        parameters = self._library.model_parameters(self.gpu_layers, self.load, lean)
         self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        if lean is not None:
+            give_back(self.path)
         if not self._model:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
