@@ -40,4 +40,9 @@ def show(result: MeasureResult) -> None:
     )
     if sweep.settled is not None:
         out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} {result.unit}.")
-    out.print(f"Next: kl-lens plan --run {result.folder}")
+    if result.shard is not None:
+        out.print(
+            f"This is share {result.shard}. When all are there: kl-lens merge {result.folder.parent.parent}"
+        )
+    else:
+        out.print(f"Next: kl-lens plan --run {result.folder}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError
+from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
@@ -23,6 +25,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
+from kl_lens.pipeline.spreading import SLURM, shard_name, share_of
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
@@ -35,6 +38,7 @@ from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
+_spread = grouped("several processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,14 @@ class MeasureSettings(Calibration, OfModel, FromDisk):
     )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
     settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
+    shard: str | None = _spread(
+        None,
+        "only the third of sixteen shares, into DIR/shards/03-of-16, for `kl-lens merge`; without a word: the one that "
+        "the variables of a Slurm job array say",
+        nargs="?",
+        bare=SLURM,
+        metavar="3/16",
+    )
     legacy_json: Path | None = _how(
         None, "also write the published layout, one file per bit width", metavar="FILE"
     )
@@ -96,12 +108,24 @@ class MeasureResult:
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
+    shard: str | None = None  # `3/16`: only that share
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        return self.sweep.failures
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
-    model = bench.model(settings)
+    share = None if settings.shard is None else share_of(settings.shard)
+    if share and settings.anytime:
+        raise KLLensError("--shard and --anytime: a share cannot tell whether the whole ranking is settled")
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
+    model = bench.model(settings)
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
@@ -112,7 +136,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         seed=settings.seed,
         split=None,
     )
-    folder = new_run_folder(settings.run, model.name)
+    whole = new_run_folder(settings.run, model.name)
+    folder = whole / SHARDS / shard_name(*share) if share else whole
     target = settings.as_deployed
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
@@ -123,11 +148,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             settings.memory_budget,
             deployed=deployed(target),
             precision=settings.precision,
+            share=share,
         )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         bench.furnish(model, run)
+        if share and StoredStatistics.held_by(whole):  # gathered once for all shares
+            model.weights.learn_from(StoredStatistics.open(whole, model))
         with going_on(folder):
             sweep.bind(candidates)
             choice = chosen_methods(model, candidates, settings.methods, events)
@@ -146,7 +174,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result, model.task.unit)
+    shard = None if share is None else f"{share[0]}/{share[1]}"
+    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard)
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -139,13 +139,10 @@ class StreamedEngine(FastEngine):
             taken += self.residency.resident_bytes
         return int(max(self.memory_budget - taken, self.memory_budget / 4) * _FOR_STATES)
 
-    def slabs(self, ids: torch.Tensor) -> list[range]:
+    def slab_windows(self, length: int) -> int:
         width = -(-self.chain.state_size // len(self.chain))
-        per_window = ids.shape[1] * width * 4 * (_CANDIDATES + _TEACHERS)
-        most = max(1, self.states_budget // per_window)
-        batch = max(1, self.batch_tokens // ids.shape[1])
-        most = most // batch * batch or most  # whole batches, where there is room for one
-        return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+        most = max(1, self.states_budget // (length * width * 4 * (_CANDIDATES + _TEACHERS)))
+        return most - most % min(most, self.batch_windows(length))
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
@@ -153,6 +150,7 @@ class StreamedEngine(FastEngine):
         rows = logit_rows(self.vocabulary, None if self.chain.device.type == "cpu" else super().states_budget)
         self._teacher = StreamedTeacher(self.model, self.ids, self._layout, rows, self.batch_tokens)
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
 
     @property
     def teacher(self) -> StreamedTeacher:
@@ -282,12 +280,13 @@ class StreamedEngine(FastEngine):
         """The windows of each member of each flight."""
         metrics: list[list[list[WindowMetrics]]] = [[[] for _ in flight.members] for flight in wave]
         with self.model.present(self.chain.head), self.teacher.running():
-            for number, (batch, signal) in enumerate(zip(self.teacher.batches, self._signal, strict=True)):
+            seen = zip(self.teacher.batches, self._signal, self._counts, strict=True)
+            for number, (batch, signal, targets) in enumerate(seen):
                 for places, some in self._portions(wave, batch):
                     found = self._rows(some, batch, number, shelf)
                     for place, members in zip(places, found, strict=True):
                         for windows, rows in zip(metrics[place], members, strict=True):
-                            windows += self._windows(batch, rows(), signal)
+                            windows += self._windows(batch, rows(), signal, targets)
         return metrics
 
     def _portions(self, wave: Sequence[_Flight], batch: Batch) -> Iterator[tuple[list[int], list[_Flight]]]:
