@@ -33,7 +33,7 @@ from kl_lens.checkpoints.linking import (
     marks_in,
     written_boards,
 )
-from kl_lens.checkpoints.patching import patched
+from kl_lens.checkpoints.patching import patched, without_weights
 from kl_lens.checkpoints.tasks import LanguageTask, Task
 from kl_lens.errors import CheckpointError, one_line
 
@@ -345,7 +345,7 @@ class Chain:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 return pytree.tree_unflatten([hidden_for(args, kwargs), *marks[1:]], structure)
 
-            return forward
+            return without_weights(forward)
 
         return patched((block, stand_in(index)) for index, block in enumerate(self.blocks))
 

@@ -38,6 +38,7 @@ class TorchSession:
         deployed: Kernels | None = None,
         remember: int = 0,
     ) -> None:
+        model.require_memory("evaluating in PyTorch")
         self._model = model
         self._recipes = dict(recipes or {})
         self._deployed = deployed

@@ -19,8 +19,8 @@ from kl_lens.pipeline.settings import (
     SHARE,
     SIZE,
     TIME,
+    FromDisk,
     HeldOut,
-    Loading,
     OfRun,
     command_of,
     grouped,
@@ -43,7 +43,7 @@ KL = "kl_teacher_to_student"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(HeldOut, Loading, OfRun):
+class PlanSettings(HeldOut, FromDisk, OfRun):
     verb: ClassVar[str] = "plan"
 
     paper: bool = _paper(False, "uniform INT8 and INT4, and points 01 to 10")
