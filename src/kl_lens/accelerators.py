@@ -27,5 +27,5 @@ def free_memory(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     held = torch.cuda.memory_reserved(device) - allocated
-    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    share = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return min(int(free) + held, share - allocated)
