@@ -12,6 +12,7 @@ import torch
 
 from kl_lens.calibration import gather
 from kl_lens.checkpoints import LoadedModel, States, load
+from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
@@ -105,8 +106,9 @@ def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monk
     # A third of what the weights leave is for states: twelve of two windows, four of them the teacher's.
     assert disk.residency is not None
     width = disk.chain.state_size // len(disk.chain)
-    budget = 3 * 12 * 2 * 20 * width * 4 + 2 * disk.residency.block_bytes + disk.residency.resident_bytes + 9
-    assert _measured(disk, some, budget) == expected
+    weights = BLOCKS_AT_ONCE * disk.residency.block_bytes + disk.residency.resident_bytes
+    budget = 3 * 12 * 2 * 20 * width * 4 + weights + 9
+    assert _measured(disk, some, budget, spills=False) == expected
     assert len(waves) >= 4, "two slabs of several waves each"
     assert not any(written)
     waves.clear()
@@ -169,7 +171,9 @@ def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
     assert found.perplexity == expected.perplexity
 
 
-@pytest.mark.parametrize("family", ["mamba", "zamba2", "jamba_experts"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba", "zamba2")), "jamba_experts"]
+)
 def test_statistics_and_what_methods_make_of_them_are_the_same(family: str, saved, tmp_path) -> None:
     folder = saved(family)
     digests = []
@@ -195,21 +199,19 @@ def test_the_plain_engine_works_on_disk(saved) -> None:
 
 
 def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stopped(saved, tmp_path) -> None:
-    folder = saved("mamba")
-    memory, windows = load(folder), some_windows(4, 20)
-    candidates = _candidates(memory, r"layers\.[13]\.")
+    folder, windows = saved("mamba"), some_windows(4, 20)
+    model, budget = _on_disk(folder), 4 * 20 * 64 * 3 * 30
+    candidates = _candidates(model, r"layers\.[13]\.")
     with Run.create(tmp_path / "whole") as run:
-        Sweep(memory, run).measure(candidates, windows)
+        Sweep(model, run, memory_budget=budget).measure(candidates, windows)
         whole = run.measurements()
     file = folder / "model.safetensors"
     content = file.read_bytes()
-    model = _on_disk(folder)
 
     def cut(work: float, what: str) -> None:
         with file.open("r+b") as opened:  # the same file, as somebody's copying over it would do
             opened.truncate(len(content) // 2)
 
-    budget = 4 * 20 * 64 * 3 * 30
     with (
         Run.create(tmp_path / "parts") as run,
         pytest.raises(CheckpointError, match=r"model\.safetensors was changed"),
@@ -268,7 +270,10 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert small.residency is not None
     assert fits.residency is None
     assert bench.model(MeasureSettings(model=str(folder), weights="memory")) is fits
-    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is small
+    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, (
+        "it is there already"
+    )
+    assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
 
 
 def test_what_needs_all_weights_at_once_says_so(saved) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints.files import check_weight_files, weight_files
 from kl_lens.checkpoints.patching import needs_no_weights
 from kl_lens.checkpoints.streaming import CheckpointTensors, assemblies_of
-from kl_lens.environment import available_memory
+from kl_lens.environment import available_memory, processors
 from kl_lens.errors import CheckpointError, one_line
 
 AUTO, MEMORY, DISK = PLACES = ("auto", "memory", "disk")
@@ -35,9 +36,12 @@ _TYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_MOST_AT_ONCE = 1 << 30  # bytes of one read: systems take no more than two gigabytes
+_AT_ONCE = (
+    16 << 20
+)  # bytes of one read: several threads are needed for the speed of memory, or of a good disk
 # What may hold weights that stay: of the memory that there is at the beginning, and of a budget.
 _SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
+BLOCKS_AT_ONCE = 3  # the one that is left, the one that runs, the one that comes
 _FITS = 0.6  # a model in memory leaves the rest of it to states
 
 
@@ -54,6 +58,7 @@ class DiskTensors(CheckpointTensors):
                 f"{pickled}: weights can stay on disk as safetensors alone; convert it, or use --weights memory"
             )
         self._pinned = pinned
+        self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
         self._seen = [_state(handle) for handle in self._handles]
         self._tables = [_header(path) for path in self._files]
@@ -66,6 +71,7 @@ class DiskTensors(CheckpointTensors):
         return sum(end - begin for begin, end in parts)
 
     def close(self) -> None:
+        self._readers.shutdown()
         while self._handles:
             os.close(self._handles.pop())
 
@@ -83,14 +89,20 @@ class DiskTensors(CheckpointTensors):
 
     def _fill(self, index: int, name: str, at: int, tensor: torch.Tensor) -> None:
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
-        try:
-            count = 0
-            while count < len(view):
-                got = os.preadv(self._handles[index], [view[count : count + _MOST_AT_ONCE]], at + count)
+
+        def read(first: int) -> bool:
+            last = min(first + _AT_ONCE, len(view))
+            while first < last:
+                got = os.preadv(self._handles[index], [view[first:last]], at + first)
                 if not got:
-                    break
-                count += got
-            untouched = count == len(view) and _state(self._handles[index]) == self._seen[index]
+                    return False
+                first += got
+            return True
+
+        try:
+            places = range(0, len(view), _AT_ONCE)
+            whole = all(self._readers.map(read, places) if len(places) > 1 else map(read, places))
+            untouched = whole and _state(self._handles[index]) == self._seen[index]
         except OSError as error:
             raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
         if not untouched:
@@ -172,6 +184,14 @@ class _Matrix:
         return self.parameter.data_ptr() == self.absent.data_ptr()
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A matrix on its device, or on its way there."""
+
+    tensor: torch.Tensor
+    there: torch.cuda.Event | None = None
+
+
 class Residency:
     """Says which of a model's matrices are in memory, and brings them.
 
@@ -195,9 +215,12 @@ class Residency:
         self._folder = folder
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
-        self._ahead: dict[nn.Module, Future[dict[str, torch.Tensor]]] = {}
+        self._ahead: dict[nn.Module, Future[dict[str, _Arrival]]] = {}
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._left: torch.cuda.Event | None = None
+        self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
-        self._kept: dict[str, torch.Tensor] = {}  # as stored, on the card
+        self._kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         self._place_parameters()
@@ -284,7 +307,7 @@ class Residency:
         sizes = [sum(self._bytes(m) for m in self._of(block)) for block in blocks]
         self.block_bytes = max(sizes, default=0)
         self.resident_bytes = sum(p.nbytes for p in self._model.parameters() if p.dim() < 2)
-        room -= 2 * self.block_bytes
+        room -= BLOCKS_AT_ONCE * self.block_bytes
         if sum(map(self._bytes, outside)) <= room:
             for matrix in outside:
                 matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
@@ -297,22 +320,16 @@ class Residency:
             ]
             for module in owners:
                 self._watch(module, [m for m in self._own(module) if id(m.parameter) not in inside])
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            if self.device.type == "cuda":
-                room -= self._keep(block, room)
+        for block in blocks:
             self._watch(block, self._of(block))
-            if following is not None:
-                self._next[block] = following
-
-    def _keep(self, block: nn.Module, room: int) -> int:
-        """A block's matrices on the card as they are stored, if they fit; computed with in the model's own type."""
-        matrices = [m for m in self._of(block) if m.name not in self._kept]
-        size = sum(self.tensors.stored_bytes(m.name) for m in matrices)
-        if size > room:
-            return 0
-        for matrix in matrices:
-            self._kept[matrix.name] = self.tensors.read(matrix.name).to(self.device)
-        return size
+        self._next = {b: n for b, n in pairwise(blocks) if b in self._units and n in self._units}
+        if self.device.type == "cuda":
+            self._host_room = available_memory() // 2
+            names = {m.name for block in blocks for m in self._of(block)}
+            if (
+                sum(map(self.tensors.stored_bytes, names)) <= room
+            ):  # in half precision, say: all of them stay there
+                self._kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
 
     def _of(self, module: nn.Module) -> list[_Matrix]:
         return [self._matrices[id(p)] for p in module.parameters() if id(p) in self._matrices]
@@ -353,7 +370,7 @@ class Residency:
         matrix = self._matrices.get(id(parameter))
         if matrix is None or not matrix.is_absent:
             return parameter.detach()
-        return self._brought(self._stored(matrix.name))
+        return self._brought(self._stored(matrix.name) if self._beside else self.tensors.read(matrix.name))
 
     def is_untouched(self, parameter: torch.Tensor) -> bool:
         """Whether it holds what is on disk, there or not; not what somebody has put in its place."""
@@ -365,18 +382,22 @@ class Residency:
 
     def _enter(self, module: nn.Module) -> None:
         matrices = self._units[module]
-        if any(m.is_absent for m in matrices):
-            arrived = self._arrived(module, [m for m in matrices if m.is_absent])
-            for matrix in matrices:
-                if matrix.is_absent:
-                    matrix.loaded = self._brought(arrived[matrix.name])
-                    matrix.parameter.data = matrix.loaded
+        wanted = [m for m in matrices if m.is_absent]
+        if wanted:
+            ahead = self._ahead.pop(module, None)
+            there = ahead.result() if ahead is not None else {}
+            there |= self._fetched([m for m in wanted if m.name not in there], None)
+            for matrix in wanted:
+                matrix.loaded = self._handed_over(there[matrix.name])
+                matrix.parameter.data = matrix.loaded
         for matrix in matrices:
             matrix.holders += 1
         following = self._next.get(module)
         if following is not None and following not in self._ahead:
-            wanted = [m for m in self._units.get(following, ()) if m.is_absent]
-            self._ahead = {following: self._reader.submit(self._stored_all, wanted)} if wanted else {}
+            absent = [m for m in self._units[following] if m.is_absent]
+            self._ahead = (
+                {following: self._reader.submit(self._fetched, absent, self._left)} if absent else {}
+            )
 
     def _leave(self, module: nn.Module) -> None:
         for matrix in self._units[module]:
@@ -386,22 +407,39 @@ class Residency:
             if matrix.parameter.data_ptr() == matrix.loaded.data_ptr():
                 matrix.parameter.data = matrix.absent
             matrix.loaded = None
+        if self._beside is not None and module in self._next:
+            self._left = torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(self.device))
 
-    def _arrived(self, module: nn.Module, wanted: list[_Matrix]) -> dict[str, torch.Tensor]:
-        ahead = self._ahead.pop(module, None)
-        there = ahead.result() if ahead is not None else {}
-        return there | self._stored_all([m for m in wanted if m.name not in there])
+    def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> dict[str, _Arrival]:
+        """Matrices as they are computed with. A GPU gets them beside what it computes, yet not before it has `left` an
+        earlier block: the host is ahead of it, and would fill it with blocks."""
+        if self._beside is None:
+            return {m.name: _Arrival(self._brought(self.tensors.read(m.name))) for m in matrices}
+        if left is not None:
+            left.synchronize()
+        with torch.cuda.stream(self._beside):
+            brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
+            there = torch.cuda.Event()
+            there.record(self._beside)
+        return {name: _Arrival(tensor, there) for name, tensor in brought.items()}
 
-    def _stored_all(self, matrices: list[_Matrix]) -> dict[str, torch.Tensor]:
-        return {m.name: self._stored(m.name) for m in matrices}
+    def _handed_over(self, arrival: _Arrival) -> torch.Tensor:
+        if arrival.there is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(arrival.there)
+            arrival.tensor.record_stream(here)
+        return arrival.tensor
 
     def _stored(self, name: str) -> torch.Tensor:
-        """As it is stored: on the card, or read into memory. What is converted on the CPU is converted here, ahead."""
+        """As it is stored: on the card, or beside it, where it stays while there is room."""
         if name in self._kept:
             return self._kept[name]
-        with torch.inference_mode(False):
-            tensor = self.tensors.read(name)
-            return tensor.to(self.dtype) if self.device.type == "cpu" else tensor
+        tensor = self.tensors.read(name)
+        if tensor.nbytes <= self._host_room:
+            self._host_room -= tensor.nbytes
+            self._kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return tensor
 
     def _brought(self, stored: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):

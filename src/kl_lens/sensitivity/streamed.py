@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from kl_lens.checkpoints import BlockCalls, LoadedModel, States
+from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.records import Component
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, Rows, Student
@@ -134,7 +135,7 @@ class StreamedEngine(FastEngine):
     @property
     def states_budget(self) -> int:
         """Bytes for states of all kinds; the blocks come and go, and on a GPU what stays is taken already."""
-        taken = 2 * self.residency.block_bytes
+        taken = BLOCKS_AT_ONCE * self.residency.block_bytes
         if self.chain.device.type == "cpu":
             taken += self.residency.resident_bytes
         return int(max(self.memory_budget - taken, self.memory_budget / 4) * _FOR_STATES)
