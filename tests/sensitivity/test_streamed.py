@@ -109,7 +109,7 @@ def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monk
     weights = BLOCKS_AT_ONCE * disk.residency.block_bytes + disk.residency.resident_bytes
     budget = 3 * 12 * 2 * 20 * width * 4 + weights + 9
     assert _measured(disk, some, budget, spills=False) == expected
-    assert len(waves) >= 4, "two slabs of several waves each"
+    assert len(waves) == 3, "two slabs, the first of two waves"
     assert not any(written)
     waves.clear()
     assert _measured(disk, some, budget, spills=True) == expected
@@ -118,7 +118,7 @@ def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monk
 
 
 def test_a_block_is_there_while_it_runs_and_never_more_than_two(saved) -> None:
-    model = _on_disk(saved("mamba2"), 10**6)
+    model = _on_disk(saved("mamba2"), 10**7)
     assert _matrices(model)["backbone.embeddings.weight"], (
         "what stands around the blocks stays where there is room"
     )
@@ -219,8 +219,8 @@ def test_a_file_that_is_cut_short_is_named_and_the_sweep_goes_on_where_it_stoppe
         Sweep(model, run, memory_budget=budget, progress=Progress(advanced=cut)).measure(candidates, windows)
     file.write_bytes(content)
     with Run.create(tmp_path / "parts") as run:
-        kept = len(run.measured_windows(CALIBRATION))
-        assert 0 < kept < len(candidates), "a wave was committed"
+        kept = sum(map(len, run.measured_windows(CALIBRATION).values()))
+        assert 0 < kept < len(candidates) * len(windows), "a wave was committed"
         Sweep(_on_disk(folder), run, memory_budget=budget).measure(candidates, windows)
         assert run.measurements() == whole
 
