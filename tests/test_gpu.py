@@ -10,6 +10,7 @@ from torch.nn import functional
 from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints import States, load
 from kl_lens.errors import RunError
+from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
@@ -225,6 +226,18 @@ def test_half_precision_stays_on_the_card_and_is_computed_with_in_float32(saved)
     assert {tensor.dtype for tensor in model.residency._kept.values()} == {torch.float16}
     assert len(model.residency._kept) > 8, "all blocks fit"
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@needs_gpu
+def test_evaluation_in_pytorch_multiplies_as_the_sweep_does() -> None:
+    model, ids = loaded("mamba2"), token_ids(1, 40)
+    model.model.cuda()
+    session = TorchSession(model)
+    assert session.description["products"] == "tf32x3"
+    exact = model.chain.full_logits(ids)[0].cpu().numpy()
+    found = session.logits(ids[0].tolist())
+    assert not np.array_equal(found, exact)
+    np.testing.assert_allclose(found, exact, atol=1e-4 * np.abs(exact).max())
 
 
 @needs_gpu
