@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,9 @@ class DiskTensors(CheckpointTensors):
         self._pinned = pinned
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
+        self._closing = weakref.finalize(
+            self, _close, self._handles
+        )  # a model that is forgotten closes its files
         self._seen = [_state(handle) for handle in self._handles]
         self._tables = [_header(path) for path in self._files]
         self.aliases = {}
@@ -72,8 +76,7 @@ class DiskTensors(CheckpointTensors):
 
     def close(self) -> None:
         self._readers.shutdown()
-        while self._handles:
-            os.close(self._handles.pop())
+        self._closing()
 
     def _list(self, index: int) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(entry["shape"])) for name, entry in self._tables[index].items()]
@@ -110,6 +113,11 @@ class DiskTensors(CheckpointTensors):
                 f"{self._files[index]} was changed while {name} was read from it; put it back and run it again: "
                 "what was measured is kept"
             )
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
 
 
 def _state(handle: int) -> tuple[int, int]:
