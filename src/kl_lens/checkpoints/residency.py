@@ -334,9 +334,8 @@ class Residency:
         if self.device.type == "cuda":
             self._host_room = available_memory() // 2
             names = {m.name for block in blocks for m in self._of(block)}
-            if (
-                sum(map(self.tensors.stored_bytes, names)) <= room
-            ):  # in half precision, say: all of them stay there
+            stored = sum(map(self.tensors.stored_bytes, names))
+            if stored <= room:  # in half precision, say: all of them stay there
                 self._kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
 
     def _of(self, module: nn.Module) -> list[_Matrix]:
@@ -378,7 +377,7 @@ class Residency:
         matrix = self._matrices.get(id(parameter))
         if matrix is None or not matrix.is_absent:
             return parameter.detach()
-        return self._brought(self._stored(matrix.name) if self._beside else self.tensors.read(matrix.name))
+        return self._brought(self._stored(matrix.name))
 
     def is_untouched(self, parameter: torch.Tensor) -> bool:
         """Whether it holds what is on disk, there or not; not what somebody has put in its place."""
@@ -423,7 +422,7 @@ class Residency:
         """Matrices as they are computed with. A GPU gets them beside what it computes, yet not before it has `left` an
         earlier block: the host is ahead of it, and would fill it with blocks."""
         if self._beside is None:
-            return {m.name: _Arrival(self._brought(self.tensors.read(m.name))) for m in matrices}
+            return {m.name: _Arrival(self._brought(self._stored(m.name))) for m in matrices}
         if left is not None:
             left.synchronize()
         with torch.cuda.stream(self._beside):
@@ -440,10 +439,11 @@ class Residency:
         return arrival.tensor
 
     def _stored(self, name: str) -> torch.Tensor:
-        """As it is stored: on the card, or beside it, where it stays while there is room."""
+        """As it is stored: on the card, or beside it, where it stays while there is room; else from disk."""
         if name in self._kept:
             return self._kept[name]
-        tensor = self.tensors.read(name)
+        with torch.inference_mode(False):
+            tensor = self.tensors.read(name)
         if tensor.nbytes <= self._host_room:
             self._host_room -= tensor.nbytes
             self._kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
