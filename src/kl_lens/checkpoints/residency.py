@@ -444,7 +444,7 @@ class Residency:
             return self._kept[name]
         with torch.inference_mode(False):
             tensor = self.tensors.read(name)
-        if tensor.nbytes <= self._host_room:
+        if 0 < tensor.nbytes <= self._host_room:
             self._host_room -= tensor.nbytes
             self._kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor
