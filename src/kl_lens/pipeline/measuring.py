@@ -24,7 +24,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import SLURM, shard_name, share_of
+from kl_lens.pipeline.spreading import SLURM, Spread, crew_for, here, several, shard_name, share_of
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
@@ -37,7 +37,6 @@ from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, deployed
 
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
-_spread = grouped("several processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Calibration, OfModel):
+class MeasureSettings(Spread, Calibration, OfModel):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -84,7 +83,7 @@ class MeasureSettings(Calibration, OfModel):
     )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
     settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
-    shard: str | None = _spread(
+    shard: str | None = several(
         None,
         "only the third of sixteen shares, into DIR/shards/03-of-16, for `kl-lens merge`; without a word: the one that "
         "the variables of a Slurm job array say",
@@ -119,9 +118,13 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     share = None if settings.shard is None else share_of(settings.shard)
     if share and settings.anytime:
         raise KLLensError("--shard and --anytime: a share cannot tell whether the whole ranking is settled")
+    if share and settings.ray:
+        raise KLLensError(
+            "--shard and --ray: Ray's workers share the whole sweep among themselves; give one of them"
+        )
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
-    model = bench.model(settings)
+    model = bench.model(here(settings))
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
@@ -156,7 +159,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             sweep.bind(candidates)
             choice = chosen_methods(model, candidates, settings.methods, events)
             candidates = choice.candidates if choice else candidates
-            with events.progress("measuring") as sweep.progress:
+            crew = crew_for(settings, settings.model, model, folder, events, target)
+            with crew as sweep.crew, events.progress("measuring") as sweep.progress:
                 if settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
