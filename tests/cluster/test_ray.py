@@ -66,27 +66,28 @@ def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world:
 
 
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
-    """Ten times: some die while they start, some while they measure. Nothing committed is lost, all is done."""
+    """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
     moments, said = random.Random(0), list[str]()
     killed: list[int] = []
-    done = threading.Event()
+    committed, over = threading.Event(), threading.Event()
 
     def kill() -> None:
-        while len(killed) < KILLS and not done.is_set():
-            alive = workers()
-            if alive:
-                victim = moments.choice(alive)
-                victim.kill()
-                killed.append(victim.pid)
-            done.wait(moments.uniform(0.2, 3.0))
+        while len(killed) < KILLS and not over.is_set():
+            if committed.wait(1.0):
+                time.sleep(moments.uniform(0.0, 1.0))
+                alive = workers()
+                if alive and not over.is_set():
+                    victim = moments.choice(alive)
+                    victim.kill()
+                    killed.append(victim.pid)
+                committed.clear()
 
-    # Killing begins with the first result, so that it does not end before there is anything to lose.
-    begin = threading.Thread(target=kill)
-    progress = Progress(advanced=lambda work, what: begin.start() if not begin.ident else None)
+    killer = threading.Thread(target=kill)
+    killer.start()
     with RayCrew(cluster.address, world.order, 2, say=said.append) as crew:
-        result = world.swept(tmp_path, crew, progress)
-        done.set()
-    begin.join()
+        result = world.swept(tmp_path, crew, Progress(advanced=lambda work, what: committed.set()))
+        over.set()
+    killer.join()
     print(f"killed {len(killed)} workers; {len(said)} lines: {said}")
     assert result.failures == {}
     assert contents(tmp_path) == world.whole

@@ -28,7 +28,7 @@ from kl_lens.version import __version__
 LOCAL = "local"
 _FAILURES = 2  # on so many workers a piece fails before it is given up
 _DEATHS = 5  # so many workers may die over a piece: that may have nothing to do with it
-_LOST_STARTS = 5  # in a row
+_LOST_STARTS = 5  # in a row, more than there are workers
 _PATIENCE = 30.0  # seconds between two lines about waiting
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -251,7 +251,7 @@ class RayCrew:
         if piece is None:
             self._lost_starts += 1
             self._refusals.append(f"{member.place} died while it started: {_why(error)}")
-            if self._lost_starts >= _LOST_STARTS:
+            if self._lost_starts >= _LOST_STARTS + (self.workers or 1):
                 return
         else:
             self._died[piece] += 1
