@@ -60,14 +60,14 @@ def merge(
     """What was joined, in the order of names, and source → why it was refused."""
     found: list[_Source] = []
     refused: dict[str, str] = {}
-    for source in sorted({os.path.realpath(path): Path(path) for path in sources}.values()):
+    for path in sorted({os.path.realpath(each): Path(each) for each in sources}.values()):
         try:
-            if os.path.realpath(source) == os.path.realpath(folder):
-                raise RunError(f"{source} is the run itself")
-            with Run.open(source) as run:
+            if os.path.realpath(path) == os.path.realpath(folder):
+                raise RunError(f"{path} is the run itself")
+            with Run.open(path) as run:
                 found.append(_checked(run))
         except KLLensError as error:
-            refused[str(source)] = str(error)
+            refused[str(path)] = str(error)
     if not found:
         return [], refused
     # A stranger must not make a new run its own: what most are about comes first.

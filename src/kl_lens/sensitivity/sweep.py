@@ -55,8 +55,10 @@ class Crew(Protocol):
     def failures(self) -> Mapping[str, str]:
         """Pieces of the last sweep that nobody could do → why."""
 
-    def begin(self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None) -> Layout:
-        """What comes next is of this sweep."""
+    def begin(
+        self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
+    ) -> Layout:
+        """What comes next is of this sweep, with the precision asked for, or that of the run."""
 
     def cut(self, layout: Layout, costs: Sequence[float]) -> list[Piece]:
         """The sweep in pieces that suit them."""
@@ -128,7 +130,7 @@ class Sweep:
         known = self.run.identity.get("precision")
         say = self.progress.message
         if self.crew is not None:
-            layout = self.crew.begin(candidates, ids, self.precision or known)
+            layout = self.crew.begin(candidates, ids, self.precision, known)
             return layout, self.crew.cut(layout, costs), partial(self.crew.do, message=say)
         engine = chosen_engine(
             self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
