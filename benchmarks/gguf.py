@@ -1,10 +1,11 @@
 """Speed and memory of GGUF files in llama.cpp: formats side by side, in one run.
 
     python benchmarks/gguf.py [--quick] [--threads N] [--shapes mamba-130m,mamba2-130m,mamba2-2.7b]
+                              [--libraries FILE,FOLDER] [--load read,mapped]
 
 Models have the shapes of the published ones and random weights: speed does not depend on the values. Every figure
-comes from a fresh process; rounds go through all formats in turn, so that whatever else the machine does hits all
-alike (two OpenMP threads collapse when something else wants a core: leave the machine alone).
+comes from a fresh process; rounds go through all formats, libraries and ways of loading in turn, so that whatever else
+the machine does hits all alike.
 
 Printed per format: size, decode and prefill tokens per second with the spread over rounds, speed against F16,
 memory above what Python itself takes, bytes that one decoded token has to move (weights once, state in and out),
@@ -15,21 +16,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 # This file is called like a package that it needs: its own folder must not be where that is looked for.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-FORMATS = ("fp16", "q8_0", "q4_0", "q4_k", "mixed")
-ONLY_Q8 = ("mamba2-2.7b",)  # the shape of the Orange Pi figures; one format is enough and takes long enough
+# Hidden size and layers.
+MAMBA2 = {
+    "mamba2-130m": (768, 24), "mamba2-370m": (1024, 48), "mamba2-1.3b": (2048, 48), "mamba2-2.7b": (2560, 64)
+}  # fmt: skip
 # What plans for Mamba look like: the sensitive small matrices and the head at 8 bits, the rest at 4.
 MIXED = {"in_proj": "q4_k", "out_proj": "q4_k"}
 MIB = 1 << 20
@@ -39,15 +43,14 @@ def configuration(shape: str) -> Any:
     import transformers
 
     mamba2 = {"n_groups": 1, "head_dim": 64, "state_size": 128, "tie_word_embeddings": True}
+    if shape in MAMBA2:
+        width, layers = MAMBA2[shape]
+        return transformers.Mamba2Config(
+            vocab_size=50288, hidden_size=width, num_hidden_layers=layers, num_heads=width // 32, **mamba2
+        )
     shapes = {
         "mamba-130m": lambda: transformers.MambaConfig(
             vocab_size=50280, hidden_size=768, num_hidden_layers=24, state_size=16, time_step_rank=48
-        ),
-        "mamba2-130m": lambda: transformers.Mamba2Config(
-            vocab_size=50288, hidden_size=768, num_hidden_layers=24, num_heads=24, **mamba2
-        ),
-        "mamba2-2.7b": lambda: transformers.Mamba2Config(
-            vocab_size=50288, hidden_size=2560, num_hidden_layers=64, num_heads=80, **mamba2
         ),
         "mamba-small": lambda: transformers.MambaConfig(
             vocab_size=4096, hidden_size=256, num_hidden_layers=4, state_size=16
@@ -100,12 +103,32 @@ class RandomWeights:
 
 
 def write(shape: str, name: str, folder: Path) -> dict[str, Any]:
-    """The file of one shape and format, and what one decoded token moves."""
+    """The file of one shape and format, and what one decoded token moves. Formats of one type are copies of the file in
+    Q8_0 with one row repeated: a model of 2.7 billion weights takes seconds then, not minutes."""
+    from kl_lens.formats import get_format
+    from kl_lens.targets.gguf.header import read_header
+    from kl_lens.targets.gguf.uniform import uniform_copy
+
+    config, path = configuration(shape), folder / f"{shape}-{name}.gguf"
+    if not path.exists() and name in ("q8_0", "mixed"):
+        _export(config, shape, name, path)
+    elif not path.exists():
+        base = Path(write(shape, "q8_0", folder)["path"])
+        quantized = [entry.name for entry in read_header(base).tensors if entry.type == "Q8_0"]
+        uniform_copy(base, path, get_format(name), quantized)
+    tensors = read_header(path).tensors
+    return {
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "moved": sum(entry.bytes for entry in tensors) + 2 * state_bytes(config),
+    }
+
+
+def _export(config: Any, shape: str, name: str, path: Path) -> None:
     from kl_lens.records import Plan
     from kl_lens.targets.gguf.export import export_weights
     from kl_lens.weights import WeightStore
 
-    config = configuration(shape)
     weights = RandomWeights(config)
     kinds = ("in_proj", "x_proj", "dt_proj", "out_proj", "embeddings")
     assignment = {}
@@ -113,17 +136,8 @@ def write(shape: str, name: str, folder: Path) -> dict[str, Any]:
         kind = component.rpartition(".")[2]
         if kind in kinds:
             assignment[component] = MIXED.get(kind, "q8_0") if name == "mixed" else name
-    path = folder / f"{shape}-{name}.gguf"
-    started = time.perf_counter()
     plan, store = Plan(name, assignment, "benchmark"), WeightStore(weights, memory_budget=0)
-    artifact = export_weights(weights, store, config, plan, path, name=shape)
-    return {
-        "path": str(path),
-        "bytes": artifact.realised_bytes,
-        "moved": sum(t.bytes for t in artifact.tensors) + 2 * state_bytes(config),
-        "fallbacks": artifact.settings["fallbacks"],
-        "export_seconds": time.perf_counter() - started,
-    }
+    export_weights(weights, store, config, plan, path, name=shape)
 
 
 def state_bytes(config: Any) -> int:
@@ -135,8 +149,11 @@ def state_bytes(config: Any) -> int:
     return 4 * config.num_hidden_layers * (inner * config.state_size + channels * (config.conv_kernel - 1))
 
 
-def child(path: str, threads: int, prompt: int, tokens: int) -> None:
+def child(path: str, load: str, threads: int, prompt: int, tokens: int) -> None:
     """In a process of its own: load, prefill, decode; prints JSON."""
+    from kl_lens.environment import set_defaults
+
+    set_defaults()  # as the command line does
     from kl_lens.profiling.memory import resident
     from kl_lens.targets.gguf.library import find_library
     from kl_lens.targets.gguf.session import open_session
@@ -145,7 +162,7 @@ def child(path: str, threads: int, prompt: int, tokens: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = resident("VmRSS")
     started = time.perf_counter()
-    with open_session(path, threads=threads) as session:
+    with open_session(path, threads=threads, load=load) as session:
         loaded = time.perf_counter()
         session.prefill([1] * 8)  # pages in the file
         session.reset()
@@ -180,50 +197,74 @@ class Row:
         return (max(values) - min(values)) / 2
 
 
-def run_child(path: str, threads: int, prompt: int, tokens: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", path, str(threads), str(prompt), str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{path}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+@dataclass(frozen=True)
+class Way:
+    """How a file is run."""
 
+    library: str  # empty: the one that is found
+    load: str
+    threads: int
 
-def measure(shape: str, options: argparse.Namespace, folder: Path, peak: float) -> dict[str, Row]:
-    names = [n for n in FORMATS if n == "q8_0" or shape not in ONLY_Q8]
-    rows = {name: Row(write(shape, name, folder), []) for name in names}
-    for _ in range(options.rounds):
-        for row in rows.values():
-            row.runs.append(run_child(row.file["path"], options.threads, options.prompt, options.tokens))
-    base = rows[names[0]].middle("decode")
-    print(f"\n{shape}: decode {options.tokens} tokens, prefill {options.prompt}, {options.threads} thread(s)")
-    print(
-        "format      MiB   decode/s        ×F16   prefill/s       memory MiB  moved MiB/token  share  fallbacks"
-    )
-    for name, row in rows.items():
-        decode, prefill = row.middle("decode"), row.middle("prefill")
-        ratio = f"{decode / base:5.2f}" if names[0] == "fp16" else "    –"
-        print(
-            f"{name:6s} {row.file['bytes'] / MIB:8.1f} {decode:8.2f} ±{row.spread('decode'):6.2f} {ratio} "
-            f"{prefill:9.1f} ±{row.spread('prefill'):6.1f} {row.middle('memory') / MIB:11.0f} "
-            f"{row.file['moved'] / MIB:15.1f} {decode * row.file['moved'] / peak:7.2f} {row.file['fallbacks']:9d}"
+    def run(self, path: str, prompt: int, tokens: int) -> dict[str, Any]:
+        words = ["--child", path, self.load, str(self.threads), str(prompt), str(tokens)]
+        environment = os.environ | ({"LLAMA_CPP_LIB": self.library} if self.library else {})
+        done = subprocess.run(
+            [sys.executable, __file__, *words], capture_output=True, text=True, env=environment
         )
-        Path(row.file["path"]).unlink()
-    return rows
+        if done.returncode:
+            raise SystemExit(f"{path}: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: dict[int, float]) -> list[Any]:
+    threads = [int(each) for each in options.threads.split(",")]
+    ways = [
+        Way(library, load, count)
+        for library in options.libraries.split(",")
+        for load in options.load.split(",")
+        for count in threads
+    ]
+    files = {name: write(shape, name, folder) for name in options.formats.split(",")}
+    rows = {(name, way): Row(file, []) for name, file in files.items() for way in ways}
+    for _ in range(options.rounds):
+        for (name, way), row in rows.items():
+            row.runs.append(way.run(files[name]["path"], options.prompt, options.tokens))
+    print(f"\n{shape}: decode {options.tokens} tokens, prefill {options.prompt}")
+    print(
+        "format      MiB thr  decode/s         ×first  prefill/s     memory MiB  moved MiB/token  share  load, library"
+    )
+    first = next(iter(rows.values())).middle("decode")
+    for (name, way), row in rows.items():
+        decode, prefill = row.middle("decode"), row.middle("prefill")
+        found = row.runs[0]["description"]
+        print(
+            f"{name:6s} {row.file['bytes'] / MIB:8.1f} {way.threads:3d} {decode:8.2f} ±{row.spread('decode'):6.2f} "
+            f"{decode / first:7.2f} {prefill:9.1f} ±{row.spread('prefill'):6.1f} {row.middle('memory') / MIB:9.0f} "
+            f"{row.file['moved'] / MIB:12.1f} {decode * row.file['moved'] / bandwidth[way.threads]:9.2f}  "
+            f"{found['load_mode']}, {found['library']} ({found['found']})",
+            flush=True,
+        )
+    if options.folder is None:
+        for file in folder.glob(f"{shape}-*.gguf"):
+            file.unlink()
+    return [asdict(way) | {"format": name, **asdict(row)} for (name, way), row in rows.items()]
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], *map(int, sys.argv[3:6]))
+        child(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))
         return
-    import os
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small shapes, few tokens: shows that it works")
-    parser.add_argument("--shapes", default=None, help="comma-separated")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--shapes", default=None, help="comma-separated, like what follows")
+    parser.add_argument("--formats", default="fp16,q8_0,q4_0,q4_k,mixed")
+    parser.add_argument("--threads", default=str(len(os.sched_getaffinity(0))))
+    parser.add_argument("--libraries", default="", help="default: the one that is found")
+    parser.add_argument("--load", default="auto", help="ways of loading, as of kl-lens benchmark")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="where files are kept for another time")
     parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
     options = parser.parse_args()
     if options.quick:
@@ -231,27 +272,20 @@ def main() -> None:
     default = "mamba-small,mamba2-small" if options.quick else "mamba-130m,mamba2-130m,mamba2-2.7b"
     shapes = (options.shapes or default).split(",")
 
-    from kl_lens.profiling.machine import read_bandwidth
-    from kl_lens.targets.gguf.library import find_library
+    from kl_lens.profiling.machine import last_level_cache, read_bandwidth
 
-    library = find_library()
-    buffer = (64 if options.quick else 512) * MIB
-    peak = read_bandwidth(options.threads, buffer_bytes=buffer).best
-    one = read_bandwidth(1, buffer_bytes=buffer).best
-    print(f"library: {library.path.name} (found: {library.origin}; {library.version})")
-    print(f"build: {library.system_info}")
-    print(
-        f"read bandwidth: {peak / 1e9:.1f} GB/s on {options.threads} thread(s), {one / 1e9:.1f} GB/s on one"
-    )
-    print("load mode: the library's default (memory-mapped; memory counts mapped pages and repacked copies)")
+    buffer = 64 * MIB if options.quick else None
+    counts = sorted({int(each) for each in options.threads.split(",")})
+    bandwidth = {count: read_bandwidth(count, buffer_bytes=buffer).best for count in counts}
+    for count, best in bandwidth.items():
+        print(f"read bandwidth: {best / 1e9:.1f} GB/s on {count} thread(s)")
+    print(f"last-level cache: {(last_level_cache() or 0) / MIB:.0f} MiB")
     results = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         for shape in shapes:
-            rows = measure(shape, options, Path(folder), peak)
-            results[shape] = {name: {"file": row.file, "runs": row.runs} for name, row in rows.items()}
+            results[shape] = measure(shape, options, options.folder or Path(temporary), bandwidth)
     if options.json:
-        record = {"bandwidth": {"all_threads": peak, "one_thread": one}, "results": results}
-        options.json.write_text(json.dumps(record, indent=1))
+        options.json.write_text(json.dumps({"bandwidth": bandwidth, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

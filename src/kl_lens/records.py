@@ -282,7 +282,7 @@ class Subject(Record):
 
 
 def _bracketed(settings: Mapping[str, Any]) -> str:
-    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact"}
+    words = {"device": "on {}", "gpu_layers": "{} GPU layers", "exact": "exact", "load": "{}"}
     parts = [words.get(name, name + " {}").format(value) for name, value in settings.items() if value]
     return f" ({', '.join(parts)})" if parts else ""
 

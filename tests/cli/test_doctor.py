@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kl_lens.cli.main import main
-from kl_lens.targets.gguf import instructions, library, native
+from kl_lens.errors import TargetError
+from kl_lens.targets.gguf import instructions, library, native, trial
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
+
+
+USERS = os.environ.get("XDG_DATA_HOME")
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +102,62 @@ def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.C
     for words in (["use"], ["build", str(tmp_path)]):
         assert main(["runtime", *words]) == 1
         assert "`use` needs a FOLDER, and nothing else takes one" in capsys.readouterr().err
+
+
+def test_a_library_that_ends_the_process_at_a_product_takes_no_ones_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one did whose compiler had dropped half of AMX's configuration: it opened, F16 ran, Q8_0 did not."""
+    (tmp_path / "trial_of_q8.py").write_text(
+        "import os, signal\nprint('F16\\nQ8_0', flush=True)\nos.kill(os.getpid(), signal.SIGILL)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(native, "TRIAL", "trial_of_q8")
+    shutil.copy(wheel(), tmp_path / "libllama.so")
+    assert main(["runtime", "use", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "it ended the process by SIGILL (at a product with Q8_0 weights)" in error
+    assert not library.runtime_folder().exists()
+
+
+def test_the_trial_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the blocks of another matrix in the file, as if kernels had misread them."""
+    path = tmp_path / "tiny.gguf"
+    trial._try("Q4_K", path)
+    write = trial._write
+
+    def misread(path: Path, products: dict[str, np.ndarray], kind: object) -> None:
+        write(path, {n: d[::-1] if d.dtype == np.uint8 else d for n, d in products.items()}, kind)
+
+    monkeypatch.setattr(trial, "_write", misread)
+    with pytest.raises(TargetError, match="its products are wrong"):
+        trial._try("Q4_K", path)
+
+
+def test_source_of_tile_products_is_mended_once(tmp_path: Path) -> None:
+    file = tmp_path / "ggml/src/ggml-cpu/amx/mmq.cpp"
+    native.mend_tiles(tmp_path)  # a release without that file
+    file.parent.mkdir(parents=True)
+    file.write_text("    _tile_loadconfig(&tc);\n    done = true;\n")
+    native.mend_tiles(tmp_path)
+    assert '"m"(tc)); _tile_loadconfig(&tc);\n    done' in file.read_text()
+
+
+def test_a_native_build_uses_all_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that the user has put in place, and nothing but this processor's own."""
+    if USERS is None:
+        monkeypatch.delenv("XDG_DATA_HOME")
+    else:
+        monkeypatch.setenv("XDG_DATA_HOME", USERS)
+    if library.library_in(library.runtime_folder()) is None:
+        pytest.skip("no library was put in place: kl-lens runtime build")
+    library.find_library.cache_clear()
+    code, parts = doctor(capsys)
+    assert "from kl-lens runtime" in str(parts["llama.cpp"]["facts"])
+    assert parts["llama.cpp"]["problem"] == ""
+    assert code == 0
 
 
 def test_nothing_installed(

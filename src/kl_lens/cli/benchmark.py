@@ -9,6 +9,7 @@ from rich.table import Table
 from kl_lens import profiling
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
+from kl_lens.pipeline.settings import spell_layers
 from kl_lens.records import Profile, Spread
 from kl_lens.units import human_bytes, human_seconds
 
@@ -19,6 +20,7 @@ def as_json(result: BenchmarkResult) -> dict[str, Any]:
         "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
+        "curves": [curve.to_json() | {"recommended": curve.best.value} for curve in report.curves],
         "latency": {profile.name: profile.seconds for profile in report.latency},
         "latency_protocol": {profile.name: profile.protocol for profile in report.latency},
         "csv": None if report.csv is None else str(report.csv),
@@ -29,6 +31,9 @@ def show(result: BenchmarkResult) -> None:
     report, out = result.report, console()
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
+    for curve in report.curves:
+        out.print(_curve_table(curve))
+        out.print(_recommended(curve), soft_wrap=True)
     if used:
         out.print(_use_table(used))
     if timed:
@@ -51,6 +56,39 @@ def show(result: BenchmarkResult) -> None:
 def _spread(spread: Spread, scale: float, digits: int) -> str:
     low, median, high = (format(scale * v, f".{digits}f") for v in (spread.low, spread.median, spread.high))
     return f"{median} ({low}–{high})"
+
+
+_WORDS = {"threads": "Threads", "gpu_layers": "Layers on the GPU", "load": "Ways of loading"}
+
+
+def _value(curve: profiling.Curve, point: profiling.Point) -> str:
+    return spell_layers(point.value) if curve.setting == "gpu_layers" else str(point.value)
+
+
+def _curve_table(curve: profiling.Curve) -> Table:
+    numbers = ("tokens/s", "× the first", "peak memory", "load s")
+    table = new_table(
+        f"{_WORDS[curve.setting]}: {curve.subject}", (curve.setting.replace("_", " "),), numbers
+    )
+    first = curve.points[0].tokens_per_second.median
+    for point in curve.points:
+        table.add_row(
+            _value(curve, point),
+            _spread(point.tokens_per_second, 1, 2),
+            f"{point.tokens_per_second.median / first:.2f}",
+            human_bytes(point.peak_memory_bytes),
+            f"{point.load_seconds:.2f}",
+        )
+    return table
+
+
+def _recommended(curve: profiling.Curve) -> str:
+    best = curve.best
+    flag = f"--{curve.setting.replace('_', '-')} {_value(curve, best)}"
+    return (
+        f"Recommended: {flag} ({best.tokens_per_second.median:.1f} tokens/s, {human_bytes(best.peak_memory_bytes)} at "
+        f"most; {human_bytes(curve.free_memory_bytes)} are free)."
+    )
 
 
 def _use_table(profiles: list[Profile]) -> Table:
@@ -112,6 +150,17 @@ def _latency_table(latency: profiling.LatencyProfile) -> Table:
     return table
 
 
+def _library(profile: Profile) -> str:
+    """What ran it, for runtimes that may be one of several libraries."""
+    runtime = profile.runtime
+    if "found" not in runtime:
+        return ""
+    return (
+        f"{runtime['runtime']} here is {runtime['library']} from {runtime['found']} ({runtime['version']}), "
+        f"{runtime['threads']} thread(s), weights loaded by {runtime['load_mode']}."
+    )
+
+
 def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]) -> list[str]:
     machine = report.machine
     cache = machine.last_level_cache
@@ -142,6 +191,9 @@ def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]
             f"time; {first.settings['repeats']} round(s); {first.settings['interleaving']}. Peak memory is that of a "
             f"fresh process; interpreter and libraries take {base} of it before the model is loaded."
         )
+    for runtime in dict.fromkeys(_library(p) for p in used):
+        if runtime:
+            lines.append(runtime)
     if any(p.settings["quick"] for p in report.profiles):
         lines.append("--quick: too short to publish, and the records say so.")
     if report.csv is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kl_lens import profiling
 from kl_lens.errors import KLLensError
@@ -14,19 +14,30 @@ from kl_lens.paper.timing import PublishedTiming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
+    LOAD_HELP,
     NAMES,
-    THREADS,
     Kind,
     OfRun,
     chosen_targets,
     command_of,
     grouped,
+    layer_counts,
+    load_modes,
     option,
+    spell_layers,
+    thread_counts,
 )
 from kl_lens.runs import ALL_PLANS, Run
 from kl_lens.units import parse_names
 
 _use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
+
+
+_CHOICES = ("threads", "gpu_layers", "load")
+
+
+def _spell_list(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -52,8 +63,19 @@ class BenchmarkSettings(OfRun):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
     device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
-    threads: int | None = option(None, "default: all processors", kind=THREADS)
-    gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
+    threads: tuple[int, ...] | None = option(
+        None,
+        "one number; or several, or auto, to see each and go on with the best (default: all processors)",
+        kind=Kind(thread_counts, _spell_list),
+        metavar="LIST",
+    )
+    gpu_layers: tuple[int, ...] = option(
+        (0,),
+        "llama.cpp: layers on a GPU; several (0,8,16,all) to see the curve",
+        kind=Kind(layer_counts, spell_layers),
+        metavar="LIST",
+    )
+    load: tuple[str, ...] = option(("auto",), LOAD_HELP, kind=Kind(load_modes, ",".join), metavar="LIST")
     protocol: str = option(
         "use",
         "use: what a user feels; benchmark_app: the published one, 60 s for each IR",
@@ -64,7 +86,7 @@ class BenchmarkSettings(OfRun):
     prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
         "tokens",
-        kind=Kind(_lengths, lambda lengths: ",".join(map(str, lengths))),
+        kind=Kind(_lengths, _spell_list),
         metavar="LIST",
     )
     new_tokens: int = _use(64, kind=COUNT)
@@ -74,10 +96,15 @@ class BenchmarkSettings(OfRun):
 
     @property
     def use(self) -> profiling.UseSettings:
-        shared = ("prompt_lengths", "new_tokens", "repeats", "threads", "gpu_layers")
-        how = {name: getattr(self, name) for name in shared}
+        how = {name: getattr(self, name) for name in ("prompt_lengths", "new_tokens", "repeats")}
+        how |= {name: values[0] for name in _CHOICES if (values := getattr(self, name))}
         settings = profiling.UseSettings(device=self.device.upper(), **how)
         return profiling.quick(settings) if self.quick else settings
+
+    @property
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """What has several values to try."""
+        return {name: values for name in _CHOICES if len(values := getattr(self, name) or ()) > 1}
 
 
 @dataclass(frozen=True)
@@ -117,6 +144,7 @@ def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
             settings=settings.use,
             timings=_timings(settings, run.identity.get("model", "model") if run else "model"),
             run=run,
+            choices=settings.choices,
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),
         )

@@ -19,6 +19,9 @@ from kl_lens.paper import write_published
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
+    LAYERS,
+    LOAD,
+    LOAD_HELP,
     NAMES,
     SHARE,
     THREADS,
@@ -81,7 +84,8 @@ class EvaluateSettings(Loading, OfRun):
     exact: bool = _running(False, "float32 arithmetic instead of the fastest")
     runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
     threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
-    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU", metavar="N")
+    gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
+    load: str = _running("auto", LOAD_HELP, kind=LOAD)
     again: bool = _running(False, "measure afresh what the run holds already")
     tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
     dtype: str = loading("float32", "what PyTorch computes in")
@@ -185,7 +189,7 @@ class _Evaluation:
     def _selection(self) -> evaluation.Selection:
         settings = self.settings
         runtime = evaluation.RuntimeSettings(
-            settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact
+            settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact, settings.load
         )
         if settings.artifact:
             kept = self.run if settings.is_kept else None

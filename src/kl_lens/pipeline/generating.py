@@ -12,7 +12,7 @@ import numpy as np
 from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, THREADS, Settings, option
+from kl_lens.pipeline.settings import COUNT, LAYERS, LOAD, LOAD_HELP, THREADS, Settings, option
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
@@ -35,7 +35,8 @@ class GenerateSettings(Settings):
     )
     device: str = option("CPU", "OpenVINO device")
     threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
-    gpu_layers: int = option(0, "llama.cpp: layers on a GPU", metavar="N")
+    gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
+    load: str = option("auto", LOAD_HELP, kind=LOAD)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
         raise TargetError("--temperature must not be negative")
     begin = time.perf_counter()
     session = open_session(
-        settings.artifact, device=settings.device, threads=settings.threads, gpu_layers=settings.gpu_layers
+        settings.artifact,
+        device=settings.device,
+        threads=settings.threads,
+        gpu_layers=settings.gpu_layers,
+        load=settings.load,
     )
     load_seconds = time.perf_counter() - begin
     try:

@@ -20,6 +20,7 @@ from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SIZE,
+    FromDisk,
     OfModel,
     Settings,
     command_of,
@@ -57,7 +58,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Spread, Calibration, OfModel):
+class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -73,7 +74,10 @@ class MeasureSettings(Spread, Calibration, OfModel):
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
     engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
     memory_budget: int = _how(
-        DEFAULT_MEMORY, "for cached states; on a GPU the default is most of what is free there", kind=SIZE
+        DEFAULT_MEMORY,
+        "for cached states, and for the weights too where the model is larger; on a GPU the default is most of what is "
+        "free there",
+        kind=SIZE,
     )
     precision: str | None = _how(
         None,

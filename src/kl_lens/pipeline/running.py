@@ -358,10 +358,11 @@ class _Course:
                 repeats=self.settings.repeats,
                 prompt_lengths=(32, 128),
                 new_tokens=32,
-                threads=self.settings.threads,
+                threads=None if self.settings.threads is None else (self.settings.threads,),
             ),
             key="benchmark",
-            inputs=self.stages.files(*artifacts),
+            # Another library is another speed.
+            inputs=" ".join([self.stages.files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
         )
 

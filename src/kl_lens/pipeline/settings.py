@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kl_lens import units
+from kl_lens.environment import processors
 from kl_lens.errors import KLLensError
-from kl_lens.targets import TARGETS
+from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
 
 VERB_MODEL = "folder, hub id, or reference:mamba, reference:mamba2, reference:hybrid, reference:hymba, reference:vision"
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
@@ -44,9 +45,61 @@ def _threads(text: str) -> int:
     return value
 
 
+def thread_counts(text: str) -> tuple[int, ...]:
+    """`2`, `1,2,4`, or `auto`: every count up to 8, from there on doubled, and all processors."""
+    if text == AUTO:
+        every = processors()
+        doubled = (16 << step for step in range(5))
+        return (*range(1, min(every, 8) + 1), *(n for n in doubled if n < every), *([every] * (every > 8)))
+    try:
+        return tuple(sorted({_threads(each) for each in units.parse_names(text) or (text,)}))
+    except ValueError:
+        raise KLLensError(f"{text}: give numbers of threads from 1 to {MOST_THREADS}, or {AUTO}") from None
+
+
+def layer_counts(text: str) -> tuple[int, ...]:
+    """`0`, `0,8,16`, `0,8,all`: the last puts all layers on a GPU."""
+    words = units.parse_names(text)
+    if not words or not all(word == "all" or word.isdigit() for word in words):
+        raise KLLensError(f"{text}: give numbers of layers, or all")
+    return tuple(sorted({ALL_LAYERS if word == "all" else int(word) for word in words}))
+
+
+def _layers(text: str) -> int:
+    counts = layer_counts(text)
+    if len(counts) > 1:
+        raise KLLensError(f"{text}: one number of layers, or all; `kl-lens benchmark` takes several")
+    return counts[0]
+
+
+def spell_layers(counts: int | tuple[int, ...]) -> str:
+    each = counts if isinstance(counts, tuple) else (counts,)
+    return ",".join("all" if count >= ALL_LAYERS else str(count) for count in each)
+
+
+def load_modes(text: str) -> tuple[str, ...]:
+    words = tuple(LOAD_MODES) if text == "all" else units.parse_names(text)
+    if not words or not set(words) <= {AUTO, *LOAD_MODES}:
+        raise KLLensError(f"{text}: there are {', '.join((AUTO, *LOAD_MODES))}, and all to compare them")
+    return words
+
+
+def _load(text: str) -> str:
+    if text not in (AUTO, *LOAD_MODES):
+        raise KLLensError(f"{text}: there are {', '.join((AUTO, *LOAD_MODES))}")
+    return text
+
+
+AUTO = "auto"
+LOAD_HELP = (
+    f"llama.cpp: how weights come into memory: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
+)
+PLACES = ("auto", "memory", "disk")  # of weights; as `checkpoints.residency` has them, which loads torch
 MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
 THREADS = Kind(_threads, metavar="N")
+LAYERS = Kind(_layers, spell_layers, "N")
+LOAD = Kind(_load, metavar="MODE")
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
 TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
@@ -213,6 +266,18 @@ class Loading(Settings):
 
 
 _LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromDisk(Loading):
+    """Of verbs that can work on a model that does not fit into memory."""
+
+    weights: str = loading(
+        "auto",
+        "disk: they stay there, and go through memory a block at a time, with the same numbers; auto: where the model "
+        "does not fit into --memory-budget, or into the memory that is free",
+        choices=PLACES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling import in_use
+from kl_lens.profiling.curves import Curve, measure_curve
 from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.machine import Machine, measure_machine
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, read_all
@@ -19,7 +20,7 @@ from kl_lens.targets.base import Target
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
-KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of the run's records
+KIND, PROTOCOL_KIND, CURVE_KIND = "latency", "latency_protocol", "curve"  # of the run's records
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     latency: list[LatencyProfile] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
     csv: Path | None = None
 
     def add(self, outcome: Outcome) -> None:
@@ -52,10 +54,10 @@ class InUse:
     """What a user feels: loading, the first token, the speed of text."""
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        return in_use.steps_of(self._runnable(subjects), settings)
+        return in_use.steps_of(in_use.runnable(subjects), settings)
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        runnable = self._runnable(subjects)
+        runnable = in_use.runnable(subjects)
         report.notes += [
             f"{subject.name} is a static forward, or has no head: it cannot generate; --protocol benchmark_app times it"
             for subject in subjects
@@ -71,9 +73,6 @@ class InUse:
             )
         )
 
-    def _runnable(self, subjects: Sequence[Timed]) -> list[Timed]:
-        return [s for s in subjects if s.static_tokens is None and s.with_head]
-
 
 @dataclass
 class Benchmark:
@@ -85,6 +84,8 @@ class Benchmark:
 
     settings: UseSettings = field(default_factory=UseSettings)
     timings: Sequence[Timing] = (InUse(),)
+    # Setting → values to try first, the least first; the best goes into `settings` before anything else is timed.
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     run: Run | None = None  # where profiles are kept; nowhere when not given
     started: Callable[[int], None] = lambda total: None
     advanced: Callable[[str], None] = lambda what: None
@@ -103,22 +104,45 @@ class Benchmark:
                 notes.append(
                     f"{target.title} ({health.runtime}) is {health.problem}; to mend it: {health.mend}"
                 )
-        report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes)
         self.started(self._steps(usable, layers, formats))
+        curves = self._choose(usable, failures)
+        report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes, curves=curves)
         for timing in self.timings:
             timing.measure(usable, self, report)
         if layers:
             self._measure_layers(usable, report, formats)
         return report
 
+    def _choose(self, subjects: Sequence[Timed], failures: list[Failure]) -> list[Curve]:
+        """The curves of all choices, one after the other: later ones run with what was best in those before."""
+        curves: list[Curve] = []
+        for setting, values in self.choices.items():
+            found = []
+            for subject in in_use.runnable(subjects):
+                try:
+                    found.append(measure_curve(subject, self.settings, setting, values, self.advanced))
+                except KLLensError as error:
+                    failures.append(Failure(f"{subject.name}, --{setting.replace('_', '-')}", str(error)))
+            if found:  # the largest model is the one for which it matters
+                best = max(found, key=lambda curve: curve.points[0].peak_memory_bytes).best
+                self.settings = replace(self.settings, **{setting: best.value})
+            if self.run is not None:
+                for curve in found:
+                    self.run.store(CURVE_KIND, f"{curve.subject}|{setting}", curve.to_json())
+            curves += found
+        return curves
+
     def _has_place(self, subject: Timed, notes: list[str]) -> bool:
-        reason = subject.target.check_device(self.settings.runtime)
+        most = {name: values[-1] for name, values in self.choices.items()}
+        reason = subject.target.check_device(replace(self.settings, **most).runtime)
         if reason is not None:
             notes.append(f"{subject.name} left out: {reason}")
         return reason is None
 
     def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
         steps = sum(timing.steps(subjects, self.settings) for timing in self.timings)
+        points = sum(map(len, self.choices.values()))
+        steps += self.settings.repeats * points * len(in_use.runnable(subjects))
         if layers:
             steps += sum(
                 t.latency_steps(table, formats or table.formats) for t, table in self._tables(subjects)

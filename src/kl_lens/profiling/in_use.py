@@ -46,11 +46,12 @@ class UseSettings:
     device: str = "CPU"
     threads: int | None = None
     gpu_layers: int = 0
+    load: str = "auto"
     quick: bool = False
 
     @property
     def runtime(self) -> RuntimeSettings:
-        return RuntimeSettings(self.device, self.threads, self.gpu_layers)
+        return RuntimeSettings(self.device, self.threads, self.gpu_layers, load=self.load)
 
     @property
     def context(self) -> float:
@@ -133,6 +134,11 @@ class _Record:
     loads: list[float] = field(default_factory=list)
     rounds: list[dict[str, float]] = field(default_factory=list)
     runtime: dict[str, Any] = field(default_factory=dict)
+
+
+def runnable(subjects: Sequence[Timed]) -> list[Timed]:
+    """Those that generate."""
+    return [s for s in subjects if s.static_tokens is None and s.with_head]
 
 
 def steps_of(subjects: Sequence[Timed], settings: UseSettings) -> int:

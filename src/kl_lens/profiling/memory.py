@@ -37,6 +37,7 @@ class MemoryUse(Record):
     base_bytes: int  # the interpreter and its libraries, before the model was touched
     peak_bytes: int  # at most, from start to end
     load_seconds: float  # loading without a graph compiled earlier
+    seconds_per_token: float = 0.0  # of those that were asked for, after the warm-up
 
     @property
     def model_bytes(self) -> int:
@@ -44,10 +45,14 @@ class MemoryUse(Record):
         return self.peak_bytes - self.base_bytes
 
 
-def fresh_process(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
-    """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process."""
+def fresh_process(place: Path, target: str, settings: RuntimeSettings, new_tokens: int = 0) -> MemoryUse:
+    """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process.
+
+    `new_tokens` are timed after the few that it generates in any case.
+    """
     arguments = [str(place), "--target", target, TARGETS[target], "--device", settings.device]
-    arguments += ["--gpu-layers", str(settings.gpu_layers)]
+    arguments += ["--gpu-layers", str(settings.gpu_layers), "--load", settings.load]
+    arguments += ["--new-tokens", str(new_tokens)]
     if settings.threads is not None:
         arguments += ["--threads", str(settings.threads)]
     command = [sys.executable, "-m", CHILD, *arguments]

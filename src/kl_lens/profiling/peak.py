@@ -25,6 +25,8 @@ def main() -> int:
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0)
+    parser.add_argument("--load", default="auto")
+    parser.add_argument("--new-tokens", type=int, default=0, help="to time, after those that warm up")
     options = parser.parse_args()
     try:
         if options.target:
@@ -32,7 +34,7 @@ def main() -> int:
         target = target_of(options.artifact)
         target.prepare()  # the libraries belong to the base; loading the model begins after them
         base = resident("VmRSS")
-        settings = RuntimeSettings(options.device, options.threads, options.gpu_layers)
+        settings = RuntimeSettings(options.device, options.threads, options.gpu_layers, load=options.load)
         started = time.perf_counter()
         # Cold: a graph that was compiled earlier would hide the compiler's memory.
         session = target.open(options.artifact, settings, cold=True)
@@ -40,7 +42,11 @@ def main() -> int:
         logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])
         for _ in range(NEW_TOKENS):
             logits = session.step(int(logits.argmax()))
-        use = MemoryUse(base, resident("VmHWM"), loaded)
+        started = time.perf_counter()
+        for _ in range(options.new_tokens):
+            logits = session.step(int(logits.argmax()))
+        seconds = (time.perf_counter() - started) / max(1, options.new_tokens)
+        use = MemoryUse(base, resident("VmHWM"), loaded, seconds)
         session.close()
     except KLLensError as error:
         print(error, file=sys.stderr)

@@ -135,6 +135,7 @@ class Sweep:
         engine = chosen_engine(
             self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
         )  # fmt: skip
+        engine.scratch = self.run.folder
         hand = Hand(engine, candidates, ids)
         pieces = hand.layout.share(costs, *self.share) if self.share else hand.layout.whole(costs)
 

@@ -1,7 +1,7 @@
 """Files that real runtimes load, and sessions that run them."""
 
 from kl_lens.targets.artifacts import exported_places, read_artifact
-from kl_lens.targets.base import RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES, RuntimeSettings, StockRecipe, Target
 from kl_lens.targets.registry import (
     TARGETS,
     deployed,
@@ -16,6 +16,8 @@ from kl_lens.targets.registry import (
 from kl_lens.targets.session import Session
 
 __all__ = [
+    "ALL_LAYERS",
+    "LOAD_MODES",
     "TARGETS",
     "RuntimeSettings",
     "Session",

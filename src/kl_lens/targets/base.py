@@ -32,6 +32,12 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
     from kl_lens.formats import Quantized
 
 
+# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them; lean is mapped,
+# and what was repacked is given back.
+LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
+ALL_LAYERS = 999  # on a GPU
+
+
 @dataclass(frozen=True)
 class RuntimeSettings:
     """How artifacts are run; each target takes what it knows."""
@@ -40,12 +46,18 @@ class RuntimeSettings:
     threads: int | None = None
     gpu_layers: int = 0
     exact: bool = False  # float32 arithmetic in place of what a deployment uses
+    load: str = "auto"  # how weights come into memory; llama.cpp
 
     @property
     def unusual(self) -> dict[str, Any]:
         """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
         settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
-        settings |= {"gpu_layers": self.gpu_layers} if self.gpu_layers else {}
+        settings |= (
+            {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
+            if self.gpu_layers
+            else {}
+        )
+        settings |= {"load": self.load} if self.load != "auto" else {}
         return settings | ({"exact": True} if self.exact else {})
 
 
@@ -191,6 +203,10 @@ class Target(ABC):
         """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
+
+    def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """To the byte, where `file_bytes` is a bound and the difference can cost a plan that just fits."""
+        return self.file_bytes(model, plan)
 
     def overhead(self, fmt: Format) -> int:
         """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""

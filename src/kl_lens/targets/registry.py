@@ -87,12 +87,13 @@ def open_session(
     threads: int | None = None,
     gpu_layers: int = 0,
     exact: bool = False,
+    load: str = "auto",
 ) -> Session:
     """A running session of an exported folder or a bare file.
 
-    `exact` asks for float32 arithmetic where the runtime would use something faster.
+    `exact` asks for float32 arithmetic where the runtime would use something faster; `load` is llama.cpp's.
     """
-    return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact))
+    return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact, load))
 
 
 def deployed(target: str | None) -> Target | None:

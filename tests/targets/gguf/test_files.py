@@ -10,7 +10,8 @@ import pytest
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Plan
-from kl_lens.targets.gguf import export, library, open_session
+from kl_lens.targets import LOAD_MODES
+from kl_lens.targets.gguf import export, library, open_session, session as session_module, trial
 from kl_lens.targets.gguf.header import check_file, read_header
 from tests.targets.gguf.support import tiny
 
@@ -34,6 +35,47 @@ def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
     assert info.architecture == "jamba"
     assert info.metadata["jamba.attention.head_count_kv"] == [0, 2, 0, 2]
     assert info.metadata["kl_lens.plan"] == "p"
+
+
+def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path) -> None:
+    """Read or mapped to the bit; without repacking by other kernels, to rounding."""
+    trial._write(tmp_path / "tiny.gguf", *_blocks("Q4_0"))
+    tokens = list(range(40))
+    found = {}
+    for load in ("auto", *LOAD_MODES):
+        with open_session(tmp_path / "tiny.gguf", threads=1, load=load) as session:
+            found[load] = np.concatenate([session.logits(tokens), session.step(3)[None]])
+            assert session.description["load_mode"] == ("lean" if load == "auto" else load)
+    size = np.abs(found["read"]).max()
+    for load in ("auto", "lean", "mapped"):
+        assert np.array_equal(found[load], found["read"]), load
+    assert np.array_equal(found["mapped-plain"], found["read-plain"])
+    assert np.abs(found["read-plain"] - found["read"]).max() < 0.02 * size
+
+
+def _blocks(kind: str) -> tuple[dict[str, np.ndarray], object]:
+    random = np.random.default_rng(0)
+    products = {name: trial._blocks(kind, shape, random) for name, shape in trial._PRODUCTS.items()}
+    return products, gguf.GGMLQuantizationType[kind]
+
+
+def test_a_file_that_free_memory_does_not_hold_is_mapped(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = type("Memory", (), {"available": whole.stat().st_size})
+    monkeypatch.setattr(session_module.psutil, "virtual_memory", lambda: free)
+    with open_session(whole, threads=1) as session:
+        assert session.description["load_mode"] == "mapped-plain"
+
+
+def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TargetError, match="--load quick: there are auto, lean, read, mapped"):
+        open_session(whole, load="quick")
+    monkeypatch.setattr(library, "_SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
+    with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):
+        open_session(whole, load="mapped")
+    with open_session(whole, threads=1) as session:
+        assert session.description["load_mode"] == "the library's default"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.00001, 0.001, 0.01, 0.3, 0.99, 0.9999])

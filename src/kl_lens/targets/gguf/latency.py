@@ -86,7 +86,7 @@ def _decode_times(request: LatencyRequest, copies: dict[str, Path]) -> dict[str,
         for fmt in order:
             settings = request.settings
             with open_session(
-                copies[fmt], threads=settings.threads, gpu_layers=settings.gpu_layers
+                copies[fmt], threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load
             ) as session:
                 times[fmt] += [_seconds(session) for _ in range(request.repeats + 1)][1:]
             request.advanced(f"tokens in {fmt}")

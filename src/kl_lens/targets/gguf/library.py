@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import TargetError
+from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES
 from kl_lens.targets.gguf.instructions import unused_instructions
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
@@ -34,6 +35,12 @@ _STRUCT_BYTES = 512
 # Field → (byte offset, defaults that llama.cpp releases have there).
 _CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
 _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
+_LOAD_MODE = (24, (-1, 1))  # of libraries that have `llama_load_mode_name`, like the switches
+_SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
+_REPACK = 74
+_CALLBACK = 48  # called with the share of the weights that is loaded; null, like what belongs to it
+# `targets.LOAD_MODES` → llama.cpp's mode (0 reads, 1 maps), and whether kernels get the weights repacked.
+_LOADS = dict(zip(LOAD_MODES, ((1, True), (0, True), (1, True), (0, False), (1, False)), strict=True))
 
 
 class Parameters(ctypes.Structure):
@@ -125,11 +132,42 @@ class LlamaLibrary:
     def has_gpu(self) -> bool:
         return bool(self.functions.llama_supports_gpu_offload())
 
-    def model_parameters(self, gpu_layers: int) -> Parameters:
+    def require_gpu(self, layers: int) -> None:
+        if not self.has_gpu:
+            count = "all" if layers >= ALL_LAYERS else layers
+            raise TargetError(
+                f"--gpu-layers {count}: {self.path} has no GPU backend; set {ENVIRONMENT_VARIABLE} to one that has, or "
+                "leave the option out"
+            )
+
+    @property
+    def has_load_modes(self) -> bool:
+        """Whether the way of loading can be chosen: llama.cpp has names for it, where KL Lens knows them to be."""
+        parameters: Parameters = self.functions.llama_model_default_params()
+        place, switches = _SWITCHES
+        return (
+            hasattr(self.functions, "llama_load_mode_name")
+            and parameters.integer(_LOAD_MODE[0]) in _LOAD_MODE[1]
+            and bytes(parameters.data)[place : place + len(switches)] == switches
+            and not any(parameters.data[_CALLBACK : _CALLBACK + 16])
+        )
+
+    def model_parameters(self, gpu_layers: int, load: str | None = None, callback: Any = None) -> Parameters:
+        """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` hears how far it is."""
         parameters: Parameters = self.functions.llama_model_default_params()
         offset, defaults = _GPU_LAYERS
         self._require(parameters, "n_gpu_layers", offset, defaults)
         parameters.set_integer(offset, gpu_layers)
+        if load is not None:
+            if not self.has_load_modes:
+                raise TargetError(
+                    f"--load {load}: {self.path} has no load modes that KL Lens knows; leave it out"
+                )
+            mode, repacked = _LOADS[load]
+            parameters.set_integer(_LOAD_MODE[0], mode)
+            parameters.data[_REPACK] = repacked
+            if callback is not None:
+                ctypes.memmove(ctypes.addressof(parameters) + _CALLBACK, ctypes.addressof(callback), 8)
         return parameters
 
     def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
@@ -171,6 +209,12 @@ def runtime_folder() -> Path:
     """Where `kl-lens runtime` puts a library that every session finds by itself."""
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local/share") / "kl-lens/llama.cpp"
+
+
+def origin_of() -> str:
+    """Where the libraries there come from; empty where there are none."""
+    note = runtime_folder() / "ORIGIN"
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
 def library_in(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -16,8 +17,9 @@ from pathlib import Path
 
 from kl_lens.environment import for_child, processors
 from kl_lens.errors import TargetError
-from kl_lens.targets.gguf.library import find_library, library_in, runtime_folder
+from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, find_library, library_in, runtime_folder
 
+TRIAL = "kl_lens.targets.gguf.trial"
 SOURCE = "llama-cpp-python"  # its sdist carries llama.cpp
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
@@ -44,6 +46,7 @@ def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         source = next(path.parent for path in sorted(folder.glob("*/vendor/llama.cpp/CMakeLists.txt")))
+        mend_tiles(source)
         build = folder / "build"
         _call(["cmake", "-S", str(source), "-B", str(build), *_OPTIONS], "cmake cannot configure llama.cpp")
         _call(
@@ -75,6 +78,18 @@ def install_libraries(folder: Path, origin: str = "") -> Path:
     return place / main.name
 
 
+def mend_tiles(source: Path) -> None:
+    """Keeps the whole configuration of AMX's tiles, of which GCC 12 drops rows and columns.
+
+    Its header says that `ldtilecfg` reads 8 bytes, so it takes the stores of the other 56 for dead, and the first
+    product of a prompt with quantized weights is an illegal instruction. Source without that line is left as it is.
+    """
+    file = source / "ggml/src/ggml-cpu/amx/mmq.cpp"
+    if file.is_file():
+        text, call = file.read_text(encoding="utf-8"), "_tile_loadconfig(&tc);"
+        file.write_text(text.replace(call, f'__asm__ volatile("" : : "m"(tc)); {call}'), encoding="utf-8")
+
+
 def remove_libraries() -> bool:
     """Back to what was there before; whether there was anything to remove."""
     place = runtime_folder()
@@ -98,18 +113,24 @@ def _is_library(path: Path) -> bool:
 
 
 def _require_working(library: Path) -> None:
-    """Opened by another process, for what is wrong with a library may end the one that opens it."""
-    program = (
-        "import sys; from pathlib import Path; from kl_lens.targets.gguf.library import open_library; "
-        "open_library('', Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", program, str(library)]
-    result = subprocess.run(command, capture_output=True, text=True, env=for_child())
+    """Tried by another process (`trial.py`), for what is wrong with a library may end the one that runs it."""
+    command = [sys.executable, "-m", TRIAL]
+    environment = for_child() | {ENVIRONMENT_VARIABLE: str(library)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
-        said = result.stderr.strip().splitlines()
-        raise TargetError(
-            f"{library.name} does not work here: {said[-1] if said else 'it ended the process'}"
+        said, tried = result.stderr.strip().splitlines(), result.stdout.split()
+        reason = (
+            said[-1]
+            if said and result.returncode > 0
+            else f"it ended the process{_signal(result.returncode)}"
         )
+        where = f" (at a product with {tried[-1]} weights)" if tried else ""
+        raise TargetError(f"{library.name} does not work here: {reason}{where}")
+
+
+def _signal(code: int) -> str:
+    known = {-each: each.name for each in signal.Signals}
+    return f" by {known[code]}" if code in known else ""
 
 
 def _call(command: Sequence[str], problem: str, heard: Callable[[str], None] = lambda line: None) -> None:

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import psutil
 
 from kl_lens.environment import processors
 from kl_lens.errors import TargetError, printable
+from kl_lens.targets.base import LOAD_MODES
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
+from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back
 from kl_lens.targets.session import Logits, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512
 # Attention caches are allocated for the whole context at once; state-space layers have no such limit.
 LARGEST_DEFAULT_CONTEXT = 8192
+AUTO = "auto"
+FREE_SHARE = 0.9  # of the free memory that weights may fill
 
 
 class GGUFSession:
@@ -32,6 +37,8 @@ class GGUFSession:
         path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
         threads: all processors this process may use, unless given.
         gpu_layers: layers to put on a GPU, where the library has one.
+        load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that cannot be), so that
+            only the copy which kernels use stays; a file that free memory does not hold is mapped as it is.
         context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
         exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
             llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
@@ -46,6 +53,7 @@ class GGUFSession:
         *,
         threads: int | None = None,
         gpu_layers: int = 0,
+        load: str = AUTO,
         context: int | None = None,
         exact_attention: bool = False,
     ) -> None:
@@ -54,23 +62,32 @@ class GGUFSession:
         self._model: int | None = None
         self.file = check_file(self.path)
         self._library: LlamaLibrary = find_library()
-        if gpu_layers and not self._library.has_gpu:
-            raise TargetError(
-                f"--gpu-layers {gpu_layers}: {self._library.path} has no GPU backend; set LLAMA_CPP_LIB to one "
-                "that has, or leave the option out"
-            )
+        if gpu_layers:
+            self._library.require_gpu(gpu_layers)
+        if load != AUTO and load not in LOAD_MODES:
+            raise TargetError(f"--load {load}: there are {', '.join((AUTO, *LOAD_MODES))}")
         if threads is not None and threads < 1:
             raise TargetError(f"threads must be at least 1, not {threads}")
         self.threads = threads or processors()
         self.gpu_layers = gpu_layers
+        self.load = load if load != AUTO else self._fitting_load()
         self.exact_attention = exact_attention
         self._load(context)
+
+    def _fitting_load(self) -> str | None:
+        if not self._library.has_load_modes:
+            return None
+        fits = self.path.stat().st_size < FREE_SHARE * psutil.virtual_memory().available
+        return ("lean" if can_give_back else "read") if fits else "mapped-plain"
 
     def _load(self, context: int | None) -> None:
         functions = self._library.functions
         self._library.errors.clear()
-        parameters = self._library.model_parameters(self.gpu_layers)
+        lean = ProgressCallback(giving_back(self.path)) if self.load == "lean" else None
+        parameters = self._library.model_parameters(self.gpu_layers, self.load, lean)
         self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        if lean is not None:
+            give_back(self.path)
         if not self._model:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
@@ -109,7 +126,7 @@ class GGUFSession:
             "threads": self.threads,
             "context": self.context,
             "attention": "F32, plain" if self.exact_attention else "the library's default (F16 cache, flash)",
-            "load_mode": "the library's default (memory-mapped, with repacked copies where it repacks)",
+            "load_mode": self.load or "the library's default",
             "file": self.path.name,
             "architecture": self.file.architecture,
         }

@@ -143,6 +143,7 @@ class GGUFTarget(Target):
             self.weight_file(place),
             threads=settings.threads,
             gpu_layers=settings.gpu_layers,
+            load=settings.load,
             exact_attention=settings.exact,
         )
 
@@ -156,16 +157,20 @@ class GGUFTarget(Target):
 
     @property
     def version(self) -> str:
-        """Of the wheel that brings a library along, and where another one is named, that one's place."""
-        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
+        """Of the wheel that brings a library along; where another one is named or in place, that one's too."""
+        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, origin_of
 
         try:
             version = metadata.version("xllamacpp")
         except metadata.PackageNotFoundError:
             version = "none"
-        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
+        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE) or origin_of()}"
 
     def check_device(self, settings: RuntimeSettings) -> str | None:
+        from kl_lens.targets.gguf.library import find_library
+
+        if settings.gpu_layers:
+            find_library().require_gpu(settings.gpu_layers)
         if settings.device == "CPU" or settings.gpu_layers:
             return None
         return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"

@@ -1,0 +1,72 @@
+"""What one setting does to speed and memory: threads, layers on a GPU, the way of loading; and which value to take.
+
+Every point is a process of its own, so that neither threads nor memory of one are another's, and values take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from kl_lens.profiling.in_use import UseSettings
+from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.spread import spread_of
+from kl_lens.profiling.subjects import Timed
+from kl_lens.records import Record, Spread
+
+SAME = 0.05  # speeds that differ by less are the same: the lesser value is taken
+
+
+@dataclass(frozen=True)
+class Point(Record):
+    value: Any
+    tokens_per_second: Spread
+    peak_memory_bytes: int
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class Curve(Record):
+    subject: str
+    setting: str  # threads, gpu_layers or load
+    points: tuple[Point, ...]
+    free_memory_bytes: int
+
+    @property
+    def best(self) -> Point:
+        """The fastest that memory holds; of those as fast, the one with the least memory where the way of loading is
+        chosen, and else the least value."""
+        fitting = [p for p in self.points if p.peak_memory_bytes < self.free_memory_bytes]
+        fitting = fitting or [min(self.points, key=lambda p: p.peak_memory_bytes)]
+        fastest = max(p.tokens_per_second.median for p in fitting)
+        as_fast = [p for p in fitting if p.tokens_per_second.median >= (1 - SAME) * fastest]
+        return min(as_fast, key=lambda p: p.peak_memory_bytes) if self.setting == "load" else as_fast[0]
+
+
+def measure_curve(
+    subject: Timed,
+    settings: UseSettings,
+    setting: str,
+    values: Sequence[Any],
+    advanced: Callable[[str], None] = lambda what: None,
+) -> Curve:
+    """`values` of one of the settings' fields, the least first; everything else as the settings say."""
+    uses: dict[Any, list[MemoryUse]] = {value: [] for value in values}
+    for _ in range(settings.repeats):
+        for value in values:
+            runtime = replace(settings, **{setting: value}).runtime
+            uses[value].append(fresh_process(subject.path, subject.target.name, runtime, settings.new_tokens))
+            advanced(f"{subject.name}, {setting.replace('_', ' ')} {value}")
+    points = (
+        Point(
+            value,
+            spread_of([1 / use.seconds_per_token for use in found]),
+            max(use.peak_bytes for use in found),
+            min(use.load_seconds for use in found),
+        )
+        for value, found in uses.items()
+    )
+    return Curve(subject.name, setting, tuple(points), psutil.virtual_memory().available)
