@@ -216,6 +216,10 @@ def _estimated(
     events: Events,
 ) -> EstimateResult:
     """From a few seconds of the sweep. What methods learn, and how long they take to, is not counted."""
+    if engine.model.residency is not None:
+        raise KLLensError(
+            "--estimate: weights that stay on disk are not counted; with --weights memory it times them there"
+        )
     if any(Recipe.parse(candidate.format).quantizer.learns for candidate in candidates):
         events.warn(
             "methods that learn from text are counted as rounding; their statistics and their learning come on top"

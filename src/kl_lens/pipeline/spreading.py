@@ -66,6 +66,9 @@ def crew_for(
     from kl_lens.cluster.worker import Order
 
     how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
+    if where := getattr(settings, "weights", None):  # each worker finds out whether they fit into its memory
+        budget = settings.memory_budget
+        how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
     order = Order(
         model=_absolute(place) or place,
         how=how,
