@@ -227,9 +227,14 @@ def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: di
     files = {name: write(shape, name, folder) for name in options.formats.split(",")}
     rows = {(name, way): Row(file, []) for name, file in files.items() for way in ways}
     for _ in range(options.rounds):
+        for count, best in bandwidth.items():  # the best of all rounds: others may want the memory meanwhile
+            bandwidth[count] = max(best, _bandwidth(count, options.quick))
         for (name, way), row in rows.items():
             row.runs.append(way.run(files[name]["path"], options.prompt, options.tokens))
-    print(f"\n{shape}: decode {options.tokens} tokens, prefill {options.prompt}")
+    speeds = ", ".join(f"{best / 1e9:.1f} GB/s on {count} thread(s)" for count, best in bandwidth.items())
+    print(
+        f"\nread bandwidth, best so far: {speeds}\n{shape}: decode {options.tokens} tokens, prefill {options.prompt}"
+    )
     print(
         "format      MiB thr  decode/s         ×first  prefill/s     memory MiB  moved MiB/token  share  load, library"
     )
@@ -248,6 +253,12 @@ def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: di
         for file in folder.glob(f"{shape}-*.gguf"):
             file.unlink()
     return [asdict(way) | {"format": name, **asdict(row)} for (name, way), row in rows.items()]
+
+
+def _bandwidth(threads: int, quick: bool) -> float:
+    from kl_lens.profiling.machine import read_bandwidth
+
+    return read_bandwidth(threads, buffer_bytes=64 * MIB if quick else None).best
 
 
 def main() -> None:
@@ -272,13 +283,9 @@ def main() -> None:
     default = "mamba-small,mamba2-small" if options.quick else "mamba-130m,mamba2-130m,mamba2-2.7b"
     shapes = (options.shapes or default).split(",")
 
-    from kl_lens.profiling.machine import last_level_cache, read_bandwidth
+    from kl_lens.profiling.machine import last_level_cache
 
-    buffer = 64 * MIB if options.quick else None
-    counts = sorted({int(each) for each in options.threads.split(",")})
-    bandwidth = {count: read_bandwidth(count, buffer_bytes=buffer).best for count in counts}
-    for count, best in bandwidth.items():
-        print(f"read bandwidth: {best / 1e9:.1f} GB/s on {count} thread(s)")
+    bandwidth = {int(count): 0.0 for count in options.threads.split(",")}
     print(f"last-level cache: {(last_level_cache() or 0) / MIB:.0f} MiB")
     results = {}
     with tempfile.TemporaryDirectory() as temporary:

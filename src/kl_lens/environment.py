@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DEFAULTS = {
     # Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each
@@ -16,11 +18,32 @@ DEFAULTS = {
     "MIMALLOC_PURGE_DELAY": "2000",
 }
 
+SPINS = "1000"
+
 
 def set_defaults() -> None:
     """Sets what the user has not set. Comes before the first import of torch; later it changes nothing."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def briefly_spinning() -> Iterator[None]:
+    """For a library that is loaded within and brings OpenMP along: its threads spin for some microseconds, then sleep.
+
+    llama.cpp's wait for each other hundreds of times in a token. Two threads that sleep at once (what `DEFAULTS` says,
+    and PyTorch wants) lose a fifth of their speed by it, and threads that spin for long stand still when another
+    process wants their cores. What the user has set stays.
+    """
+    name = "GOMP_SPINCOUNT"
+    if name in os.environ or os.environ.get("OMP_WAIT_POLICY", "PASSIVE") != DEFAULTS["OMP_WAIT_POLICY"]:
+        yield
+        return
+    os.environ[name] = SPINS
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def for_child() -> dict[str, str]:

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from kl_lens.cli.flags import as_yaml, file_values
-from kl_lens.cli.main import VERBS, build_parser, parse, settings_from
-from kl_lens.pipeline import MeasureSettings, PlanSettings, RunSettings, command_of
+from kl_lens.cli.main import VERBS, build_parser, main, parse, settings_from
+from kl_lens.pipeline import (
+    MeasureSettings,
+    PlanSettings,
+    RunSettings,
+    command_of,
+    settings as settings_module,
+)
 from kl_lens.pipeline.settings import options_of
 from kl_lens.pipeline.verbs import HOMES, settings_of
 
@@ -26,6 +32,7 @@ COMMANDS = [
     "evaluate one two --perplexity --divergence notes.txt --device GPU --torch-device cuda --max-drop 2.5%",
     "evaluate --tasks piqa,arc_easy --task-data tasks --few-shot 0",
     "benchmark --prompt-lengths 8,32 --layers --formats int8",
+    "benchmark --threads 1,2 --gpu-layers 0,8,all --load lean,read-plain",
     "generate out/folder --prompt 'two words' --temperature 0.5",
     "report --compare a b",
     "import-legacy --model m --bits 4 a.json --bits 8 b.json",
@@ -65,3 +72,29 @@ def test_yaml_holds_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(as_yaml(settings))
     assert RunSettings(**file_values(RunSettings, str(file))) == settings
+
+
+@pytest.mark.parametrize("verb", [["generate", "x.gguf", "--prompt", "a"], ["evaluate", "x.gguf"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--load", "all"], "--load all: there are auto, lean, read, mapped, read-plain, mapped-plain"),
+        (["--gpu-layers", "0,8"], "--gpu-layers 0,8: one number of layers, or all"),
+        (["--gpu-layers", "some"], "--gpu-layers some: give numbers of layers, or all"),
+    ],
+)
+def test_bad_values_are_one_line(
+    verb: list[str], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb, *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("2", (2,)), ("4,1", (1, 4)), ("auto", (1, 2, 3, 4, 5, 6, 7, 8, 16, 20))]
+)
+def test_counts_of_threads(text: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "processors", lambda: 20)
+    assert settings_module.thread_counts(text) == counts

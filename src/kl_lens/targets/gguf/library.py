@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kl_lens.environment import briefly_spinning
 from kl_lens.errors import TargetError
 from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES
 from kl_lens.targets.gguf.instructions import unused_instructions
@@ -273,7 +274,8 @@ def find_library() -> LlamaLibrary:
 
 def open_library(origin: str, path: Path) -> LlamaLibrary:
     try:
-        functions = ctypes.CDLL(str(path))
+        with briefly_spinning():
+            functions = ctypes.CDLL(str(path))
     except OSError as error:
         raise TargetError(f"{path} cannot be loaded: {error}") from error
     missing = [name for name in _SIGNATURES if not hasattr(functions, name)]
