@@ -34,6 +34,7 @@ _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Of workers on this machine: Ray's 15 leaves them next to nothing where anybody else computes.
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "180",  # on a busy machine Ray's own half minute is not enough
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Told on standard output, in a paragraph; our line says the same.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
@@ -95,17 +96,19 @@ class RayCrew:
 
     def _connect(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self.address == LOCAL:
-            threads = max(processors(), self.workers or 1)
-            self._ray.init(address=LOCAL, num_cpus=threads, include_dashboard=False, **quiet)
-        else:
-            _require_reachable(self.address)
-            try:
+        try:
+            if self.address == LOCAL:
+                cpus = max(processors(), self.workers or 1)
+                self._ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **quiet)
+            else:
+                _require_reachable(self.address)
                 self._ray.init(address=self.address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise KLLensError(f"--ray {self.address}: {one_line(error)}") from None
-            except SystemExit:  # Ray ends the process where a cluster does not answer
-                raise KLLensError(f"--ray {self.address}: no Ray cluster answers there") from None
+        except KLLensError:
+            raise
+        except SystemExit:  # Ray ends the process where a cluster does not answer
+            raise KLLensError(f"--ray {self.address}: no Ray cluster answers there") from None
+        except Exception as error:  # of many kinds, a plain Exception among them
+            raise KLLensError(f"--ray {self.address}: {one_line(error)}") from None
         there = self._ray.cluster_resources()
         cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
         on_gpu = str(self.order.how.get("device", "cpu")).startswith("cuda")
