@@ -34,7 +34,6 @@ _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Of workers on this machine: Ray's 15 leaves them next to nothing where anybody else computes.
     "RAY_worker_niceness": "0",
-    "RAY_raylet_start_wait_time_s": "180",  # on a busy machine Ray's own half minute is not enough
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Told on standard output, in a paragraph; our line says the same.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
