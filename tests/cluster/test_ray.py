@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,21 @@ def cluster() -> Iterator[Any]:
 
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes.add_node(num_cpus=1)
+    nodes = _patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1}))
+    _patiently(lambda: nodes.add_node(num_cpus=1))
     yield nodes
     nodes.shutdown()
+
+
+def _patiently(start: Callable[[], Any], times: int = 5) -> Any:
+    """Ray gives a node half a minute to start, which a busy machine may not keep."""
+    for left in reversed(range(times)):
+        try:
+            return start()
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+    return None
 
 
 def workers() -> list[psutil.Process]:
@@ -95,7 +106,7 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
 
 
 def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> None:
-    node = cluster.add_node(num_cpus=1)
+    node = _patiently(lambda: cluster.add_node(num_cpus=1))
     left: list[Any] = []
 
     def leave(work: float, what: str) -> None:

@@ -95,17 +95,19 @@ class RayCrew:
 
     def _connect(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self.address == LOCAL:
-            threads = max(processors(), self.workers or 1)
-            self._ray.init(address=LOCAL, num_cpus=threads, include_dashboard=False, **quiet)
-        else:
-            _require_reachable(self.address)
-            try:
+        try:
+            if self.address == LOCAL:
+                cpus = max(processors(), self.workers or 1)
+                self._ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **quiet)
+            else:
+                _require_reachable(self.address)
                 self._ray.init(address=self.address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise KLLensError(f"--ray {self.address}: {one_line(error)}") from None
-            except SystemExit:  # Ray ends the process where a cluster does not answer
-                raise KLLensError(f"--ray {self.address}: no Ray cluster answers there") from None
+        except KLLensError:
+            raise
+        except SystemExit:  # Ray ends the process where a cluster does not answer
+            raise KLLensError(f"--ray {self.address}: no Ray cluster answers there") from None
+        except Exception as error:  # of many kinds, a plain Exception among them
+            raise KLLensError(f"--ray {self.address}: {one_line(error)}") from None
         there = self._ray.cluster_resources()
         cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
         on_gpu = str(self.order.how.get("device", "cpu")).startswith("cuda")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from kl_lens.checkpoints import LoadedModel
@@ -122,7 +121,6 @@ def measured_rates(
     engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, starting: float, opening: float
 ) -> tuple[Rates, Layout]:
     """A few seconds of the sweep itself; what came before it is known to the caller."""
-    before = psutil.Process().memory_info().rss
     layout = Layout.of(engine, candidates, ids)
     some = _how_many(engine, ids, layout)
     engine.prepare(ids[:1])  # whatever is done once, compiled for instance, is done
@@ -147,7 +145,7 @@ def measured_rates(
         same=same / some,
         quantizing=quantizing,
         committing=committing,
-        memory=_memory(engine, ids, layout, some, before),
+        memory=_memory(engine, ids, layout, some),
         disk=disk,
     )
     return rates, layout
@@ -245,16 +243,19 @@ def _journal(length: int, rows: int = 64) -> tuple[float, float]:
     return seconds / rows, (sizes[1] - sizes[0]) / rows
 
 
-def _memory(engine: Engine, ids: torch.Tensor, layout: Layout, some: int, before: int) -> int:
+def _memory(engine: Engine, ids: torch.Tensor, layout: Layout, some: int) -> int:
     """The peak of a whole slab: what is kept grows with its windows, what is worked with, with those of a batch."""
     slab = min(layout.slab, len(ids))
     batch = min(layout.batch, slab)
     kept, peak = _kept(engine), peak_memory()
     if engine.chain.device.type == "cuda":
-        peak, before = int(torch.cuda.max_memory_allocated()), int(torch.cuda.memory_allocated()) - kept
+        peak = int(torch.cuda.max_memory_allocated())
     whole = min(kept * slab // some, max(engine.states_budget, kept))
-    working = max(0, peak - before - kept)
-    return int(peak + whole - kept + working * (batch / some - 1))
+    every = (m for block in engine.chain.blocks for m in block.modules())
+    layers = [m for m in every if isinstance(m, torch.nn.Linear)]
+    widest = max((max(m.in_features, m.out_features) for m in layers), default=0)
+    working = 10 * 4 * widest * int(ids.shape[1])  # of each window of a batch: what a block has at once
+    return int(peak + whole - kept + working * (batch - some))
 
 
 def _kept(engine: Engine) -> int:
