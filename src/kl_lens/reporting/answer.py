@@ -147,7 +147,7 @@ def _planning(view: RunView, plan: PlanView) -> list[Command]:
 
 def libraries(profiles: Sequence[Profile]) -> list[str]:
     """What ran them, where that may be one of several libraries; and the command for a faster one, if any."""
-    lines = {}
+    lines: dict[str, None] = {}
     for runtime in (profile.runtime for profile in profiles if "found" in profile.runtime):
         line = (
             f"{runtime['runtime']} here is {runtime['library']} from {runtime['found']} ({runtime['version']}), "
