@@ -7,7 +7,8 @@
 llama.cpp has it), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
 estimation and GPTQ on the same graph and text, embedding and head at 8 bits as it leaves them; ours with the same grids
 beside it. `calibration`: what 3, 6 and 32 windows of WikiText-2 train, and C4 and novels (`--texts FOLDER`) leave of
-the gain. `time`: seconds for one layer, ours and NNCF's, on the same inputs.
+the gain. `time`: seconds for one layer, ours and NNCF's, on the same inputs. `whole`: seconds for all components of the
+mamba-130m shape, without the forward passes.
 
 Methods learn from WikiText-2 train, files are judged on WikiText-2 test: KL from the original, mean over windows. Every
 row is appended to the results as it is done; what is there is not done again. `reference:mamba+stressed` is a
@@ -36,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import machine
+from common import machine, shape
 from kl_lens.calibration import gather, gather_in_order
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare_text
@@ -53,7 +54,7 @@ from rivals import REFERENCES, Judged, Remembered, judge_files, models
 from stress import stress
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-PARTS = ("methods", "nncf", "calibration", "time")
+PARTS = ("methods", "nncf", "calibration", "time", "whole")
 GRIDS = {
     "openvino": (
         "int4", "int4-g128", "int4-g64", "int4-g32", "uint4-g128", "uint4-g64", "uint4-g32", "nf4-g64",
@@ -109,7 +110,9 @@ def tasks(arguments: argparse.Namespace) -> Iterator[Task]:
         for part in arguments.parts:
             for target in arguments.targets:
                 for task in part_tasks(part, name, target, arguments):
-                    if not arguments.grids or task.grid in arguments.grids:
+                    if task.grid in (arguments.grids or (task.grid,)) and task.method in (
+                        arguments.methods or (task.method,)
+                    ):
                         yield task
 
 
@@ -140,6 +143,8 @@ def part_tasks(part: str, name: str, target: str, arguments: argparse.Namespace)
                 yield from (Task(part, name, layer, grid, method, windows=windows) for method in ours)
                 if grid in GRIDS["openvino"]:
                     yield from (Task(part, name, layer, grid, m, windows=windows) for m in NNCF_METHODS)
+    elif part == "whole" and target == "openvino" and name == REFERENCES[0]:
+        yield from (Task(part, "mamba-130m", target, grid, "gptq", windows=windows) for grid in TIMED)
 
 
 def found_models(names: str) -> list[str]:
@@ -201,8 +206,8 @@ def perform(task: Task, judging: Judging) -> dict[str, Any]:
     row: dict[str, Any] = asdict(task) | {"test_windows": judging.test_windows}
     began = time.perf_counter()
     try:
-        if task.part == "time":
-            row |= timed(task, judging)
+        if task.part in ("time", "whole"):
+            row |= (timed if task.part == "time" else timed_whole)(task, judging)
         else:
             found = judged(task, judging)
             row |= {"bytes": found.bytes, "kl": found.kl.tolist(), "perplexity": found.perplexity}
@@ -284,6 +289,31 @@ def timed(task: Task, judging: Judging) -> dict[str, Any]:
     return {"seconds": min(seconds), "error": None, "of_rtn": error[0] / error[1], "threads": judging.threads}
 
 
+def timed_whole(task: Task, judging: Judging) -> dict[str, Any]:
+    """Seconds for all components that the grid fits, with second moments of inputs that hang together."""
+    model, recipe = shape(task.model), Recipe.parse(f"{task.grid}+{task.method}")
+    fitting = [c for c in model.anatomy.candidates if recipe.grid.fits(c.shape) is None]
+    moments = {}
+    for width in {c.shape[-1] for c in fitting}:
+        inputs = torch.randn(4 * width, width) @ torch.randn(width, width)
+        moments[width] = InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
+
+    def quantize(component: Any) -> None:
+        weight = model.model.get_parameter(component.weight).detach()
+        recipe.quantizer.quantize(weight, recipe.grid, component.name, moments[component.shape[-1]])
+
+    quantize(fitting[1])  # compiles
+    began = time.perf_counter()
+    for component in fitting:
+        quantize(component)
+    return {
+        "seconds": time.perf_counter() - began,
+        "error": None,
+        "components": len(fitting),
+        "threads": judging.threads,
+    }
+
+
 def through_nncf(task: Task, weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     from kl_lens.targets.openvino.session import core
 
@@ -322,6 +352,12 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
     print_nncf([r for r in rows if r["part"] == "nncf"])
     print_calibration([r for r in rows if r["part"] == "calibration"])
     print_times([r for r in rows if r["part"] == "time"])
+    for row in rows:
+        if row["part"] == "whole":
+            print(
+                f"\n{row['model']}, {row['components']} components in {row['grid']}+{row['method']}: "
+                f"{row['seconds']:.0f} s, {row['threads']} threads"
+            )
     for row in failed:
         print(f"failed: {row['part']}, {row['model']}, {row['grid']}, {row['method']}: {row['error']}")
 
@@ -442,6 +478,7 @@ def main() -> None:
     parser.add_argument("--targets", "--target", type=names, default=list(GRIDS), help="openvino, gguf")
     parser.add_argument("--parts", "--part", type=names, default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--grids", type=names, help="these alone")
+    parser.add_argument("--methods", type=names, help="these alone")
     parser.add_argument("--windows", type=int, default=FULL, help="of 512 tokens that methods learn from")
     parser.add_argument("--test-windows", type=int, default=16)
     parser.add_argument(

@@ -31,9 +31,14 @@ ensure_environment() {
   wanted=$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)
   stamp="$venv/.installed-$(printf '%s' "$extras" | tr ',' '-')"
   # What a larger set installed serves a smaller one too.
-  local known
-  for known in "$stamp" "$venv/.installed-$KL_LENS_TEST_EXTRAS"; do
-    [ "$(cat "$known" 2>/dev/null)" = "$wanted" ] && return 0
+  local known extra lacks
+  for known in "$venv"/.installed-*; do
+    [ "$(cat "$known" 2>/dev/null)" = "$wanted" ] || continue
+    lacks=
+    for extra in ${extras//,/ }; do
+      case "-${known##*/.installed-}-" in *"-$extra-"*) ;; *) lacks=$extra ;; esac
+    done
+    [ -z "$lacks" ] && return 0
   done
   say "installing kl-lens[$extras] and what it needs (once; a few minutes)"
   if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \

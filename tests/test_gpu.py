@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kl_lens.accelerators import free_memory
+from kl_lens.checkpoints import States, load
 from kl_lens.errors import RunError
+from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, compare
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.precision import TensorCores, fastest_within, precision_for
+from kl_lens.sensitivity.spilling import StateRoom
 from kl_lens.sensitivity.sweep import Progress, Sweep, noise_floor
 from tests.families import CONFIGS, token_ids
 from tests.sensitivity.conftest import loaded, some_windows
@@ -186,6 +190,77 @@ def test_little_memory_changes_the_work_not_the_numbers() -> None:
         return [sum(values) for values in found]
 
     assert measured(100_000) == pytest.approx(measured(10**9), rel=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["float32", "tf32x3"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba2", "jamba_experts"])
+def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
+    family: str, precision: str, saved
+) -> None:
+    folder, windows = saved(family), some_windows(6, 40)
+    found = []
+    for options in ({}, {"weights": "disk", "memory_budget": 10}):
+        model = load(folder, device="cuda", **options)
+        engine = engine_for("fast", model, windows.ids, 10**8, precision=precision)
+        engine.prepare(windows.ids)
+        results = engine.measure(
+            [c.perturbation for c in find_candidates(model.anatomy, ["int4", "int8"])[0]]
+        )
+        found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@needs_gpu
+def test_half_precision_stays_on_the_card_and_is_computed_with_in_float32(saved) -> None:
+    folder, windows = saved("mamba2"), some_windows(6, 40)
+    load(folder, dtype="float16").model.save_pretrained(folder)
+    found = []
+    for weights in ("memory", "disk"):
+        model = load(folder, device="cuda", weights=weights)
+        engine = engine_for("fast", model, windows.ids, 10**8)
+        engine.prepare(windows.ids)
+        results = engine.measure([c.perturbation for c in find_candidates(model.anatomy, ["int4"])[0]])
+        found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
+    assert model.residency is not None
+    assert {tensor.dtype for tensor in model.residency._kept.values()} == {torch.float16}
+    assert len(model.residency._kept) > 8, "all blocks fit"
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@needs_gpu
+def test_evaluation_in_pytorch_multiplies_as_the_sweep_does() -> None:
+    model, ids = loaded("mamba2"), token_ids(1, 40)
+    model.model.cuda()
+    session = TorchSession(model)
+    assert session.description["products"] == "tf32x3"
+    exact = model.chain.full_logits(ids)[0].cpu().numpy()
+    found = session.logits(ids[0].tolist())
+    assert not np.array_equal(found, exact)
+    np.testing.assert_allclose(found, exact, atol=1e-4 * np.abs(exact).max())
+
+
+@needs_gpu
+def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
+    hidden = _random(2, 3, 4)
+    with StateRoom(hidden.nbytes, tmp_path, host=hidden.nbytes) as room:
+        for key in "abc":
+            room.put(key, States(hidden))
+        assert room.spilled == hidden.nbytes
+        for key in "abc":
+            found = room.take(key).hidden
+            assert found.is_cuda
+            assert torch.equal(found, hidden)
+
+
+@needs_gpu
+def test_what_is_free_is_no_more_than_the_share_that_a_process_was_given() -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        assert free_memory(torch.device("cuda")) <= 0.1 * total
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @needs_gpu

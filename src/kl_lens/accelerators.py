@@ -21,9 +21,11 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take of a GPU's memory."""
+    """Bytes that this process could still take of a GPU's memory, within its share where it was given one."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free) + held
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_reserved(device) - allocated
+    share = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
+    return min(int(free) + held, share - allocated)

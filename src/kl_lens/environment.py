@@ -60,3 +60,13 @@ def peak_memory() -> int:
     """The most bytes that this process has had in memory, or the one that started it, if that had more."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory() -> int:
+    """Bytes that a process could take now without the system having to swap."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # no Linux: what there is in all
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -268,6 +268,15 @@ class Run:
                 (role, component, format_name, seconds, compute_dtype),
             )
 
+    def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
+        """Candidates that were stored as they arrived, as (component, format) in the order of the sweep."""
+        place = {key: index for index, key in enumerate(candidates)}
+        with self._db.alone():
+            rows = self._db.execute("SELECT * FROM effort WHERE role = ? ORDER BY rowid", (role,)).fetchall()
+            rows.sort(key=lambda row: place.get(row[1:3], len(place)))
+            self._db.execute("DELETE FROM effort WHERE role = ?", (role,))
+            self._db.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
+
     def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
         """Which windows of which candidate are done."""
         done: dict[tuple[str, str], set[int]] = {}

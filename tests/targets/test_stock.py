@@ -166,6 +166,7 @@ def test_sizes_are_known_before_a_file_is_written(
         else:  # the graph's file is estimated, and never too small
             matrices = len(mamba.anatomy.candidates)
             assert 0 <= foretold - artifact.realised_bytes < 1000 * matrices
+        assert describe_target(target).exact_file_bytes(mamba, plan) == artifact.realised_bytes
 
 
 @pytest.mark.parametrize(

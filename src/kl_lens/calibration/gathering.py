@@ -60,22 +60,23 @@ class _Gathering:
         self._missing = missing
         self._tokens = windows.tokens
         self._batches = in_batches(windows, self._chain)
-        self._weights = {c.name: model.model.get_parameter(c.weight).data for c in missing}
         self._moments: dict[str, Moments] = {}
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         calls = [self._chain.calls(ids) for ids in self._batches]
         states = [States(call.hidden) for call in calls]
-        for index in range(len(self._chain)):
-            watch = self._watch([c for c in self._missing if index in c.blocks])
-            for number, call in enumerate(calls):
-                with watch(number):
-                    states[number] = self._chain.run(states[number], call, index, index + 1)
-                self._check_states(states[number].hidden, f"behind block {index}", number)
-            done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
-            self._store(f"block-{index:03d}.safetensors", done)
+        for index, block in enumerate(self._chain.blocks):
+            with self._model.present(block):
+                watch = self._watch([c for c in self._missing if index in c.blocks])
+                for number, call in enumerate(calls):
+                    with watch(number):
+                        states[number] = self._chain.run(states[number], call, index, index + 1)
+                    self._check_states(states[number].hidden, f"behind block {index}", number)
+                done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
+                self._store(f"block-{index:03d}.safetensors", done)
             progress(index + 1, len(self._chain))
-        self._outside(calls, states)
+        with self._model.present(self._model.model):
+            self._outside(calls, states)
 
     def _outside(self, calls: Sequence[BlockCalls], states: Sequence[States]) -> None:
         """What sits around the blocks: the head, and whatever else a model has there."""
@@ -93,14 +94,18 @@ class _Gathering:
         self._store("outside.safetensors", multiplied)
         for component in looked_up:
             self._stored.add_without_moments(component.name, LOOKED_UP, component.shape[-1], self._tokens)
-        self._stored.add_weights(self._weights)
+            self._stored.add_weights(self._weights_of([component]))
 
     def _watch(self, components: Sequence[Component]) -> Callable[[int], ProductWatch]:
         for component in components:
             if component.name not in self._moments:
                 self._moments[component.name] = Moments(component.shape, self._chain.device)
         here = {c.name: self._moments[c.name] for c in components}
-        return lambda number: ProductWatch(self._weights, here, lambda x: self._place(x, number))
+        weights = self._weights_of(components)
+        return lambda number: ProductWatch(weights, here, lambda x: self._place(x, number))
+
+    def _weights_of(self, components: Sequence[Component]) -> dict[str, torch.Tensor]:
+        return {c.name: self._model.tensor(c.weight) for c in components}
 
     def _store(self, file: str, components: Sequence[Component]) -> None:
         statistics: dict[str, InputStatistics] = {}
@@ -129,6 +134,7 @@ class _Gathering:
                     f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the mean of all"
                 )
         self._stored.add(file, statistics, notes)
+        self._stored.add_weights(self._weights_of(components))
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
         if not bool(torch.isfinite(states).all()):

@@ -58,6 +58,7 @@ def gather_in_order(
         assignment: component → recipe; those that learn are `ordered`.
         progress: called with (blocks done, blocks).
     """
+    model.require_memory("putting a plan in order")
     stored = StoredStatistics.begun(run / FOLDER, model, windows, plan_key(assignment))
     model.weights.learn_in_order(stored)
     with experts_one_by_one(model.model):

@@ -46,6 +46,7 @@ class Rescaling:
 
 def rescalings(model: LoadedModel, statistics: Statistics, recipe: str) -> list[Rescaling]:
     """The best rescaling of every vector that can be, judged by a recipe; the model stays as it is."""
+    model.require_memory("rescaling")
     return [_best(model, statistics, recipe, vector, readers) for vector, readers in pairs(model)]
 
 

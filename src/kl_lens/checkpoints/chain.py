@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from kl_lens.checkpoints.finding import check_linked, find_blocks
-from kl_lens.checkpoints.kernels import fast_kernels
+from kl_lens.checkpoints.kernels import fast_kernels, replaceable
 from kl_lens.checkpoints.linking import (
     HIDDEN,
     Arguments,
@@ -32,7 +33,7 @@ from kl_lens.checkpoints.linking import (
     marks_in,
     written_boards,
 )
-from kl_lens.checkpoints.patching import patched
+from kl_lens.checkpoints.patching import patched, without_weights
 from kl_lens.checkpoints.tasks import LanguageTask, Task
 from kl_lens.errors import CheckpointError, one_line
 
@@ -207,8 +208,12 @@ class Chain:
     @contextmanager
     def kernels(self) -> Iterator[None]:
         """Our fast kernels inside the model's layers, when this chain uses them."""
-        with fast_kernels(self.model) if self.fast else nullcontext():
+        with fast_kernels(self.model, self._replaceable) if self.fast else nullcontext():
             yield
+
+    @cached_property
+    def _replaceable(self) -> list[nn.Module]:
+        return replaceable(self.model)
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(), self.kernels():
@@ -340,7 +345,7 @@ class Chain:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 return pytree.tree_unflatten([hidden_for(args, kwargs), *marks[1:]], structure)
 
-            return forward
+            return without_weights(forward)
 
         return patched((block, stand_in(index)) for index, block in enumerate(self.blocks))
 

@@ -25,13 +25,8 @@ def is_layout(config: dict[str, Any]) -> bool:
 
 def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     """A transformers model with the folder's weights."""
-    _refuse_what_transformers_lacks(folder, config)
-    try:
-        model: Any = _empty_model(config)
-    except Exception as error:  # what a library raises over a strange setting can be anything
-        raise CheckpointError(
-            f"{folder / 'config.json'} describes no model: {type(error).__name__}: {one_line(error)}"
-        ) from error
+    with torch.device("meta"):  # no memory is taken before the weights are known to fit
+        model: Any = empty_model(folder, config)
     weights = _read_weights(folder)
     if "lm_head.weight" not in weights and config.get("tie_embeddings", True):
         weights["lm_head.weight"] = weights.get("backbone.embeddings.weight", torch.empty(0))
@@ -42,12 +37,17 @@ def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.M
     return model
 
 
-def _empty_model(config: dict[str, Any]) -> torch.nn.Module:
-    """Names and shapes; no memory is taken before the weights are known to fit."""
-    with torch.device("meta"):
+def empty_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
+    """The transformers model that a configuration describes, without the folder's weights."""
+    _refuse_what_transformers_lacks(folder, config)
+    try:
         if (config.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2":
             return transformers.Mamba2ForCausalLM(mamba2_config(config))
         return transformers.MambaForCausalLM(mamba1_config(config))
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes no model: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def padded_vocabulary(config: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.residency import DISK, MEMORY, PLACES, Residency, belongs_on_disk, without_weights
 from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
 from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
@@ -43,7 +45,7 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
 )
-_LOADERS = {
+_LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
 }
@@ -64,6 +66,7 @@ class LoadedModel:
     tokenizer_source: str | None = None
     fast: bool = field(default=True, repr=False)
     classifier: ImageTask | None = field(default=None, repr=False)  # of a model that is given images
+    residency: Residency | None = field(default=None, repr=False)  # of a model whose weights stay on disk
 
     @property
     def task(self) -> Task:
@@ -90,11 +93,29 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        if self.residency is not None:
+            return self.residency.fingerprint
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter's values by its name, read from disk where they are not in memory."""
+        parameter = self.model.get_parameter(name)
+        return parameter.detach() if self.residency is None else self.residency.original(parameter)
+
+    def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Within, the weights of a block are in memory, or those around the blocks where it is the whole model's."""
+        return nullcontext() if self.residency is None else self.residency.present(module)
+
+    def require_memory(self, what: str) -> None:
+        """Raises where the weights are not in memory as a whole, as `what` needs them."""
+        if self.residency is not None:
+            raise CheckpointError(
+                f"{self.name}: {what} needs the weights in memory; open it with weights='memory'"
+            )
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
         """Every parameter object that holds this weight: one, unless a library ties by storage and not by object."""
@@ -121,10 +142,12 @@ class ModelWeights:
         entry = self._model.anatomy.component(component)
         if not entry.quantizable:
             raise FormatError(f"{component} is not to be quantized: {entry.reason}")
-        return self._model.model.get_parameter(entry.weight).detach()
+        return self._model.tensor(entry.weight)
 
     def state(self, component: str) -> Hashable:
-        return state_of(self.weight(component))
+        residency, entry = self._model.residency, self._model.anatomy.component(component)
+        parameter = self._model.model.get_parameter(entry.weight)
+        return None if residency and residency.is_untouched(parameter) else state_of(parameter)
 
 
 def load(
@@ -138,6 +161,8 @@ def load(
     fast: bool = True,
     task: str | None = None,
     images: str | None = None,
+    weights: str = MEMORY,
+    memory_budget: int | None = None,
 ) -> LoadedModel:
     """Opens a causal language model, or an image classifier.
 
@@ -151,6 +176,9 @@ def load(
         fast: use KL Lens's own CPU kernels inside the runner.
         task: `text` or `image`; what config.json says, when not given.
         images: a folder of images for a classifier, where a function that wants some is given none.
+        weights: `memory`; `disk`: they stay there, and go through memory a block at a time; `auto`: `disk` for a
+            language model that does not fit. For measuring, statistics and quantizing: nothing else knows of it.
+        memory_budget: bytes that have to suffice for such a model; what is free, when not given.
 
     Raises:
         CheckpointError: one line that says what is wrong and what to do.
@@ -167,11 +195,22 @@ def load(
     check_sizes(folder, config)
     models.register()
     kind = task_of(config, task)
-    if mamba_ssm.is_layout(config):
-        model, layout = mamba_ssm.load(folder, config, chosen), "mamba_ssm"
-    else:
-        model, layout = _load_transformers(folder, config, chosen, trust_remote_code, kind), "transformers"
-    _refuse_broken_numbers(folder, model)
+    layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
+    residency: Residency | None = None
+    if weights not in PLACES:
+        raise CheckpointError(f"weights can be in {', '.join(PLACES)}, not in {weights!r}")
+    if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
+        try:
+            residency, model = _leave_on_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
+        except CheckpointError:
+            if weights == DISK:
+                raise
+    if residency is None:
+        if layout == "mamba_ssm":
+            model = mamba_ssm.load(folder, config, chosen)
+        else:
+            model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
+        _refuse_broken_numbers(folder, model)
     try:
         model = model.to(place).eval().requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -188,6 +227,7 @@ def load(
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
         classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
+        residency=residency,
     )
 
 
@@ -247,9 +287,54 @@ def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {one_line(error)}") from error
 
 
+def _leave_on_disk(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    budget: int | None,
+) -> tuple[Residency, torch.nn.Module]:
+    """A model whose matrices come from disk when they are needed."""
+    if mamba_ssm.is_layout(config):
+        with without_weights():
+            model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
+    else:
+        parsed = _parsed(folder, config, dtype, trust_remote_code, TEXT)
+        try:
+            with without_weights():
+                model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
+        except Exception as error:  # what a library raises over a strange setting can be anything
+            raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    residency = Residency(model, folder, model.config.model_type, dtype, device, budget)
+    _refuse_bad_tensors(folder, {"unexpected_keys": residency.unused})
+    return residency, model
+
+
 def _load_transformers(
     folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
 ) -> torch.nn.Module:
+    parsed = _parsed(folder, config, dtype, trust_remote_code, task)
+    try:
+        model, info = _LOADERS[task].from_pretrained(
+            folder,
+            config=parsed,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # what a library raises over a strange setting can be anything
+        raise CheckpointError(why_not_loaded(folder, config, error)) from error
+    _refuse_bad_tensors(folder, info)
+    return model
+
+
+def _parsed(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
+) -> Any:
+    """The configuration as the library reads it; refused where it does not describe what the files hold."""
     kind = config.get("model_type", TIMM if is_timm(config) else None)
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
@@ -261,30 +346,19 @@ def _load_transformers(
             f"{folder / 'config.json'}: transformers {transformers.__version__} knows no model_type {kind!r}; "
             "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
         )
-    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    loader: Any = _LOADERS[task]
     try:
-        parsed = transformers.AutoConfig.from_pretrained(folder, **options)
-        with torch.device("meta"):  # names and shapes only
-            empty = loader.from_config(parsed, trust_remote_code=trust_remote_code)
-        _refuse_more_than_the_files_hold(folder, empty)
-        if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
-            # RWKV halves its hidden states every few blocks, and its weights with them, lest float16 overflow.
-            parsed.rescale_every = 0  # the same function, with the weights as they are in the file
-        model, info = loader.from_pretrained(
-            folder,
-            config=parsed,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
+        parsed = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except CheckpointError:
-        raise
-    except Exception as error:  # what a library raises over a strange setting can be anything
+        with torch.device("meta"):  # names and shapes only
+            empty = _LOADERS[task].from_config(parsed, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    _refuse_bad_tensors(folder, info)
-    return model
+    _refuse_more_than_the_files_hold(folder, empty)
+    if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
+        # RWKV halves its hidden states every few blocks, and its weights with them, lest float16 overflow.
+        parsed.rescale_every = 0  # the same function, with the weights as they are in the file
+    return parsed
 
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:

@@ -33,6 +33,17 @@ def patched(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
                 module.forward = own
 
 
+def without_weights(forward: Forward) -> Forward:
+    """Marks a forward that stands in for a module's own and computes with none of its weights."""
+    forward.without_weights = True  # type: ignore[attr-defined]
+    return forward
+
+
+def needs_no_weights(module: nn.Module) -> bool:
+    """The forward that the module has now is marked so."""
+    return getattr(vars(module).get("forward"), "without_weights", False)
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Nobody else (us, or accelerate's hooks) has put something in the place of the module's forward."""
     return "forward" not in vars(module) and not hasattr(module, "_hf_hook")

@@ -24,7 +24,7 @@ class _Watcher(TorchFunctionMode):
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.seen: dict[str, set[bool]] = {name: set() for name in parameters}
-        self._ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, name, p) for name, p in parameters.items()]
+        self._parameters = parameters
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -43,8 +43,13 @@ class _Watcher(TorchFunctionMode):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             return
         place = tensor.data_ptr()
-        for first, end, name, parameter in self._ranges:
-            if first <= place < end:
+        for name, parameter in self._parameters.items():
+            # Where it is now: weights that stay on disk are somewhere else each time, or of no size.
+            if (
+                0
+                <= place - parameter.data_ptr()
+                < min(parameter.nbytes, parameter.untyped_storage().nbytes())
+            ):
                 whole = tensor.shape[axis] == parameter.shape[-1]
                 self.seen[name].add(whole and tensor.stride(axis) == parameter.stride(-1))
 

@@ -118,7 +118,7 @@ class CheckpointTensors(TensorSource):
         self._open: Any = None
         self._stack = ExitStack()
         stored = self._stored(config.model_type)
-        self._assemblies = _assemblies(stored)
+        self._assemblies = assemblies_of(stored)
         self.aliases: dict[str, str] = {}
         embedding = next(
             (n for n in self._assemblies if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
@@ -202,7 +202,7 @@ def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]
             )
 
 
-def _assemblies(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
+def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
     """One assembly per transformers parameter; experts that are stored apart become one stack."""
     assemblies: dict[str, _Assembly] = {}
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))

@@ -31,6 +31,7 @@ VERBS = {
     "inspect": "look inside a model: blocks, components, bytes, what is left alone and why",
     "calibrate": "gather what a text shows of every component's inputs, for methods that learn from it",
     "measure": "quantize one component at a time and measure what the output distribution loses",
+    "merge": "join what several processes measured, each into a folder of its own",
     "rank": "measure real damage on held-out text and say which metric predicts it",
     "plan": "choose a format for every component: for a target, exact budgets, rivals, the paper's points",
     "export": "write a plan as OpenVINO IR or GGUF, with the very integers that were measured",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.measuring import MeasureResult
+from kl_lens.pipeline.measuring import EstimateResult, MeasureResult
+from kl_lens.units import human_bytes, human_seconds
 
 
-def as_json(result: MeasureResult) -> dict[str, Any]:
+def as_json(result: MeasureResult | EstimateResult) -> dict[str, Any]:
+    if isinstance(result, EstimateResult):
+        return {"estimates": [e.to_json() for e in result.estimates], "rates": asdict(result.rates)}
     return {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
 
 
-def show(result: MeasureResult) -> None:
+def show(result: MeasureResult | EstimateResult) -> None:
+    if isinstance(result, EstimateResult):
+        _show_estimate(result)
+        return
     numbers = ("KL, nats", "±", "KL 99 %", "MSE", "SQNR, dB", "ΔCE, nats", "same top")
     title = f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})"
     table = new_table(title, ("component", "format"), numbers)
@@ -40,4 +47,38 @@ def show(result: MeasureResult) -> None:
     )
     if sweep.settled is not None:
         out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} {result.unit}.")
-    out.print(f"Next: kl-lens plan --run {result.folder}")
+    if result.shard is not None:
+        out.print(
+            f"This is share {result.shard}. When all are there: kl-lens merge {result.folder.parent.parent}"
+        )
+    else:
+        out.print(f"Next: kl-lens plan --run {result.folder}")
+
+
+def _show_estimate(result: EstimateResult) -> None:
+    numbers = (
+        "workers",
+        "time",
+        "starting, opening",
+        "original model",
+        "efficiency",
+        "memory of each",
+        "disk",
+    )
+    title = f"What {result.candidates} candidates × {result.windows} windows would take"
+    table = new_table(title, (), numbers)
+    for e in result.estimates:
+        table.add_row(
+            str(e.workers),
+            human_seconds(e.seconds),
+            human_seconds(e.starting),
+            human_seconds(e.teacher),
+            f"{e.efficiency:.0%}",
+            human_bytes(e.memory),
+            human_bytes(e.disk),
+        )
+    out = console()
+    out.print(table)
+    out.print(
+        "Of this machine as busy as it is now; of workers, each on a machine like it. Nothing was measured."
+    )

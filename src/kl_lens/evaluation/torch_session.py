@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, replacements
+from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import logit_rows
 from kl_lens.targets.session import Logits, checked_tokens
 
@@ -38,6 +39,7 @@ class TorchSession:
         deployed: Kernels | None = None,
         remember: int = 0,
     ) -> None:
+        model.require_memory("evaluating in PyTorch")
         self._model = model
         self._recipes = dict(recipes or {})
         self._deployed = deployed
@@ -47,6 +49,10 @@ class TorchSession:
             for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
             if not torch.equal(parameter.data, weight)
         ]
+        # As the sweep multiplies on a GPU; as deployed, others say what products compute with.
+        self.precision = FLOAT32 if deployed is not None else precision_for(None, model.model)
+        parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
+        self._layout = TensorCores(parts, self.precision)
         self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
         self._fed: list[int] = []
         self._remembers = remember > 0
@@ -67,6 +73,7 @@ class TorchSession:
             "device": str(parameter.device),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            **({} if self.precision == FLOAT32 else {"products": self.precision}),
             "activations": "as measured" if self._deployed is None else "rounded as the runtime rounds them",
         }
 
@@ -113,8 +120,10 @@ class TorchSession:
     def _checked(self, ids: Sequence[int]) -> list[int]:
         return checked_tokens(ids, self._model.task.id_limit(self._vocabulary), self._model.name)
 
-    def _applied(self) -> AbstractContextManager[None]:
-        return applied(self._model, self._recipes, self._weights, self._deployed)
+    @contextmanager
+    def _applied(self) -> Iterator[None]:
+        with applied(self._model, self._recipes, self._weights, self._deployed), self._layout.active():
+            yield
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:
         """What enters the head: (tokens, width)."""

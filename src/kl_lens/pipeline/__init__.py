@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kl_lens.pipeline.importing import ImportLegacySettings as ImportLegacySettings
     from kl_lens.pipeline.inspecting import InspectSettings as InspectSettings
     from kl_lens.pipeline.measuring import MeasureSettings as MeasureSettings
+    from kl_lens.pipeline.merging import MergeSettings as MergeSettings
     from kl_lens.pipeline.planning import PlanSettings as PlanSettings
     from kl_lens.pipeline.ranking import RankSettings as RankSettings
     from kl_lens.pipeline.reporting import ReportSettings as ReportSettings

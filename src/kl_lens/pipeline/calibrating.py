@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,8 +22,8 @@ from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
+    FromDisk,
     HeldOut,
-    Loading,
     Settings,
     command_of,
     grouped,
@@ -82,7 +82,7 @@ class LearningText(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(LearningText, HeldOut, Loading):
+class CalibrateSettings(LearningText, HeldOut, FromDisk):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
@@ -122,10 +122,12 @@ class CalibrateResult:
 
 
 def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> CalibrateResult:
+    changes = settings.in_order is not None or settings.rescaled is not None  # weights, of the whole model
+    loading = replace(settings, weights="memory") if changes else settings
     if settings.model is None:
         with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
-            return _calibrated(run, bench.model_of(run, settings), settings, bench, events)
-    model = bench.model(settings)
+            return _calibrated(run, bench.model_of(run, loading), settings, bench, events)
+    model = bench.model(loading)
     with Run.create(new_run_folder(settings.run, model.name)) as run:
         return _calibrated(run, model, settings, bench, events)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
+
+from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError
+from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SIZE,
+    FromDisk,
     OfModel,
     Settings,
     command_of,
@@ -22,16 +28,19 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
+from kl_lens.pipeline.spreading import SLURM, Spread, crew_for, here, several, shard_name, share_of
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
+from kl_lens.sensitivity.cost import Estimate, Rates, estimate, items_of, measured_rates
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.precision import PRECISIONS
-from kl_lens.sensitivity.sweep import Sweep, SweepResult
+from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine
 from kl_lens.targets import TARGETS, deployed
+from kl_lens.text import Windows
 
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
 
@@ -49,7 +58,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Calibration, OfModel):
+class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -65,7 +74,10 @@ class MeasureSettings(Calibration, OfModel):
     components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
     engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
     memory_budget: int = _how(
-        DEFAULT_MEMORY, "for cached states; on a GPU the default is most of what is free there", kind=SIZE
+        DEFAULT_MEMORY,
+        "for cached states, and for the weights too where the model is larger; on a GPU the default is most of what is "
+        "free there",
+        kind=SIZE,
     )
     precision: str | None = _how(
         None,
@@ -80,6 +92,17 @@ class MeasureSettings(Calibration, OfModel):
     )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
     settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
+    shard: str | None = several(
+        None,
+        "only the third of sixteen shares, into DIR/shards/03-of-16, for `kl-lens merge`; without a word: the one that "
+        "the variables of a Slurm job array say",
+        nargs="?",
+        bare=SLURM,
+        metavar="3/16",
+    )
+    estimate: bool = option(
+        False, "measure nothing, say what it would take: time, memory and disk, here and with --workers"
+    )
     legacy_json: Path | None = _how(
         None, "also write the published layout, one file per bit width", metavar="FILE"
     )
@@ -92,12 +115,39 @@ class MeasureResult:
     noise: float  # KL that the measuring alone makes of no difference
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
+    shard: str | None = None  # `3/16`: only that share
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        return self.sweep.failures
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
 
 
-def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult:
-    model = bench.model(settings)
+@dataclass(frozen=True)
+class EstimateResult:
+    """What a sweep would take, with one process and with several."""
+
+    estimates: list[Estimate]
+    rates: Rates
+    candidates: int
+    windows: int
+
+
+def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | EstimateResult:
+    begin = time.time()
+    share = None if settings.shard is None else share_of(settings.shard)
+    if share and settings.anytime:
+        raise KLLensError("--shard and --anytime: a share cannot tell whether the whole ranking is settled")
+    if share and settings.ray:
+        raise KLLensError(
+            "--shard and --ray: Ray's workers share the whole sweep among themselves; give one of them"
+        )
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
+    model = bench.model(here(settings))
     recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
@@ -108,7 +158,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         seed=settings.seed,
         split=None,
     )
-    folder = new_run_folder(settings.run, model.name)
+    if settings.estimate:
+        engine = chosen_engine(
+            model, candidates, windows.ids, settings.engine, settings.memory_budget,
+            deployed(settings.as_deployed), settings.precision, say=events.note,
+        )  # fmt: skip
+        return _estimated(settings, engine, candidates, windows, begin, events)
+    whole = new_run_folder(settings.run, model.name)
+    folder = whole / SHARDS / shard_name(*share) if share else whole
     target = settings.as_deployed
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
@@ -119,16 +176,20 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             settings.memory_budget,
             deployed=deployed(target),
             precision=settings.precision,
+            share=share,
         )
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         bench.furnish(model, run)
+        if share and StoredStatistics.held_by(whole):  # gathered once for all shares
+            model.weights.learn_from(StoredStatistics.open(whole, model))
         with going_on(folder):
             sweep.bind(candidates)
             choice = chosen_methods(model, candidates, settings.methods, events)
             candidates = choice.candidates if choice else candidates
-            with events.progress("measuring") as sweep.progress:
+            crew = crew_for(settings, settings.model, model, folder, events, target)
+            with crew as sweep.crew, events.progress("measuring") as sweep.progress:
                 if settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
@@ -142,7 +203,35 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
-    return MeasureResult(folder, measurements, noise, result, model.task.unit)
+    shard = None if share is None else f"{share[0]}/{share[1]}"
+    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard)
+
+
+def _estimated(
+    settings: MeasureSettings,
+    engine: Engine,
+    candidates: Sequence[Candidate],
+    windows: Windows,
+    begin: float,
+    events: Events,
+) -> EstimateResult:
+    """From a few seconds of the sweep. What methods learn, and how long they take to, is not counted."""
+    if engine.model.residency is not None:
+        raise KLLensError(
+            "--estimate: weights that stay on disk are not counted; with --weights memory it times them there"
+        )
+    if any(Recipe.parse(candidate.format).quantizer.learns for candidate in candidates):
+        events.warn(
+            "methods that learn from text are counted as rounding; their statistics and their learning come on top"
+        )
+        candidates = [replace(c, format=Recipe.parse(c.format).format) for c in candidates]
+    started = psutil.Process().create_time()
+    rates, layout = measured_rates(engine, candidates, windows.ids, begin - started, time.time() - begin)
+    sizes = (len(windows), layout.batch, layout.slab)
+    items = items_of(engine.model, candidates)
+    counts = dict.fromkeys((1, settings.workers) if settings.workers else (1, 2, 8, 64))
+    estimates = [estimate(rates, items, *sizes, workers=count) for count in counts]
+    return EstimateResult(estimates, rates, len(candidates), len(windows))
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -19,8 +19,8 @@ from kl_lens.pipeline.settings import (
     SHARE,
     SIZE,
     TIME,
+    FromDisk,
     HeldOut,
-    Loading,
     OfRun,
     command_of,
     grouped,
@@ -43,7 +43,7 @@ KL = "kl_teacher_to_student"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(HeldOut, Loading, OfRun):
+class PlanSettings(HeldOut, FromDisk, OfRun):
     verb: ClassVar[str] = "plan"
 
     paper: bool = _paper(False, "uniform INT8 and INT4, and points 01 to 10")
@@ -214,11 +214,11 @@ class Aim:
         """What the target allows, as an argument of planners."""
         return planning.holding(self.target)
 
-    def sized(self, plan: Plan) -> Plan:
-        """The plan as one for this target: with the size of its file."""
+    def sized(self, plan: Plan, *, exact: bool = False) -> Plan:
+        """The plan as one for this target: with the size of its file, or a bound that is sooner known."""
         if self.target is None:
             return plan
-        size = self.target.file_bytes(self.model, plan)
+        size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
         return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
 
     def fitted(self, make: Callable[[int], Plan], max_bytes: int | None) -> Plan:
@@ -229,7 +229,7 @@ class Aim:
         best: Plan | None = None
         for _ in range(ROUNDS):
             made = make(besides)
-            plan = self.sized(made)
+            plan = self.sized(made, exact=True)
             size = plan.file_bytes
             assert size is not None
             if size <= max_bytes and (

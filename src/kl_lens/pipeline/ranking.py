@@ -10,20 +10,21 @@ from typing import ClassVar
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.settings import SIZE, Loading, OfRun, command_of, option
+from kl_lens.pipeline.settings import SIZE, FromDisk, OfRun, command_of, option
+from kl_lens.pipeline.spreading import Spread, crew_for, here
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.correlation import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
-from kl_lens.sensitivity.sweep import Sweep
+from kl_lens.sensitivity.sweep import Crew, Sweep
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSettings(Loading, OfRun):
+class RankSettings(Spread, FromDisk, OfRun):
     verb: ClassVar[str] = "rank"
 
     evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
@@ -37,14 +38,16 @@ class RankSettings(Loading, OfRun):
 def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
     with Run.open(settings.run_folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
-        model = bench.model_of(run, settings)
+        model = bench.model_of(run, here(settings))
         length = bench.calibration(run, model.task).length
         held_out = bench.in_order(
             settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
         bench.refuse_overlap(run, held_out, model.task)
-        with going_on(run.folder):
-            return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events)
+        place = settings.model or run.identity.get("source") or model.name
+        crew = crew_for(settings, place, model, run.folder, events, run.usual_target)
+        with going_on(run.folder), crew as hands:
+            return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events, hands)
 
 
 def rank_run(
@@ -54,6 +57,7 @@ def rank_run(
     other_texts: Sequence[str] = (),
     memory_budget: int = DEFAULT_MEMORY,
     events: Events | None = None,
+    crew: Crew | None = None,
 ) -> Ranking:
     """Measures the damage of every candidate of a run on held-out text, and keeps the ranking there."""
     events = events or Events()
@@ -66,8 +70,14 @@ def rank_run(
 
     def sweep(windows: Windows, role: str, title: str) -> None:
         with events.progress(title) as progress:
-            how = Sweep(model, run, memory_budget=memory_budget, progress=progress, deployed=kernels)
-            how.measure(candidates, windows, role)
+            how = Sweep(
+                model, run, memory_budget=memory_budget, progress=progress, deployed=kernels, crew=crew
+            )
+            failures = how.measure(candidates, windows, role).failures
+        for piece, reason in failures.items():
+            raise RunError(
+                f"{piece}: {reason}; {len(failures)} such pieces are missing, the same command tries again"
+            )
 
     sweep(held_out, EVALUATION, "damage on held-out text")
     how = {name: calibration[name] for name in ("windows", "length", "seed")}

@@ -46,6 +46,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
+from kl_lens.pipeline.spreading import Spread
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.runs import Run
@@ -67,7 +68,7 @@ def recommended(target: str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(HeldOut, Calibration, OfModel):
+class RunSettings(Spread, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -209,6 +210,7 @@ class _Course:
                 formats=tuple(formats or self._menu(target)),
                 as_deployed=None if target is None else computed_as(get_target(target)),
                 **{name: getattr(self.settings, name) for name in shared},
+                **self.settings.spread,
                 **self.of_run,
             )
         )
@@ -231,6 +233,7 @@ class _Course:
                 RankSettings(
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=settings.evaluation_windows,
+                    **settings.spread,
                     **self.of_run,
                 ),
                 key="rank",

@@ -94,6 +94,7 @@ AUTO = "auto"
 LOAD_HELP = (
     f"llama.cpp: how weights come into memory: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
 )
+PLACES = ("auto", "memory", "disk")  # of weights; as `checkpoints.residency` has them, which loads torch
 MOST_THREADS = 512  # llama.cpp ends the process at more
 COUNT = Kind(_positive, metavar="N")
 THREADS = Kind(_threads, metavar="N")
@@ -265,6 +266,18 @@ class Loading(Settings):
 
 
 _LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromDisk(Loading):
+    """Of verbs that can work on a model that does not fit into memory."""
+
+    weights: str = loading(
+        "auto",
+        "disk: they stay there, and go through memory a block at a time, with the same numbers; auto: where the model "
+        "does not fit into --memory-budget, or into the memory that is free",
+        choices=PLACES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ HOMES = {
     "inspect": "inspecting",
     "calibrate": "calibrating",
     "measure": "measuring",
+    "merge": "merging",
     "rank": "ranking",
     "plan": "planning",
     "export": "exporting",

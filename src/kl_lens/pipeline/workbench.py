@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from kl_lens.checkpoints import LoadedModel, Task, load, own_images
+from kl_lens.checkpoints.residency import AUTO, MEMORY
 from kl_lens.errors import RunError
 from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.ordering import RunOrder
 from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, Run
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
@@ -49,8 +51,20 @@ class Workbench:
         assert name is not None
         loading = replace(loading, images=loading.images or own_images(name))
         place = os.path.expanduser(name)
-        key = (os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
-        return self._once(("model", key), lambda: load(name, **loading.how))
+        key = ("model", os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
+        where = getattr(loading, "weights", MEMORY)
+        if where == MEMORY or (where == AUTO and key in self._kept):
+            return self._once(key, lambda: load(name, **loading.how))
+        budget = getattr(loading, "memory_budget", DEFAULT_MEMORY)
+        known = (*key, where, budget)
+        if known not in self._kept:
+            room = None if budget == DEFAULT_MEMORY else budget
+            model = load(name, **loading.how, weights=where, memory_budget=room)
+            if model.residency is None:  # it fits: the same one for verbs that want it in memory
+                return self._once(key, lambda: model)
+            self.events.note(f"{model.name}: weights stay on disk and are read a block at a time")
+            self._kept[known] = model
+        return self._kept[known]
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:
         """The model a run was made with, from where it was, or from --model; refused when its weights differ."""

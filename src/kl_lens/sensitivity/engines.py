@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -50,6 +51,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     precision = FLOAT32
+    scratch: Path | None = None  # a folder for states that memory has no room for
 
     def __init__(
         self,
@@ -82,17 +84,25 @@ class Engine(ABC):
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
-        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
-        per_window = window_bytes(self.chain, ids.shape[1], width, self.vocabulary)
-        most = max(1, self.states_budget // per_window)
+        most = self.slab_windows(ids.shape[1])
         return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
+
+    def slab_windows(self, length: int) -> int:
+        """Windows in a slab: whole batches, so that the same windows run together however the text is cut."""
+        width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
+        most = max(1, self.states_budget // window_bytes(self.chain, length, width, self.vocabulary))
+        return most - most % min(most, self.batch_windows(length))
+
+    @abstractmethod
+    def batch_windows(self, length: int) -> int:
+        """Windows of this length that run together."""
 
     @abstractmethod
     def prepare(self, ids: torch.Tensor) -> None:
         """Runs the teacher on these windows (one slab); `measure` compares against it."""
 
-    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
-        """Indices of perturbations that are measured together."""
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
+        """Indices of perturbations that are measured together; `rows`: of a whole batch, if not of those prepared."""
         for index in range(len(perturbations)):
             yield [index]
 
@@ -134,14 +144,16 @@ class PlainEngine(Engine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
-        # A few windows at a time, so that whole logits fit.
-        self.per_batch = max(1, self.chain.task.rows_at_once // ids.shape[1])
-        limit = max(1, self.memory_budget // 8 // (4 * self.vocabulary * ids.shape[1]))
-        self.per_batch = min(self.per_batch, limit)
+        self.per_batch = self.batch_windows(ids.shape[1])
         # The teacher runs once, if its logits fit; slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
         self._kept: dict[int, TeacherRows] = {}  # the last slab goes before the next one comes
         self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
+
+    def batch_windows(self, length: int) -> int:
+        """A few at a time, so that whole logits fit."""
+        limit = self.memory_budget // 8 // (4 * self.vocabulary * length)
+        return max(1, min(self.chain.task.rows_at_once // length, limit))
 
     def _batches(self) -> Iterator[slice]:
         for first in range(0, len(self.ids), self.per_batch):
@@ -183,7 +195,7 @@ class PlainEngine(Engine):
         return metrics
 
 
-class _Student:
+class Student:
     """A perturbation made ready: its weights, where it parts from the teacher, and its head if that differs."""
 
     def __init__(self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None) -> None:
@@ -242,6 +254,8 @@ class FastEngine(Engine):
             tokens=self.batch_tokens,
         )
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
+        # Asked of a GPU window by window, each would wait for all that it has yet to compute.
+        self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
 
     @property
     def teacher(self) -> Teacher:
@@ -252,13 +266,13 @@ class FastEngine(Engine):
     def teacher_cross_entropy(self) -> Floats:
         return self.teacher.cross_entropy()
 
-    def _students(self, perturbations: Sequence[Perturbation]) -> list[_Student]:
+    def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
         """Made ready; on a GPU beside what it still computes, since quantizing waits for what it finds."""
         if self.chain.device.type != "cuda":
-            return [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+            return [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
         main = torch.cuda.current_stream()
         with torch.cuda.stream(self._beside):
-            students = [_Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
+            students = [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
         main.wait_stream(self._beside)
         for student in students:
             for _, weight in student.weights:
@@ -272,21 +286,24 @@ class FastEngine(Engine):
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
         students = self._students(perturbations)
-        batches, signals = self.teacher.batches, self._signal
+        batches, signals, counts = self.teacher.batches, self._signal, self._counts
         measured = [self._measure_batch(batch, students) for batch in batches]
 
         def finish() -> list[list[WindowMetrics]]:
             metrics: list[list[WindowMetrics]] = [[] for _ in students]
-            for batch, signal, members in zip(batches, signals, measured, strict=True):
+            for batch, signal, targets, members in zip(batches, signals, counts, measured, strict=True):
                 for windows, rows in zip(metrics, members, strict=True):
-                    windows += self._windows(batch, rows(), signal)
+                    windows += self._windows(batch, rows(), signal, targets)
             return metrics
 
         return finish
 
-    def groups(self, perturbations: Sequence[Perturbation]) -> Iterator[list[int]]:
+    def batch_windows(self, length: int) -> int:
+        return max(1, self.batch_tokens // length)
+
+    def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
         """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
-        rows = max(batch.rows for batch in self.teacher.batches)
+        rows = rows or max(batch.rows for batch in self.teacher.batches)
         most = max(1, self.batch_tokens // rows)
         group: list[int] = []
         for index, perturbation in enumerate(perturbations):
@@ -308,12 +325,12 @@ class FastEngine(Engine):
             blocks.update(component.blocks)
         return blocks.pop() if len(blocks) == 1 else None
 
-    def _measure_batch(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
+    def _measure_batch(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
         """(rows, 5) for each student."""
         with self.teacher.running():
             return self._measure_running(batch, students)
 
-    def _measure_running(self, batch: Batch, students: Sequence[_Student]) -> list[Rows]:
+    def _measure_running(self, batch: Batch, students: Sequence[Student]) -> list[Rows]:
         if len(students) == 1:
             states = self._states(batch, students[0])
             return self._compare(batch, [states], students[0] if students[0].has_own_head else None)
@@ -326,7 +343,7 @@ class FastEngine(Engine):
         states = self.chain.finish(hidden, batch.calls)
         return self._compare(batch, list(states.chunk(len(students))))
 
-    def _states(self, batch: Batch, student: _Student) -> torch.Tensor:
+    def _states(self, batch: Batch, student: Student) -> torch.Tensor:
         """What enters the student's head."""
         if student.start == len(self.chain):
             return batch.states
@@ -337,7 +354,7 @@ class FastEngine(Engine):
             hidden = self.chain.run(self._first_block(batch, student), batch.calls, student.start + 1)
             return self.chain.finish(hidden, batch.calls)
 
-    def _first_block(self, batch: Batch, student: _Student) -> States:
+    def _first_block(self, batch: Batch, student: Student) -> States:
         """What leaves the first perturbed block; its parts that see no difference are not run again."""
         block = student.start
         memo = batch.memos[block]
@@ -348,7 +365,7 @@ class FastEngine(Engine):
             return self.chain.run(batch.inputs[block], batch.calls, block, block + 1)
 
     def _compare(
-        self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None = None
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
     ) -> list[Rows]:
         """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
         if self.precision != FLOAT32 and self.chain.head_scale is not None:
@@ -361,11 +378,11 @@ class FastEngine(Engine):
         return [partial(np.concatenate, part) for part in parts]
 
     def _compare_states(
-        self, batch: Batch, states: Sequence[torch.Tensor], own_head: _Student | None
+        self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None
     ) -> list[Rows]:
         """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
         from kl_lens.checkpoints.kernels.triton_products import linear
-        from kl_lens.sensitivity.triton_metrics import StateMetrics
+        from kl_lens.sensitivity.triton_metrics import SharedHead, compare_logits
 
         head, scale = self.chain.head, self.chain.head_scale
         weight, bias = head.weight, getattr(head, "bias", None)
@@ -373,19 +390,23 @@ class FastEngine(Engine):
             weight = other if parameter is head.weight else weight
         assert isinstance(weight, torch.Tensor)
         assert scale is not None
-        metrics = StateMetrics(weight, bias, scale, self.precision)
+        shared = None if own_head else SharedHead(weight, scale)
         flat = [entering.flatten(0, 1) for entering in states]
+        originals = batch.states.flatten(0, 1)
         parts: list[list[torch.Tensor]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
+            given = teacher.logits, teacher.lse, teacher.top, teacher.targets
             for part, entering in zip(parts, flat, strict=True):
-                part.append(
-                    metrics.compare(entering[rows], teacher.logits, teacher.lse, teacher.top, teacher.targets)
-                )
+                if shared is not None:
+                    part.append(shared.compare(entering[rows], originals[rows], *given))
+                else:
+                    logits = linear(entering[rows], weight, bias, self.precision) * scale
+                    part.append(compare_logits(*given, logits))
 
         def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
-                original = self.chain.logits(batch.states.flatten(0, 1)[at])
+                original = self.chain.logits(originals[at])
             return (
                 TeacherRows.of(original, batch.targets.flatten()[at]),
                 linear(entering[at], weight, bias, self.precision) * scale,
@@ -406,17 +427,19 @@ class FastEngine(Engine):
 
         return [later(torch.cat(part), entering) for part, entering in zip(parts, flat, strict=True)]
 
-    def _logits(self, states: torch.Tensor, own_head: _Student | None) -> torch.Tensor:
+    def _logits(self, states: torch.Tensor, own_head: Student | None) -> torch.Tensor:
         if own_head is None:
             return self.chain.logits(states)
         with self.perturbed(own_head.perturbation, own_head.weights):
             return self.chain.logits(states)
 
-    def _windows(self, batch: Batch, rows: Floats, signal: Floats) -> list[WindowMetrics]:
+    def _windows(
+        self, batch: Batch, rows: Floats, signal: Floats, targets: Sequence[int]
+    ) -> list[WindowMetrics]:
         time = batch.targets.shape[1]
         by_window, power = rows.reshape(-1, time, 5), signal.reshape(-1, time)
         return [
-            window_metrics(window, by_window[k], power[k], _count(batch.targets[k]), self.vocabulary)
+            window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
 
@@ -443,4 +466,8 @@ def engine_for(
     if doubt is not None:
         say(f"{model.name}: {doubt}; measured with the plain engine, which runs the whole model each time")
         name = PlainEngine.name
+    if model.residency is not None and name == FastEngine.name:
+        from kl_lens.sensitivity.streamed import StreamedEngine
+
+        return StreamedEngine(model, memory_budget, deployed, precision)
     return ENGINES[name](model, memory_budget, deployed, precision)

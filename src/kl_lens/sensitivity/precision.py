@@ -46,11 +46,12 @@ class TensorCores:
     def __init__(self, modules: Iterable[nn.Module], precision: str) -> None:
         self._precision = precision
         every = dict.fromkeys(m for outer in modules for m in outer.modules())
-        self._layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
+        layers = [m for m in every if type(m) is nn.Linear and m.weight.dtype == torch.float32]
+        self._forwards = [(module, self._forward(module)) for module in layers]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with patched((m, self._forward(m)) for m in self._layers if has_own_forward(m)):
+        with patched(pair for pair in self._forwards if has_own_forward(pair[0])):
             yield
 
     def _forward(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run, role_as
-from kl_lens.samples import WindowMetrics, summarise
+from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
-from kl_lens.sensitivity.metrics import TeacherRows, check_finite, compare, window_metrics
+from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
+from kl_lens.sensitivity.pieces import Done, Found, Hand, Layout, Piece, key_of
 from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
@@ -43,6 +45,26 @@ class SweepResult:
     seconds: float
     settled: Settled | None = None
     precision: str = FLOAT32  # of products
+    failures: Mapping[str, str] = field(default_factory=dict)  # pieces that others could not do, and why
+
+
+class Crew(Protocol):
+    """Whoever does pieces in this process's place, with the same model."""
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Pieces of the last sweep that nobody could do → why."""
+
+    def begin(
+        self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
+    ) -> Layout:
+        """What comes next is of this sweep, with the precision asked for, or that of the run."""
+
+    def cut(self, layout: Layout, costs: Sequence[float]) -> list[Piece]:
+        """The sweep in pieces that suit them."""
+
+    def do(self, pieces: Iterable[Piece], message: Callable[[str], None]) -> Iterator[Found]:
+        """Results as they arrive."""
 
 
 @dataclass
@@ -63,6 +85,8 @@ class Sweep:
     precision: str | None = (
         None  # of products on a GPU; when not given, the run's, or the fastest that is exact enough
     )
+    share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen shares
+    crew: Crew | None = None  # others do the measuring
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -72,21 +96,22 @@ class Sweep:
         self.identify(windows, role)
         self.bind(candidates)
         text, role = role, self._role(role)
-        engine = self._engine(candidates, windows.ids)
+        costs = [self._work(candidate) for candidate in candidates]
+        layout, pieces, results = self._begun(candidates, windows.ids, costs)
+        if self.deployed is None and layout.engine == FastEngine.name:
+            self.run.identify({"precision": accuracy_of(layout.precision)})
         done = self.run.measured_windows(role)
-        wanted = range(len(windows))
-        work = {str(c): self._work(c) for c in candidates}
-        total = sum(work.values()) * len(wanted)
-        finished = sum(work[str(c)] * len(done.get(_key(c), set()) & set(wanted)) for c in candidates)
-        reused = sum(len(done.get(_key(c), set()) & set(wanted)) for c in candidates)
-        self.progress.started(total, finished)
-        measured = 0
-        for slab in engine.slabs(windows.ids):
-            missing = [w for w in slab if any(w not in done.get(_key(c), ()) for c in candidates)]
-            if missing:
-                measured += self._measure_slab(
-                    engine, candidates, windows.ids, missing, done, (text, role), work
-                )
+        reused = self._say_how_much(candidates, pieces, costs, done)
+        if self.share:
+            self.run.store("sweep", role, [list(key_of(candidate)) for candidate in candidates])
+        left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
+        if self.run.load("noise", role) is not None:
+            left = [replace(piece, noise=False) for piece in left]
+        elif left and not self.share and not self.crew:
+            left[0] = replace(left[0], noise=True)
+        measured = sum(self._commit(found, candidates, costs, done, (text, role)) for found in results(left))
+        if self.crew:
+            self.run.put_in_order(role, map(key_of, candidates))
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),
@@ -94,23 +119,71 @@ class Sweep:
             measured=measured,
             reused=reused,
             seconds=time.perf_counter() - begin,
-            precision=engine.precision,
+            precision=layout.precision,
+            failures=dict(self.crew.failures) if self.crew else {},
         )
 
-    def _engine(self, candidates: Sequence[Candidate], ids: torch.Tensor) -> Engine:
-        """With the precision asked for, that of the run, or the fastest that is exact enough; the run keeps it."""
-        say = self.progress.message
-        build = partial(engine_for, self.engine, self.model, ids, self.memory_budget, self.deployed, say)
+    def _begun(
+        self, candidates: Sequence[Candidate], ids: torch.Tensor, costs: Sequence[float]
+    ) -> tuple[Layout, list[Piece], Callable[[Sequence[Piece]], Iterable[Found]]]:
+        """How the sweep is taken, its pieces, and what does them: here, or wherever the crew is."""
         known = self.run.identity.get("precision")
-        engine = build(self.precision or (None if known == FLOAT32 else known))
-        if self.precision is None and known is None and engine.precision == TF32X3:
-            noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
-            chosen = fastest_within(noise, _medians(engine, candidates, ids))
-            say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
-            engine = engine if chosen == engine.precision else build(chosen)
-        if isinstance(engine, FastEngine) and self.deployed is None:
-            self.run.identify({"precision": accuracy_of(engine.precision)})
-        return engine
+        say = self.progress.message
+        if self.crew is not None:
+            layout = self.crew.begin(candidates, ids, self.precision, known)
+            return layout, self.crew.cut(layout, costs), partial(self.crew.do, message=say)
+        engine = chosen_engine(
+            self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
+        )  # fmt: skip
+        engine.scratch = self.run.folder
+        hand = Hand(engine, candidates, ids)
+        pieces = hand.layout.share(costs, *self.share) if self.share else hand.layout.whole(costs)
+
+        def results(pieces: Sequence[Piece]) -> Iterator[Found]:
+            for piece in pieces:
+                say(f"original model on {len(piece.windows)} windows")
+                yield from hand.do(piece)
+
+        return hand.layout, pieces, results
+
+    def _say_how_much(
+        self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
+    ) -> int:
+        """How many candidate-windows are there already."""
+        reused, finished = 0, 0.0
+        for index, windows in (
+            (i, piece.windows) for piece in pieces for group in piece.groups for i in group
+        ):
+            there = len(done.get(key_of(candidates[index]), set()).intersection(windows))
+            reused, finished = reused + there, finished + costs[index] * there
+        self.progress.started(sum(piece.work for piece in pieces), finished)
+        return reused
+
+    def _commit(
+        self,
+        found: Found,
+        candidates: Sequence[Candidate],
+        costs: Sequence[float],
+        done: Done,
+        roles: tuple[str, str],  # of the text, and of what is measured on it
+    ) -> int:
+        """How many candidate-windows were new."""
+        text, role = roles
+        if found.teacher:
+            self.run.store_teacher(text, found.teacher)
+        if found.noise is not None:
+            self.run.store("noise", role, found.noise)
+        dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
+        measured = 0
+        for index, metrics in found.candidates:
+            candidate = candidates[index]
+            known = done.get(key_of(candidate), set())
+            fresh = [w for w in metrics if w.window not in known]
+            if fresh:
+                self.run.store_samples(role, *key_of(candidate), fresh, found.seconds, dtype)
+                measured += len(fresh)
+                self.progress.advanced(costs[index] * len(fresh), str(candidate))
+        return measured
 
     def measure_until_settled(
         self,
@@ -137,7 +210,7 @@ class Sweep:
         """Per format, each candidate's KL window by window."""
         values: dict[str, list[list[float]]] = {}
         for candidate in candidates:
-            samples = self.run.samples(self._role(role), *_key(candidate), windows=count)
+            samples = self.run.samples(self._role(role), *key_of(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
             values.setdefault(candidate.format, []).append(row)
         return values
@@ -160,50 +233,6 @@ class Sweep:
         if learnt is not None:
             self.run.identify({"statistics": learnt})
 
-    def _measure_slab(
-        self,
-        engine: Engine,
-        candidates: Sequence[Candidate],
-        ids: torch.Tensor,
-        missing: Sequence[int],
-        done: dict[tuple[str, str], set[int]],
-        roles: tuple[str, str],  # of the text, and of what is measured on it
-        work: dict[str, float],
-    ) -> int:
-        text, role = roles
-        self.progress.message(f"original model on {len(missing)} windows")
-        engine.prepare(ids[list(missing)])
-        entropies = engine.teacher_cross_entropy()
-        check_finite("the original model", [(missing[k], float(e)) for k, e in enumerate(entropies)])
-        counts = (engine.chain.task.targets(ids[list(missing)]) >= 0).sum(1).tolist()
-        self.run.store_teacher(
-            text, [(w, n, float(e)) for w, n, e in zip(missing, counts, entropies, strict=True)]
-        )
-        if self.run.load("noise", role) is None:
-            self.run.store("noise", role, noise_floor(engine, ids[list(missing)]))
-        dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
-        measured = 0
-        # Groups depend on the full list, never on what is left of it: a resumed sweep repeats the same arithmetic.
-        every = [c.perturbation for c in candidates]
-        groups = [
-            group
-            for group in engine.groups(every)
-            if any(not set(missing) <= done.get(_key(candidates[index]), set()) for index in group)
-        ]
-        begin = time.perf_counter()
-        for group, results in engine.in_turn(every, groups):
-            members = [candidates[index] for index in group]
-            seconds, begin = (time.perf_counter() - begin) / len(members), time.perf_counter()
-            for candidate, metrics in zip(members, results, strict=True):
-                known = done.get(_key(candidate), set())
-                check_finite(str(candidate), [(missing[w.window], w.kl_teacher_to_student) for w in metrics])
-                fresh = [_renumbered(w, missing[w.window]) for w in metrics if missing[w.window] not in known]
-                if fresh:
-                    self.run.store_samples(role, *_key(candidate), fresh, seconds, dtype)
-                    measured += len(fresh)
-                    self.progress.advanced(work[str(candidate)] * len(fresh), str(candidate))
-        return measured
-
     def _work(self, candidate: Candidate) -> float:
         """Relative cost of a candidate: the blocks it runs through, and the head."""
         anatomy = self.model.anatomy
@@ -215,6 +244,28 @@ class Sweep:
         if self.engine != FastEngine.name:
             start = 0
         return blocks * (anatomy.blocks - start) + 2 * head
+
+
+def chosen_engine(
+    model: LoadedModel,
+    candidates: Sequence[Candidate],
+    ids: torch.Tensor,
+    name: str = FastEngine.name,
+    memory_budget: int = DEFAULT_MEMORY,
+    deployed: Kernels | None = None,
+    precision: str | None = None,
+    known: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Engine:
+    """With the precision asked for, that of the run (`known`), or the fastest that is exact enough."""
+    build = partial(engine_for, name, model, ids, memory_budget, deployed, say)
+    engine = build(precision or (None if known == FLOAT32 else known))
+    if precision is None and known is None and engine.precision == TF32X3:
+        noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
+        chosen = fastest_within(noise, _medians(engine, candidates, ids))
+        say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
+        engine = engine if chosen == engine.precision else build(chosen)
+    return engine
 
 
 def model_identity(model: LoadedModel) -> dict[str, object]:
@@ -234,26 +285,6 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
     }
 
 
-def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
-    """The teacher against itself in another batch position: what the measuring alone makes of no difference.
-
-    On tensor cores: twice the distance of what they give from float32, since teacher and student are both computed so.
-    """
-    ids = ids[:windows].to(engine.chain.device)
-    sides = 1 if engine.precision == FLOAT32 else 2
-    together = engine.chain.full_logits(ids)
-    metrics: list[WindowMetrics] = []
-    for index in range(len(ids)):
-        targets = torch.full((ids.shape[1],), -1, device=ids.device)
-        alone = engine.logits(ids[index : index + 1])[0]
-        rows = compare(TeacherRows.of(together[index], targets), alone)
-        signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
-        metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
-    summary = summarise(metrics)
-    names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
-    return {name: sides * summary[name].value for name in names}
-
-
 def _medians(
     engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
 ) -> list[float]:
@@ -270,13 +301,5 @@ def _medians(
     return medians
 
 
-def _key(candidate: Candidate) -> tuple[str, str]:
-    return candidate.component.name, candidate.format
-
-
 def _hash(ids: torch.Tensor) -> str:
     return hashlib.blake2b(ids.cpu().to(torch.int64).numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _renumbered(window: WindowMetrics, index: int) -> WindowMetrics:
-    return replace(window, window=index)

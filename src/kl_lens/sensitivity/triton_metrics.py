@@ -9,9 +9,13 @@ give everything: x = U + F = Σ p (eᵘ − 1), the shift of the log-sum-exp is 
     KL(teacher ‖ student) = F − (x − log(1 + x))
     KL(student ‖ teacher) = G/(1 + x) − (log(1 + x) − x/(1 + x))
 
-F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a tile and
-double across tiles. What is taken off is of second order in x. c is δ at the teacher's top token, so that x is as small
+F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a few tiles and
+double across them. What is taken off is of second order in x. c is δ at the teacher's top token, so that x is as small
 as u is; then nothing cancels that counts. Rows where eᵘ overflows come out as NaN or infinity, for others to do again.
+
+Where student and teacher share the head, δ itself is a product, of the difference of the states that enter it. What is
+rounded there is a share of δ, not of logits that are a thousand times as large: halves are enough (2⁻¹¹ of δ, at
+random, moves a KL by less than one part in a million), and one product does what takes three at float32's accuracy.
 
 The sums need no log-sum-exp of the student, so they could be the end of the product with the head, and its logits never
 be in memory. Tried (docs/performance.md): that kernel runs out of registers and is slower than product and pass.
@@ -31,9 +35,8 @@ _SUMS = 7  # F, G, U, E, δ at the target, the student's logit at the teacher's 
 
 
 @triton.jit
-def _terms(t, s, lse, c, inside):  # type: ignore[no-untyped-def]
-    """Per column: its shares of F, G, U and E. t, s: logits of teacher and student."""
-    difference = tl.where(inside, s - t, 0.0)
+def _terms(t, difference, lse, c, inside):  # type: ignore[no-untyped-def]
+    """Per column: its shares of F, G and U. t: the teacher's logits."""
     log_p = t - lse
     p = tl.where(inside, tl.exp(log_p), 0.0)
     u = tl.where(inside, difference - c, 0.0)
@@ -46,46 +49,62 @@ def _terms(t, s, lse, c, inside):  # type: ignore[no-untyped-def]
     is_small = square < 0.25
     forward = tl.where(is_small, small, q - p - p * u)
     backward = tl.where(is_small, u * (p * u + small) - small, q * u - q + p)
-    return forward, backward, p * u, difference * difference, difference
+    return forward, backward, p * u
 
 
 @triton.jit
 def _from_logits(  # type: ignore[no-untyped-def]
-    teacher, student, lse, top, target, out, columns, teacher_stride, student_stride, BLOCK: tl.constexpr,
+    teacher, student, lse, top, target, out, columns, teacher_stride, student_stride, MOVED: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """out: (_SUMS, rows), float64; one program per row."""
+    """out: (_SUMS, rows), float64; one program per row. MOVED: `student` holds δ."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     t_row, s_row = teacher + row * teacher_stride, student + row * student_stride
     best, wanted = tl.load(top + row), tl.load(target + row)
     at_top = tl.load(s_row + best)
-    shift = at_top - tl.load(t_row + best)
+    if MOVED:
+        shift = at_top
+        at_top += tl.load(t_row + best)
+    else:
+        shift = at_top - tl.load(t_row + best)
     row_lse = tl.load(lse + row)
     forward = tl.zeros((), tl.float64)
     backward = tl.zeros((), tl.float64)
     linear = tl.zeros((), tl.float64)
     error = tl.zeros((), tl.float64)
-    largest = at_top
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < columns
-        t = tl.load(t_row + column, mask=inside, other=0.0)
-        s = tl.load(s_row + column, mask=inside, other=0.0)
-        f, g, u, e, _ = _terms(t, s, row_lse, shift, inside)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, columns, BLOCK * SPAN):
+        # Threads meet to add up once for SPAN tiles, not for each.
+        f, g = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        u, e = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for first in range(start, tl.minimum(start + BLOCK * SPAN, columns), BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < columns
+            t = tl.load(t_row + column, mask=inside, other=0.0)
+            s = tl.load(s_row + column, mask=inside, other=0.0)
+            difference = s if MOVED else s - t
+            largest = tl.maximum(largest, tl.where(inside, t + difference if MOVED else s, float("-inf")))
+            more_f, more_g, more_u = _terms(t, difference, row_lse, shift, inside)
+            f += more_f
+            g += more_g
+            u += more_u
+            e += difference * difference
         forward += tl.sum(f, 0).to(tl.float64)
         backward += tl.sum(g, 0).to(tl.float64)
         linear += tl.sum(u, 0).to(tl.float64)
         error += tl.sum(e, 0).to(tl.float64)
-        largest = tl.maximum(largest, tl.max(tl.where(inside, s, float("-inf")), 0))
     at_target = tl.maximum(wanted, 0)
-    moved = tl.load(s_row + at_target) - tl.load(t_row + at_target)
+    moved = tl.load(s_row + at_target)
+    if not MOVED:
+        moved -= tl.load(t_row + at_target)
     tl.store(out + row, forward)
     tl.store(out + rows + row, backward)
     tl.store(out + 2 * rows + row, linear)
     tl.store(out + 3 * rows + row, error)
     tl.store(out + 4 * rows + row, moved.to(tl.float64))
     tl.store(out + 5 * rows + row, at_top.to(tl.float64))
-    tl.store(out + 6 * rows + row, largest.to(tl.float64))
+    tl.store(out + 6 * rows + row, tl.maximum(tl.max(largest, 0), at_top).to(tl.float64))
 
 
 def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -107,33 +126,37 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-class StateMetrics:
-    """A head (vocabulary, width), split once; students' states are compared behind it, some rows at a time."""
+class SharedHead:
+    """A head (vocabulary, width) that students have as the teacher has it, split once."""
 
-    def __init__(self, head: torch.Tensor, bias: torch.Tensor | None, factor: float, precision: str) -> None:
-        self._head, self._bias, self._factor, self._precision = head, bias, factor, precision
-        self._halves = split(head, precision)
+    def __init__(self, head: torch.Tensor, factor: float) -> None:
+        self._halves, self._factor = split(head, "tf32"), factor
 
     def compare(
-        self, states: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor
+        self, states: torch.Tensor, original: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor,
+        top: torch.Tensor, targets: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Of students' states (rows, width) and the teacher's logits: (rows, 5) in double, on the device."""
-        student = product(split(states, self._precision), self._halves, self._bias)
+        """Of states (rows, width), the student's and the teacher's, and of the teacher's logits: (rows, 5) in double,
+        on the device."""
+        moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
-            student *= self._factor
-        return compare_logits(teacher, lse, top, targets, student)
+            moved *= self._factor
+        return compare_logits(teacher, lse, top, targets, moved, moved=True)
 
 
 def compare_logits(
-    teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor, student: torch.Tensor
-) -> torch.Tensor:
-    """The same of logits (rows, vocabulary) that are there already."""
+    teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor, student: torch.Tensor,
+    *, moved: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The same of logits (rows, vocabulary) that are there already; `moved`: less the teacher's."""
     rows, vocabulary = teacher.shape
     out = torch.empty(_SUMS, rows, dtype=torch.float64, device=teacher.device)
     grid: Any = (rows,)
     _from_logits[grid](
         teacher, student, lse.float(), top, targets, out, vocabulary, teacher.stride(0), student.stride(0),
-        BLOCK=2048, num_warps=4,
+        MOVED=moved, BLOCK=1024, SPAN=16, num_warps=8,
     )  # fmt: skip
-    shift = (student.gather(1, top[:, None]) - teacher.gather(1, top[:, None]))[:, 0]
+    shift = student.gather(1, top[:, None])[:, 0]
+    if not moved:
+        shift = shift - teacher.gather(1, top[:, None])[:, 0]
     return _finished(out, shift, targets)

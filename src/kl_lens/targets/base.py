@@ -204,6 +204,10 @@ class Target(ABC):
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
 
+    def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """To the byte, where `file_bytes` is a bound and the difference can cost a plan that just fits."""
+        return self.file_bytes(model, plan)
+
     def overhead(self, fmt: Format) -> int:
         """Bytes that a matrix in this format adds to the files beyond its own, compared with FP16."""
         return 0

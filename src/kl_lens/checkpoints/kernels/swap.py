@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -286,12 +286,27 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
     return forward
 
 
+def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers that may get something of ours; found once, where a model is patched again and again."""
+    return [
+        module
+        for module in model.modules()
+        if _forward_with_our_kernels(type(module).forward) is not None or _epsilon(module) is not None
+    ]
+
+
 @contextmanager
-def fast_kernels(model: torch.nn.Module) -> Iterator[int]:
-    """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do."""
+def fast_kernels(model: torch.nn.Module, among: Iterable[torch.nn.Module] | None = None) -> Iterator[int]:
+    """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do.
+
+    `among`: what `replaceable` gave for it."""
     # Layers under somebody else's forward keep it, and so do those that are ours already.
-    free = [(m, _forward_with_our_kernels(type(m).forward)) for m in model.modules() if has_own_forward(m)]
-    ours = [(module, types.MethodType(forward, module)) for module, forward in free if forward is not None]
-    norms = [(m, _norm_on_gpu(m)) for m in model.modules() if has_own_forward(m)]
-    with patched(ours), patched((m, forward) for m, forward in norms if forward is not None):
+    free = [m for m in (replaceable(model) if among is None else among) if has_own_forward(m)]
+    ours = [
+        (module, types.MethodType(forward, module))
+        for module in free
+        if (forward := _forward_with_our_kernels(type(module).forward)) is not None
+    ]
+    norms = [(m, forward) for m in free if (forward := _norm_on_gpu(m)) is not None]
+    with patched(ours), patched(norms):
         yield len(ours)

@@ -74,7 +74,9 @@ def export(
     tensors: TensorSource
     if isinstance(model, LoadedModel):
         config, name = model.config, model.name
-        tensors, store = ModelTensors(model.model), model.weights
+        store = model.weights
+        streamed = model.residency is not None
+        tensors = CheckpointTensors(model.folder, config) if streamed else ModelTensors(model.model)
         own_tokenizer = model.tokenizer
         fingerprint = fingerprint or model.fingerprint
     else:

@@ -66,6 +66,7 @@ def export(
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
     """
     started = time.perf_counter()
+    model.require_memory("exporting to OpenVINO")
     task = model.classifier
     if task is None:
         require_family(model.model)

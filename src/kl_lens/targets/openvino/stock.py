@@ -46,7 +46,7 @@ def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
     row at its asymmetric 8 bits. What 8 bits round worst gets 4 first, whatever that does to the model."""
 
     def error(name: str) -> float:
-        weight = model.parameters_of(model.anatomy.component(name))[0].detach().float()
+        weight = model.tensor(model.anatomy.component(name).weight).float()
         low, high = weight.amin(-1, keepdim=True).clamp(max=0), weight.amax(-1, keepdim=True).clamp(min=0)
         scale = ((high - low) / 255).clamp(min=NNCF_SMALLEST_SCALE)
         zero = (-(low / scale).round()).clamp(0, 255)

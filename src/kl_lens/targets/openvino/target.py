@@ -30,6 +30,7 @@ _ARM = ("aarch64", "arm64")
 # What a quantized matrix adds to the graph's file beyond an FP16 one: nodes that turn integers into numbers. By whether
 # it is symmetric and whether in groups; a little more than was seen (1.3, 2.3 and 3.7 kB), so that no file is larger.
 _GRAPH_BYTES = {(True, False): 1550, (True, True): 2700, (False, False): 3200, (False, True): 4400}
+_WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; a file of more takes too long to write just to be weighed
 
 
 class OpenVINOTarget(Target):
@@ -55,6 +56,7 @@ class OpenVINOTarget(Target):
 
     def __init__(self) -> None:
         self._bare: dict[str, int] = {}  # model → bytes of its FP16 artifact, from which others' sizes follow
+        self._exact: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and grids → bytes
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -104,6 +106,20 @@ class OpenVINOTarget(Target):
             size += recipe.grid.bytes(component.shape) - 2 * component.parameters
             size += self.overhead(recipe.grid)
         return size
+
+    def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """By writing the file, unless that takes minutes. Its size is that of the grids, not of what is put on them."""
+        from kl_lens.recipes import Recipe
+
+        if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
+            return self.file_bytes(model, plan)
+        grids = {name: Recipe.parse(recipe).format for name, recipe in plan.assignment.items()}
+        key = model.fingerprint, frozenset(grids.items())
+        if key not in self._exact:
+            with tempfile.TemporaryDirectory() as folder:
+                written = self.export(model, Plan(plan.name, grids, plan.made_by), Path(folder))
+            self._exact[key] = written.realised_bytes
+        return self._exact[key]
 
     def overhead(self, fmt: Format) -> int:
         return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]

@@ -1,0 +1,153 @@
+"""What a worker does: opens the model once, then measures pieces. Ray keeps one of these in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kl_lens.environment import set_defaults
+
+set_defaults()  # before torch is loaded, as the command line does
+
+import numpy as np  # noqa: E402
+import numpy.typing as npt  # noqa: E402
+import torch  # noqa: E402
+
+from kl_lens.accelerators import free_memory  # noqa: E402
+from kl_lens.calibration import StoredStatistics  # noqa: E402
+from kl_lens.checkpoints import LoadedModel, load  # noqa: E402
+from kl_lens.errors import KLLensError, RunError, one_line  # noqa: E402
+from kl_lens.samples import METRICS_VERSION  # noqa: E402
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY  # noqa: E402
+from kl_lens.sensitivity.perturbation import Candidate  # noqa: E402
+from kl_lens.sensitivity.pieces import Found, Hand, Layout, Piece  # noqa: E402
+from kl_lens.sensitivity.sweep import chosen_engine  # noqa: E402
+from kl_lens.targets import deployed  # noqa: E402
+from kl_lens.version import __version__  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every worker of a crew is told: the model, and how it is measured."""
+
+    model: str  # opens it, wherever the worker is
+    how: Mapping[str, Any]  # dtype, device, …
+    fingerprint: str
+    engine: str
+    memory_budget: int
+    target: str | None  # as deployed there
+    run: Path  # its statistics, where recipes learn, must be seen from everywhere
+    threads: int = 1
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sweep: candidates as (component, recipe), and windows of ids."""
+
+    number: int
+    candidates: tuple[tuple[str, str], ...]
+    ids: npt.NDArray[np.int64]
+    precision: str | None  # asked for
+    known: str | None  # the run's
+    statistics: str | None  # digest of what the candidates' recipes learn from
+
+
+@dataclass(frozen=True)
+class Ready:
+    """For which sweep, and how it is taken there."""
+
+    job: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why something could not be done. (As a result: an error of ours would reach the other side as Ray's.)"""
+
+    reason: str
+
+
+class Worker:
+    """Holds a model, and the teacher of the windows that it works on."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._model: LoadedModel | None = None
+        self._hand: Hand | None = None
+        self._job = -1
+
+    def hello(self) -> tuple[str, int, str, int]:
+        """Version of the package and of the numbers' meaning, host, process."""
+        return __version__, METRICS_VERSION, platform.node(), os.getpid()
+
+    def begin(self, job: Job) -> Ready | Failed:
+        """The model is opened for the first one."""
+        return _told(lambda: Ready(job.number, self._begin(job)))
+
+    def do(self, number: int, piece: Piece) -> Sequence[Found] | Failed:
+        hand = self._hand
+        if hand is None or number != self._job:
+            return Failed("it was not told of this sweep")
+        return _told(lambda: list(hand.do(piece)))
+
+    def _begin(self, job: Job) -> Layout:
+        self._hand = None  # the last sweep's teacher goes before the next one comes
+        model = self._opened()
+        candidates = [Candidate(model.anatomy.component(name), recipe) for name, recipe in job.candidates]
+        if job.statistics is not None:
+            self._learn(model, job.statistics)
+        ids = torch.from_numpy(np.array(job.ids))
+        order = self._order
+        engine = chosen_engine(
+            model, candidates, ids, order.engine, self._memory(model), deployed(order.target), job.precision, job.known
+        )  # fmt: skip
+        self._hand, self._job = Hand(engine, candidates, ids), job.number
+        return self._hand.layout
+
+    def _opened(self) -> LoadedModel:
+        if self._model is None:
+            _use_threads(self._order.threads)
+            model = load(self._order.model, **self._order.how)
+            if model.fingerprint != self._order.fingerprint:
+                raise RunError(
+                    f"{self._order.model} has other weights there than where the command was given"
+                )
+            self._model = model
+        return self._model
+
+    def _memory(self, model: LoadedModel) -> int:
+        """Where workers share a GPU, each takes its part of what is free."""
+        budget, device = self._order.memory_budget, model.chain.device
+        if device.type == "cuda" and budget == DEFAULT_MEMORY and self._order.gpus < 1:
+            return int(free_memory(device) * 0.85 * self._order.gpus)
+        return budget
+
+    def _learn(self, model: LoadedModel, digest: str) -> None:
+        stored = StoredStatistics.held_by(self._order.run)
+        if stored is None or stored.digest != digest:
+            raise RunError(
+                f"{self._order.run} does not show the run's statistics there; put the run where every worker sees it, "
+                "or measure methods that learn nothing"
+            )
+        model.weights.learn_from(StoredStatistics.open(self._order.run, model))
+
+
+def _told(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except KLLensError as error:
+        return Failed(str(error))
+    except Exception as error:  # whatever a library raises: one piece, or one worker, and not the sweep
+        return Failed(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _use_threads(count: int) -> None:
+    import numba
+
+    torch.set_num_threads(count)
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]

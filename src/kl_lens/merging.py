@@ -1,0 +1,204 @@
+"""Joins journals: what several processes measured, each into a run folder of its own, becomes one run.
+
+A source is looked through first: damaged, of another model or text, of another meaning of the numbers, it is refused by
+name and the others are joined. Each is joined in one transaction; what the run holds already stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kl_lens.errors import KLLensError, RunError
+from kl_lens.journal import FILE, checks_rows
+from kl_lens.runs import Run
+from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics
+from kl_lens.subjects import content_digest
+
+SHARDS = "shards"  # folder of a run: where `measure --shard` keeps its own
+SWEEP = "sweep"  # record of a shard: the whole list of candidates, of which it has some
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a run took from one source, in candidate-windows."""
+
+    source: Path
+    taken: int
+    known: int  # the run had them
+    differing: int  # of those: with other numbers, and the run kept its own
+
+
+@dataclass(frozen=True)
+class _Source:
+    folder: Path
+    identity: dict[str, Any]
+    texts: dict[str, tuple[dict[str, Any], list[str]]]  # role → its identity, and each window's hash
+
+    @property
+    def about(self) -> str:
+        texts = {role: identity for role, (identity, _) in self.texts.items()}
+        return content_digest([self.identity.get("model_fingerprint"), texts])
+
+
+def shards_of(run: Path) -> list[Path]:
+    """The folders of a run's own shards."""
+    return sorted(path.parent for path in (run / SHARDS).glob(f"*/{FILE}"))
+
+
+def merge(
+    folder: Path, sources: Sequence[Path], command: Sequence[str] = ()
+) -> tuple[list[Joined], dict[str, str]]:
+    """What was joined, in the order of names, and source → why it was refused."""
+    found: list[_Source] = []
+    refused: dict[str, str] = {}
+    for path in sorted({os.path.realpath(each): Path(each) for each in sources}.values()):
+        try:
+            if os.path.realpath(path) == os.path.realpath(folder):
+                raise RunError(f"{path} is the run itself")
+            with Run.open(path) as run:
+                found.append(_checked(run))
+        except KLLensError as error:
+            refused[str(path)] = str(error)
+    if not found:
+        return [], refused
+    # A stranger must not make a new run its own: what most are about comes first.
+    common = Counter(source.about for source in found)
+    found.sort(key=lambda source: -common[source.about])
+    joined = []
+    with Run.create(folder) as run:
+        if command:
+            run.note_command(command)
+        for source in found:
+            try:
+                joined.append(_joined(run, source))
+            except KLLensError as error:
+                refused[str(source.folder)] = str(error)
+        for role in run.load_all(SWEEP):
+            run.put_in_order(role, [tuple(key) for key in run.load(SWEEP, role) or []])
+    return sorted(joined, key=lambda each: each.source), refused
+
+
+def missing(run: Run) -> int:
+    """Candidate-windows of the sweeps that shards are of, and nobody has measured."""
+    total = 0
+    for role, keys in run.load_all(SWEEP).items():
+        count = (run.text_identity(role.partition("@")[0]) or {"windows": 0})["windows"]
+        done = run.measured_windows(role)
+        total += sum(count - len(done.get((component, name), ())) for component, name in keys)
+    return total
+
+
+@checks_rows
+def _checked(run: Run) -> _Source:
+    """What a journal is about; refused where it is damaged, or its numbers mean something else."""
+    (verdict,) = run._db.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise ValueError(verdict)
+    identity = run.identity
+    if "model_fingerprint" not in identity or not run.roles():
+        raise RunError(f"{run.folder} holds no measurements")
+    if identity.get("metrics_version") != METRICS_VERSION:
+        raise RunError(
+            f"{run.folder} was made with another meaning of the metrics: metrics_version is "
+            f"{identity.get('metrics_version')!r} there and {METRICS_VERSION!r} now; measure it again"
+        )
+    for _, _, _, window in _samples(run):
+        token_kl = np.frombuffer(window.token_kl, np.float32)
+        total = float(token_kl.sum(dtype=np.float64))
+        if len(token_kl) != window.tokens or not all(math.isfinite(v) for v in _numbers(window)):
+            raise ValueError(f"window {window.window} holds no measurement")
+        if not math.isclose(total, window.kl_teacher_to_student, rel_tol=1e-4, abs_tol=1e-9 * window.tokens):
+            raise ValueError(f"window {window.window} does not add up")
+    texts = {}
+    for role in run.roles():
+        rows = run._db.execute(
+            "SELECT window, hash FROM windows WHERE role = ? ORDER BY window", (role,)
+        ).fetchall()
+        if [window for window, _ in rows] != list(range(len(rows))):
+            raise ValueError(f"windows of {role} are missing")
+        texts[role] = _text(run, role), [value for _, value in rows]
+    return _Source(run.folder, identity, texts)
+
+
+def _text(run: Run, role: str) -> dict[str, Any]:
+    identity = dict(run.text_identity(role) or {})
+    identity.pop("windows", None)
+    return identity
+
+
+def _numbers(window: WindowMetrics) -> tuple[float, ...]:
+    return tuple(float(getattr(window, name)) for name in WINDOW_FIELDS if name != "token_kl")
+
+
+def _samples(run: Run) -> Iterator[tuple[str, str, str, WindowMetrics]]:
+    fields = ", ".join(WINDOW_FIELDS)
+    query = f"SELECT role, component, format, {fields} FROM samples ORDER BY role, component, format, window"
+    for role, component, name, *values in run._db.execute(query):
+        yield role, component, name, WindowMetrics(*values)
+
+
+def _joined(run: Run, source: _Source) -> Joined:
+    """All of a source, in one transaction. The effort is that of the windows that are new."""
+    with Run.open(source.folder) as other:
+        run.identify({key: value for key, value in source.identity.items() if key != "metrics_version"})
+        for role, (identity, hashes) in source.texts.items():
+            run.identify_text(role, identity, hashes)
+        effort = {
+            tuple(row[:3]): row for row in other._db.execute("SELECT * FROM effort ORDER BY rowid").fetchall()
+        }
+        there = {role: run.measured_windows(role) for role, _, _ in effort}
+        taken: Counter[tuple[str, str, str]] = Counter()
+        every: Counter[tuple[str, str, str]] = Counter()
+        differing = 0
+        marks = ", ".join("?" for _ in range(3 + len(WINDOW_FIELDS)))
+        with run._db.alone():
+            for role, component, name, window in _samples(other):
+                key = (role, component, name)
+                every[key] += 1
+                if window.window in there.get(role, {}).get((component, name), ()):
+                    differing += not _same(run, key, window)
+                    continue
+                taken[key] += 1
+                values = (getattr(window, field) for field in WINDOW_FIELDS)
+                run._db.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *values))
+            for key, count in taken.items():
+                *_, seconds, dtype = effort[key]
+                run._db.execute(
+                    "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
+                    "DO UPDATE SET seconds = seconds + excluded.seconds",
+                    (*key, seconds * count / every[key], dtype),
+                )
+            _take_windows_and_records(run, other)
+    return Joined(source.folder, taken.total(), every.total() - taken.total(), differing)
+
+
+def _same(run: Run, key: tuple[str, str, str], window: WindowMetrics) -> bool:
+    query = "SELECT token_kl FROM samples WHERE role = ? AND component = ? AND format = ? AND window = ?"
+    return bool(run._db.execute(query, (*key, window.window)).fetchone()[0] == window.token_kl)
+
+
+def _take_windows_and_records(run: Run, other: Run) -> None:
+    """The teacher on windows where the run has none; noise floors, texts, and of which sweep the shards are."""
+    query = "SELECT tokens, teacher_cross_entropy, role, window FROM windows WHERE tokens IS NOT NULL"
+    run._db.executemany(
+        "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ? AND tokens IS NULL",
+        other._db.execute(query).fetchall(),
+    )
+    query = "SELECT kind, name, value, created FROM records WHERE kind IN ('noise', 'text')"
+    run._db.executemany(
+        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", other._db.execute(query).fetchall()
+    )
+    for role, keys in other.load_all(SWEEP).items():
+        known = run.load(SWEEP, role) or []
+        both = known + [key for key in keys if key not in known]
+        row = (SWEEP, role, json.dumps(both), 0.0)
+        run._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)

@@ -1,0 +1,124 @@
+"""One sweep, several processes: shares by hand or by a queue, and workers that Ray keeps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kl_lens.checkpoints import LoadedModel, own_images
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import COUNT, Loading, Settings, grouped
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.sweep import Crew
+
+SLURM = "slurm"
+L = TypeVar("L", bound=Loading)
+several = grouped("several processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Settings):
+    """Who measures: this process, or workers that Ray keeps."""
+
+    ray: str | None = several(
+        None,
+        "a Ray cluster's HOST:PORT, or local: workers on this machine (needs kl-lens[ray])",
+        metavar="ADDRESS",
+    )
+    workers: int | None = several(
+        None, "how many (default: one for every GPU, or where there are none for every machine)", kind=COUNT
+    )
+    gpus_per_worker: float | None = several(
+        None, "of a cluster (default: 1 with --device cuda; 0.5: two share one)", metavar="G"
+    )
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """These settings alone, to hand on to another verb's."""
+        return {name: getattr(self, name) for name in ("ray", "workers", "gpus_per_worker")}
+
+
+def here(settings: L) -> L:
+    """How this process opens the model: where workers compute, it only looks at it."""
+    return replace(settings, device="cpu") if getattr(settings, "ray", None) else settings
+
+
+def crew_for(
+    settings: Any,
+    place: str,
+    model: LoadedModel,
+    run: Path,
+    events: Events,
+    target: str | None = None,
+) -> AbstractContextManager[Crew | None]:
+    """The workers of --ray, none without it; `place` opens the model there as here, `target`: as deployed there."""
+    if settings.gpus_per_worker is not None and not 0 <= settings.gpus_per_worker <= 64:
+        raise KLLensError(f"--gpus-per-worker {settings.gpus_per_worker:g}: expected 0 to 64")
+    if settings.ray is None:
+        return nullcontext()
+    from kl_lens.cluster.crew import RayCrew
+    from kl_lens.cluster.worker import Order
+
+    how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
+    if where := getattr(settings, "weights", None):  # each worker finds out whether they fit into its memory
+        budget = settings.memory_budget
+        how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
+    order = Order(
+        model=_absolute(place) or place,
+        how=how,
+        fingerprint=model.fingerprint,
+        engine=getattr(settings, "engine", FastEngine.name),
+        memory_budget=getattr(settings, "memory_budget", DEFAULT_MEMORY),
+        target=target,
+        run=run.absolute(),
+    )
+    return RayCrew(settings.ray, order, settings.workers, settings.gpus_per_worker, events.note)
+
+
+def _absolute(place: str | None) -> str | None:
+    """A folder as workers find it, wherever they stand; names stay as they are."""
+    expanded = os.path.expanduser(place or "")
+    return os.path.abspath(expanded) if os.path.exists(expanded) else place
+
+
+def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """`3/16` → the third of sixteen; `slurm` → what the variables of a Slurm array say."""
+    if text == SLURM:
+        return _slurm(environment)
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise KLLensError(f"--shard {text}: write 3/16 for the third of sixteen, or {SLURM} in a job array")
+    return index, count
+
+
+def _slurm(environment: Mapping[str, str]) -> tuple[int, int]:
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(f"SLURM_ARRAY_TASK_{name}", "" if default is None else str(default))
+        if not re.fullmatch(r"\d{1,9}", text):
+            raise KLLensError(
+                f"--shard {SLURM}: SLURM_ARRAY_TASK_{name} is {text or 'not set'}; submit a job array "
+                "(sbatch --array=1-16), or write --shard 3/16"
+            )
+        return int(text)
+
+    place, count = number("ID"), number("COUNT")
+    first, step = number("MIN", 1), max(1, number("STEP", 1))
+    index, off = divmod(place - first, step)
+    if off or not 0 <= index < count:
+        raise KLLensError(
+            f"--shard {SLURM}: task {place} is none of {count} that begin at {first} in steps of {step}; "
+            "give the array as one range (sbatch --array=1-16)"
+        )
+    return index + 1, count
+
+
+def shard_name(index: int, count: int) -> str:
+    """Folders in the order of their numbers."""
+    return f"{index:0{len(str(count))}}-of-{count}"

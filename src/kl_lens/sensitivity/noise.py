@@ -1,0 +1,30 @@
+"""What the measuring alone makes of no difference."""
+
+from __future__ import annotations
+
+import torch
+
+from kl_lens.samples import WindowMetrics, summarise
+from kl_lens.sensitivity.engines import Engine
+from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
+from kl_lens.sensitivity.precision import FLOAT32
+
+
+def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
+    """The teacher against itself in another batch position: what the measuring alone makes of no difference.
+
+    On tensor cores: twice the distance of what they give from float32, since teacher and student are both computed so.
+    """
+    ids = ids[:windows].to(engine.chain.device)
+    sides = 1 if engine.precision == FLOAT32 else 2
+    together = engine.chain.full_logits(ids)
+    metrics: list[WindowMetrics] = []
+    for index in range(len(ids)):
+        targets = torch.full((ids.shape[1],), -1, device=ids.device)
+        alone = engine.logits(ids[index : index + 1])[0]
+        rows = compare(TeacherRows.of(together[index], targets), alone)
+        signal = together[index].square().sum(-1, dtype=torch.float64).cpu().numpy()
+        metrics.append(window_metrics(index, rows, signal, 1, engine.vocabulary))
+    summary = summarise(metrics)
+    names = ("kl_teacher_to_student", "kl_student_to_teacher", "mse", "kl_max")
+    return {name: sides * summary[name].value for name in names}

@@ -1,0 +1,67 @@
+"""`kl-lens measure --shard`, `merge` and `--estimate` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kl_lens.cli.main import main
+from tests.sensitivity.test_pieces import contents
+
+
+def test_shares_by_hand_and_by_slurm_become_the_run_of_one_command(
+    measure_arguments, tmp_path, monkeypatch, capsys
+) -> None:
+    whole = [*measure_arguments]
+    whole[3] = str(tmp_path / "whole")
+    assert main(whole) == 0
+    run = tmp_path / "run"
+    assert main([*measure_arguments, "--shard", "1/3"]) == 0
+    assert f"This is share 1/3. When all are there: kl-lens merge {run}" in capsys.readouterr().out
+    for task in ("1", "2"):  # of --array=0-2
+        for name, value in (("ID", task), ("COUNT", "3"), ("MIN", "0")):
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+        assert main([*measure_arguments, "--shard"]) == 0
+    assert [path.name for path in sorted((run / "shards").iterdir())] == ["1-of-3", "2-of-3", "3-of-3"]
+    capsys.readouterr()
+    assert main(["merge", str(run)]) == 0
+    assert f"Next: kl-lens plan --run {run}" in capsys.readouterr().out
+    assert contents(run) == contents(tmp_path / "whole")
+    assert main(measure_arguments) == 0
+    assert "0 candidate-windows measured" in capsys.readouterr().out
+
+
+def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path, capsys) -> None:
+    assert main([*measure_arguments, "--shard", "2/3"]) == 0
+    run = tmp_path / "run"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "run.sqlite").write_text("nothing of the kind, and long enough for it to be seen at once" * 9)
+    capsys.readouterr()
+    assert main(["merge", str(run), str(run / "shards/2-of-3"), str(broken)]) == 1
+    captured = capsys.readouterr()
+    assert f"kl-lens merge: {broken}: {broken / 'run.sqlite'} is no journal of KL Lens" in captured.err
+    assert "candidate-windows are still missing" in captured.out
+    assert main(["merge", str(tmp_path / "nothing")]) == 1
+    assert "holds no shards" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+    assert main([*measure_arguments, "--shard", "1/3", "--anytime"]) == 1
+    assert main([*measure_arguments, "--shard", "4/3"]) == 1
+
+
+def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
+    measure_arguments, tmp_path, capsys
+) -> None:
+    assert main([*measure_arguments, "--estimate", "--workers", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    one, three = said["estimates"]
+    assert (one["workers"], three["workers"]) == (1, 3)
+    assert (one["efficiency"], one["disk"]) == (1.0, three["disk"])
+    assert 0 < three["efficiency"] < 1
+    for name in ("seconds", "starting", "teacher", "committing", "memory", "disk"):
+        assert one[name] > 0, name
+    assert set(said["rates"]["quantizing"]) == {"int4", "int8"}
+    assert len(said["rates"]["blocks"]) == 4
+    assert not Path(measure_arguments[3]).exists()
+    assert main([*measure_arguments, "--estimate"]) == 0
+    assert "What 34 candidates × 4 windows would take" in capsys.readouterr().out

@@ -1,0 +1,57 @@
+"""A tiny model in a folder that workers can open, and the sweep of it in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.checkpoints.tasks import LanguageTask
+from kl_lens.cluster.worker import Order
+from kl_lens.runs import Run
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.sweep import Progress, Sweep
+from kl_lens.text import Windows
+from tests.families import tiny_model
+from tests.sensitivity.conftest import some_windows
+from tests.sensitivity.test_pieces import contents
+
+
+@dataclass
+class World:
+    """What a sweep needs, and what it gives in one process."""
+
+    model: LoadedModel
+    order: Order
+    candidates: list[Candidate]
+    windows: Windows
+    whole: dict[str, list[Any]]
+
+    @classmethod
+    def made(cls, folder: Path, windows: Windows) -> World:
+        tiny_model("mamba").save_pretrained(folder / "model")
+        place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
+        model = load(place, **how)
+        order = Order(place, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, folder)
+        world = cls(model, order, find_candidates(model.anatomy, ["int4", "int8"])[0], windows, {})
+        world.swept(folder / "whole", None)
+        world.whole = contents(folder / "whole")
+        return world
+
+    def swept(self, folder: Path, crew: Any, progress: Progress | None = None) -> Any:
+        with Run.create(folder) as run:
+            sweep = Sweep(self.model, run, crew=crew, progress=progress or Progress())
+            return sweep.measure(self.candidates, self.windows)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Three windows of twenty tokens run together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageTask, "rows_at_once", 60)
+        yield World.made(tmp_path_factory.mktemp("world"), some_windows(7, 20))

@@ -1,0 +1,148 @@
+"""A real Ray cluster of two nodes: equal to the last bit, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
+
+import psutil  # noqa: E402
+
+from kl_lens.cluster.crew import _VARIABLES, RayCrew  # noqa: E402
+from kl_lens.runs import Run  # noqa: E402
+from kl_lens.sensitivity.sweep import Progress  # noqa: E402
+from tests.cluster.conftest import World  # noqa: E402
+from tests.sensitivity.conftest import some_windows  # noqa: E402
+from tests.sensitivity.test_pieces import contents  # noqa: E402
+
+KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Windows of 512 tokens, of which eight run together: three batches."""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(24, 512))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+
+
+def workers() -> list[psutil.Process]:
+    """The processes of actors that are there, on whichever node."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any("ray::Worker" in word for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
+    with RayCrew(cluster.address, world.order, 2) as crew:
+        result = world.swept(tmp_path, crew)
+        assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
+    assert result.failures == {}
+    assert contents(tmp_path) == world.whole
+
+
+def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
+    """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
+    moments, said = random.Random(0), list[str]()
+    killed: list[int] = []
+    committed, over = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        while len(killed) < KILLS and not over.is_set():
+            if committed.wait(1.0):
+                time.sleep(moments.uniform(0.0, 1.0))
+                alive = workers()
+                if alive and not over.is_set():
+                    victim = moments.choice(alive)
+                    victim.kill()
+                    killed.append(victim.pid)
+                committed.clear()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with RayCrew(cluster.address, world.order, 2, say=said.append) as crew:
+        result = world.swept(tmp_path, crew, Progress(advanced=lambda work, what: committed.set()))
+        over.set()
+    killer.join()
+    print(f"killed {len(killed)} workers; {len(said)} lines: {said}")
+    assert result.failures == {}
+    assert contents(tmp_path) == world.whole
+    assert len(killed) >= KILLS // 2
+
+
+def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> None:
+    node = cluster.add_node(num_cpus=1)
+    left: list[Any] = []
+
+    def leave(work: float, what: str) -> None:
+        if not left:
+            left.append(node)
+            cluster.remove_node(node, allow_graceful=False)
+
+    with RayCrew(cluster.address, world.order, 3) as crew:
+        result = world.swept(tmp_path, crew, Progress(advanced=leave))
+    assert left
+    assert result.failures == {}
+    assert contents(tmp_path) == world.whole
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from kl_lens.checkpoints.tasks import LanguageTask
+from kl_lens.cluster.crew import RayCrew
+from tests.cluster.conftest import World
+from tests.sensitivity.conftest import some_windows
+world = World.made(Path(sys.argv[1]), some_windows(24, 512))
+with RayCrew(sys.argv[2], world.order, 2) as crew:
+    print(world.swept(Path(sys.argv[3]), crew).measured)
+"""
+
+
+def test_a_driver_that_is_killed_goes_on_from_what_was_committed(cluster, world: World, tmp_path) -> None:
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "world"), cluster.address, str(tmp_path / "run")]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE)
+    while driver.poll() is None and _rows(tmp_path / "run") < 50:
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()
+    assert driver.returncode == -signal.SIGKILL
+    there = _rows(tmp_path / "run")
+    assert 50 <= there < len(world.whole["samples"])
+    again = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    assert int(again.stdout) == len(world.whole["samples"]) - there
+    assert contents(tmp_path / "run") == world.whole
+
+
+def _rows(folder: Path) -> int:
+    if not (folder / "run.sqlite").exists():
+        return 0
+    try:
+        with Run.open(folder) as run:
+            return sum(len(windows) for windows in run.measured_windows("calibration").values())
+    except Exception:  # the other process is just making the file
+        return 0
