@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kl_lens.profiling import curves, in_use
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan, Profile, Spread
+from kl_lens.reporting.answer import libraries
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
 from kl_lens.targets import RuntimeSettings, export, read_artifact
@@ -230,6 +232,9 @@ def test_several_values_give_a_curve_and_the_best_is_used(
     profile = profiles(run_folder)["gguf/uniform_fp16|use|CPU"]
     assert (profile.threads, profile.runtime["load_mode"]) == (2, "read")
     assert f"llama.cpp here is {profile.runtime['library']} from {profile.runtime['found']}" in output
+    slow = replace(profile, runtime=profile.runtime | {"unused_instructions": "DOTPROD"})
+    (line,) = libraries([slow, slow])
+    assert line.endswith("Slow: it leaves DOTPROD unused; to mend it: kl-lens runtime build")
     with Run.open(run_folder) as run:
         kept = curves.Curve.from_json(run.load("curve", "gguf/uniform_fp16|threads"))
     assert [point.value for point in kept.points] == [1, 2]

@@ -11,6 +11,7 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.pipeline.settings import spell_layers
 from kl_lens.records import Profile, Spread
+from kl_lens.reporting.answer import libraries
 from kl_lens.units import human_bytes, human_seconds
 
 
@@ -150,17 +151,6 @@ def _latency_table(latency: profiling.LatencyProfile) -> Table:
     return table
 
 
-def _library(profile: Profile) -> str:
-    """What ran it, for runtimes that may be one of several libraries."""
-    runtime = profile.runtime
-    if "found" not in runtime:
-        return ""
-    return (
-        f"{runtime['runtime']} here is {runtime['library']} from {runtime['found']} ({runtime['version']}), "
-        f"{runtime['threads']} thread(s), weights loaded by {runtime['load_mode']}."
-    )
-
-
 def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]) -> list[str]:
     machine = report.machine
     cache = machine.last_level_cache
@@ -191,9 +181,7 @@ def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]
             f"time; {first.settings['repeats']} round(s); {first.settings['interleaving']}. Peak memory is that of a "
             f"fresh process; interpreter and libraries take {base} of it before the model is loaded."
         )
-    for runtime in dict.fromkeys(_library(p) for p in used):
-        if runtime:
-            lines.append(runtime)
+    lines += libraries(used)
     if any(p.settings["quick"] for p in report.profiles):
         lines.append("--quick: too short to publish, and the records say so.")
     if report.csv is not None:

@@ -99,11 +99,6 @@ class Benchmark:
         usable = [s for s in subjects if self._has_place(s, notes)]
         if layers:
             self._tables(usable)  # refused now rather than after the measuring
-        for target in {s.target.name: s.target for s in usable}.values():
-            if (health := target.health()).problem:
-                notes.append(
-                    f"{target.title} ({health.runtime}) is {health.problem}; to mend it: {health.mend}"
-                )
         self.started(self._steps(usable, layers, formats))
         curves = self._choose(usable, failures)
         report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes, curves=curves)

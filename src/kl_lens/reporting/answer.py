@@ -143,3 +143,18 @@ def _planning(view: RunView, plan: PlanView) -> list[Command]:
     if not named and plan.family in ("paper", "uniform"):
         named = [c for c in planned if "--paper" in c.words]
     return named or [c for c in planned if not {"--paper", "--frontier"} & set(c.words)]
+
+
+def libraries(profiles: Sequence[Profile]) -> list[str]:
+    """What ran them, where that may be one of several libraries; and the command for a faster one, if any."""
+    lines: dict[str, None] = {}
+    for runtime in (profile.runtime for profile in profiles if "found" in profile.runtime):
+        line = (
+            f"{runtime['runtime']} here is {runtime['library']} from {runtime['found']} ({runtime['version']}), "
+            f"{runtime['threads']} thread(s), weights loaded by {runtime['load_mode']}."
+        )
+        slow = runtime.get("unused_instructions")
+        lines[
+            line + (f" Slow: it leaves {slow} unused; to mend it: kl-lens runtime build" if slow else "")
+        ] = None
+    return list(lines)

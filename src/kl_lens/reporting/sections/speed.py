@@ -76,7 +76,7 @@ def _bandwidth(profiles: list[Profile]) -> list[Html]:
 
 
 def _warnings(profiles: list[Profile]) -> list[Html]:
-    notes = []
+    notes = [note(line) for line in answer.libraries(profiles)]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
     if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
