@@ -16,9 +16,9 @@ from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.metrics import TeacherRows, compare
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.precision import TensorCores, fastest_within, precision_for
+from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.sensitivity.spilling import StateRoom
-from kl_lens.sensitivity.sweep import Progress, Sweep, noise_floor
+from kl_lens.sensitivity.sweep import Sweep, chosen_engine, noise_floor
 from tests.families import CONFIGS, token_ids
 from tests.sensitivity.conftest import loaded, some_windows
 from tests.sensitivity.test_engines import _one_of_each_kind
@@ -302,8 +302,8 @@ def test_tf32_is_taken_where_its_noise_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(("noise", "chosen", "kept"), [(1e-9, "tf32", "tf32"), (1e-5, "tf32x3", "float32")])
-def test_a_sweep_chooses_by_noise_once_and_the_run_keeps_it(
-    mamba, tmp_path, monkeypatch, noise: float, chosen: str, kept: str
+def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
+    mamba, monkeypatch, noise: float, chosen: str, kept: str
 ) -> None:
     def on_a_gpu(*given):
         engine = engine_for(*given[:6])
@@ -315,14 +315,12 @@ def test_a_sweep_chooses_by_noise_once_and_the_run_keeps_it(
     monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
     monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
     monkeypatch.setattr("kl_lens.sensitivity.sweep._medians", lambda *_: [1e-4, 1e-6])
-    with Run.create(tmp_path) as run:
-        said: list[str] = []
-        sweep = Sweep(mamba, run, progress=Progress(message=said.append))
-        assert sweep._engine(candidates, windows.ids).precision == chosen
-        assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]
-        assert run.identity["precision"] == kept
-        assert sweep._engine(candidates, windows.ids).precision == chosen
-        assert len(said) == 1, "not tried again"
+    said: list[str] = []
+    assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
+    assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]
+    assert accuracy_of(chosen) == kept
+    assert chosen_engine(mamba, candidates, windows.ids, known=kept, say=said.append).precision == chosen
+    assert len(said) == 1, "not tried again"
 
 
 def test_other_layers_than_float32_linear_ones_keep_their_products() -> None:

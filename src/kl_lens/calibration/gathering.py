@@ -133,8 +133,7 @@ class _Gathering:
                 notes[component.name] = (
                     f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the mean of all"
                 )
-        self._stored.add(file, statistics, notes)
-        self._stored.add_weights(self._weights_of(components))
+        self._stored.add(file, statistics, notes, self._weights_of(components))
 
     def _check_states(self, states: torch.Tensor, where: str, number: int) -> None:
         if not bool(torch.isfinite(states).all()):

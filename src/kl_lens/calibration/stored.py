@@ -128,8 +128,14 @@ class StoredStatistics:
             ) from error
         return InputStatistics(_unpacked(packed, entry["columns"]), tokens, correction)
 
-    def add(self, file: str, moments: Mapping[str, InputStatistics], notes: Mapping[str, str]) -> None:
-        """Writes finished components to a file of their own and then into the index."""
+    def add(
+        self,
+        file: str,
+        moments: Mapping[str, InputStatistics],
+        notes: Mapping[str, str],
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Writes finished components to a file of their own and then into the index; `weights`: see `add_weights`."""
         tensors: dict[str, torch.Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
@@ -147,7 +153,7 @@ class StoredStatistics:
                 tensors[_CORRECTION] = statistics.correction.half()
         if tensors:
             self._write(file, tensors)
-        self._write_index()
+        self.add_weights(weights or {})
 
     def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
         """A component whose columns count alike (`columns` given), or of which nothing is known (None)."""
