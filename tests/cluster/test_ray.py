@@ -77,7 +77,7 @@ def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world:
 
 
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
-    """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
+    """Up to ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
     moments, said = random.Random(0), list[str]()
     killed: list[int] = []
     committed, over = threading.Event(), threading.Event()

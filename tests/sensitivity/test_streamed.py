@@ -16,6 +16,7 @@ from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.measuring import MeasureSettings
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Estimate
@@ -287,11 +288,18 @@ def test_what_needs_all_weights_at_once_says_so(saved) -> None:
         TorchSession(model)
 
 
-def test_pickles_are_read_whole_or_refused(saved) -> None:
+def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) -> None:
     folder = saved("mamba")
     state = load(folder).model.state_dict()
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
-    assert load(folder, weights="auto", memory_budget=LITTLE).residency is None
+    warned: list[str] = []
+    events = Events()
+    monkeypatch.setattr(events, "warn", warned.append)
+    model = Workbench(events).model(MeasureSettings(model=str(folder), memory_budget=LITTLE))
+    assert model.residency is None
+    assert len(warned) == 1
+    assert "is loaded as a whole" in warned[0]
+    assert "as safetensors alone" in warned[0]
     with pytest.raises(CheckpointError, match="weights can stay on disk as safetensors alone"):
         load(folder, weights="disk")

@@ -67,6 +67,7 @@ class LoadedModel:
     fast: bool = field(default=True, repr=False)
     classifier: ImageTask | None = field(default=None, repr=False)  # of a model that is given images
     residency: Residency | None = field(default=None, repr=False)  # of a model whose weights stay on disk
+    not_on_disk: str = field(default="", repr=False)  # why they could not stay there, though they should have
 
     @property
     def task(self) -> Task:
@@ -197,14 +198,16 @@ def load(
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
     residency: Residency | None = None
+    not_on_disk = ""
     if weights not in PLACES:
         raise CheckpointError(f"weights can be in {', '.join(PLACES)}, not in {weights!r}")
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
             residency, model = _leave_on_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
-        except CheckpointError:
+        except CheckpointError as error:
             if weights == DISK:
                 raise
+            not_on_disk = str(error)
     if residency is None:
         if layout == "mamba_ssm":
             model = mamba_ssm.load(folder, config, chosen)
@@ -228,6 +231,7 @@ def load(
         fast=fast,
         classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
         residency=residency,
+        not_on_disk=not_on_disk,
     )
 
 

@@ -60,7 +60,11 @@ class Workbench:
         if known not in self._kept:
             room = None if budget == DEFAULT_MEMORY else budget
             model = load(name, **loading.how, weights=where, memory_budget=room)
-            if model.residency is None:  # it fits: the same one for verbs that want it in memory
+            if model.not_on_disk:
+                self.events.warn(
+                    f"{model.name} is larger than the memory for it, but is loaded as a whole: {model.not_on_disk}"
+                )
+            if model.residency is None:  # the same one for verbs that want it in memory
                 return self._once(key, lambda: model)
             self.events.note(f"{model.name}: weights stay on disk and are read a block at a time")
             self._kept[known] = model

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from kl_lens.checkpoints import BlockCalls, LoadedModel, States
-from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
+from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE, Residency
 from kl_lens.records import Component
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, Rows, Student
+from kl_lens.sensitivity.engines import FastEngine, Rows, Student
 from kl_lens.sensitivity.input_major import InputMajor
 from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats
-from kl_lens.sensitivity.perturbation import Kernels, Perturbation, first_block
+from kl_lens.sensitivity.perturbation import Perturbation, first_block
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores
 from kl_lens.sensitivity.spilling import StateRoom, bytes_of, room_beside
 from kl_lens.sensitivity.teacher import Batch, Teacher, logit_rows
@@ -114,16 +114,10 @@ class StreamedEngine(FastEngine):
     )
     _teacher: StreamedTeacher | None = None
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        memory_budget: int = DEFAULT_MEMORY,
-        deployed: Kernels | None = None,
-        precision: str | None = None,
-    ) -> None:
-        super().__init__(model, memory_budget, deployed, precision)
-        assert model.residency is not None
-        self.residency = model.residency
+    @property
+    def residency(self) -> Residency:
+        assert self.model.residency is not None
+        return self.model.residency
 
     @cached_property
     def _layout(self) -> InputMajor | TensorCores:

@@ -14,8 +14,8 @@ double across them. What is taken off is of second order in x. c is δ at the te
 as u is; then nothing cancels that counts. Rows where eᵘ overflows come out as NaN or infinity, for others to do again.
 
 Where student and teacher share the head, δ itself is a product, of the difference of the states that enter it. What is
-rounded there is a share of δ, not of logits that are a thousand times as large: halves are enough (2⁻¹¹ of δ, at
-random, moves a KL by less than one part in a million), and one product does what takes three at float32's accuracy.
+rounded there is a share of δ, not of logits that are a thousand times as large: halves are enough (2⁻¹¹ of δ at
+random, of which a mean KL sees about the square), and one product does what takes three at float32's accuracy.
 
 The sums need no log-sum-exp of the student, so they could be the end of the product with the head, and its logits never
 be in memory. Tried (docs/performance.md): that kernel runs out of registers and is slower than product and pass.
