@@ -92,20 +92,29 @@ class GGUFSession:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
         self.endless = bool(functions.llama_model_is_recurrent(self._model))
-        wanted = context or min(trained, LARGEST_DEFAULT_CONTEXT)
-        self._batch_size = min(BATCH, max(wanted, 1))
-        settings = self._library.context_parameters(max(wanted, 1), self._batch_size, self.exact_attention)
+        self._vocab = functions.llama_model_get_vocab(self._model)
+        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
+        self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
+
+    def _make_context(self, wanted: int, watcher: Any = None) -> None:
+        functions = self._library.functions
+        self._batch_size = min(BATCH, wanted)
+        settings = self._library.context_parameters(wanted, self._batch_size, self.exact_attention, watcher)
         self._context = functions.llama_init_from_model(self._model, settings)
         if not self._context:
             message = self._complaint()
             self.close()
             raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
-        self._vocab = functions.llama_model_get_vocab(self._model)
-        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         self.context = int(functions.llama_n_ctx(self._context))
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
+
+    def watch(self, watcher: Any) -> None:
+        """From here on the callback hears of every operation; what was fed before is forgotten."""
+        self._free_context()
+        self._watcher = watcher  # ctypes frees callbacks that nobody holds
+        self._make_context(self.context, watcher)
 
     @property
     def vocabulary(self) -> int:
@@ -181,14 +190,16 @@ class GGUFSession:
         raise TargetError(f"{self.path}: llama.cpp could not spell {len(tokens)} tokens")
 
     def close(self) -> None:
-        functions = self._library.functions
-        if self._context:
-            functions.llama_batch_free(self._batch)
-            functions.llama_free(self._context)
-            self._context = None
+        self._free_context()
         if self._model:
-            functions.llama_model_free(self._model)
+            self._library.functions.llama_model_free(self._model)
             self._model = None
+
+    def _free_context(self) -> None:
+        if self._context:
+            self._library.functions.llama_batch_free(self._batch)
+            self._library.functions.llama_free(self._context)
+            self._context = None
 
     def __enter__(self) -> Self:
         return self
