@@ -1,6 +1,7 @@
 """Several processes: what they gain, what a piece costs besides its arithmetic, how good an estimate is.
 
-    python benchmarks/scale.py workers [mamba-130m] [--windows 16]     two workers of one thread, one process of two
+    python benchmarks/scale.py workers [mamba-130m] [--windows 16] [--workers 1,2,4,8,16] [--ray]
+                                                        workers of one thread each, beside one process with all threads
     python benchmarks/scale.py estimates [--models reference:mamba,…]  `measure --estimate` beside the sweep itself
     python benchmarks/scale.py shapes                                  efficiency of 8 and 64 workers on two shapes
     python benchmarks/scale.py paper                                   a 52B and a 400B hybrid, counted, not run
@@ -21,13 +22,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from common import SHAPES, machine, shape  # isort: skip  (first: it sets the environment that torch reads)
+from common import SHAPES, machine, matmul_rate, shape  # isort: skip  (first: it sets the environment that torch reads)
 
 import torch
 import transformers
 
 from kl_lens.checkpoints import load
-from kl_lens.cluster.crew import RayCrew
+from kl_lens.cluster.crew import Hands, HiredCrew
+from kl_lens.cluster.processes import ProcessHands
 from kl_lens.cluster.worker import Order
 from kl_lens.runs import Run
 from kl_lens.sensitivity.cost import Item, Rates, estimate, items_of, measured_rates
@@ -53,10 +55,13 @@ def random_windows(count: int, vocabulary: int) -> Windows:
     return Windows(ids, "random", None, "drawn", 0, None, starts, (document,) * count, 10**9)
 
 
-# -- two workers -------------------------------------------------------------------------------------------------
+# -- workers -----------------------------------------------------------------------------------------------------
 
 
-def workers(name: str, count: int, every: int) -> None:
+def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool) -> None:
+    """A line for each way; seconds are those of the sweep alone, and of starting until every worker can begin."""
+    from sweep import floor_seconds  # beside this file
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(REFERENCE / name.partition(":")[2])
         if not name.startswith("reference:"):
@@ -68,37 +73,62 @@ def workers(name: str, count: int, every: int) -> None:
         opening = time.perf_counter() - begin
         windows = random_windows(count, model.anatomy.component(model.anatomy.embedding).shape[0])
         candidates = find_candidates(model.anatomy, ["int4"])[0][::every]
-        print(f"{name}: {len(candidates)} candidates × {count} windows; opening {opening:.1f} s", flush=True)
-        results = []
-        for threads in (2, 1):
-            torch.set_num_threads(threads)
-            with Run.create(Path(temporary) / f"threads-{threads}") as run:
-                begin = time.perf_counter()
-                Sweep(model, run).measure(candidates, windows)
-                print(f"one process, {threads} threads: {time.perf_counter() - begin:.1f} s", flush=True)
-                results.append(_samples(run))
-        order = Order(folder, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, Path(temporary))
-        begin = time.perf_counter()
-        with RayCrew("local", order, 2) as crew, Run.create(Path(temporary) / "workers") as run:
-            started = time.perf_counter() - begin
-            first = crew.begin(candidates[:1], windows.ids[:1], None, None)
-            opened = time.perf_counter() - begin - started
-            call = _call_seconds(crew, first)
-            begin = time.perf_counter()
-            Sweep(model, run, crew=crew).measure(candidates, windows)
-            print(f"two workers, 1 thread each: {time.perf_counter() - begin:.1f} s", flush=True)
-            results.append(_samples(run))
-        torch.set_num_threads(1)
+        cores, size = torch.get_num_threads(), model.config.hidden_size
+        rate = matmul_rate(columns=4 * size, inner=size)
+        floor = floor_seconds(model, candidates, windows.ids.numel(), rate)
+        print(
+            f"{name}: {len(candidates)} candidates × {count} windows; opening {opening:.1f} s; floor {floor:.1f} s "
+            f"({rate / 1e9:.0f} GFLOP/s, {cores} threads)",
+            flush=True,
+        )
         hand = Hand(FastEngine(model), candidates, windows.ids)
+        hand.engine.prepare(windows.ids[: hand.layout.batch])  # kernels are compiled, or read
+        hand.engine.measure([candidates[-1].perturbation])
+        results: list[list[tuple[object, ...]]] = []
+
+        def swept(title: str, crew: HiredCrew | None = None) -> float:
+            with Run.create(Path(temporary) / str(len(results))) as run:
+                begin = time.perf_counter()
+                Sweep(model, run, crew=crew).measure(candidates, windows)
+                seconds = time.perf_counter() - begin
+                results.append(_samples(run))
+            print(
+                f"{title}: {seconds:.1f} s, {floor / seconds:.0%} of the floor"
+                + ("" if results[-1] == results[0] else ", other bits"),
+                flush=True,
+            )
+            return seconds
+
+        alone = swept(f"one process, {cores} threads")
+        order = Order(folder, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, Path(temporary))
+        ways: list[tuple[str, int, Hands]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
+        ways += [("processes", n, ProcessHands()) for n in counts if 1 < n <= cores // 2]
+        if with_ray:
+            from kl_lens.cluster.ray_hands import RayHands
+
+            ways += [("workers of Ray", n, RayHands("local")) for n in counts]
+        for kind, number, hands in ways:
+            begin = time.perf_counter()
+            with HiredCrew(hands, order, number, print) as crew:
+                first = crew.begin(candidates[:1], windows.ids[:1], None, None)
+                while any(member.layout is None for member in crew._members):
+                    crew._hear(print)
+                ready = time.perf_counter() - begin
+                call = _call_seconds(crew, first)
+                seconds = swept(f"{number} {kind}, threads of each: {crew.order.threads}", crew)
+            print(
+                f"    {alone / seconds:.2f} times as fast as one process; all were ready after {ready:.1f} s; a piece "
+                f"there and back {call * 1e3:.1f} ms",
+                flush=True,
+            )
+        torch.set_num_threads(1)
         begin = time.perf_counter()
         hand.engine.prepare(windows.ids[: hand.layout.batch])
         teacher = time.perf_counter() - begin
         rates, _ = measured_rates(hand.engine, candidates, windows.ids, 0.0, opening)
         print(
-            f"same bits: {results[0] == results[1] == results[2]}\n"
-            f"besides the arithmetic: Ray starts {started:.1f} s, the first worker is ready after {opened:.1f} s more; "
-            f"the original on a batch of {hand.layout.batch} windows {teacher:.2f} s; handing out a piece and its "
-            f"result {call * 1e3:.1f} ms; committing {rates.committing * 1e3:.2f} ms a candidate and window",
+            f"besides: the original on a batch of {hand.layout.batch} windows {teacher:.2f} s with one thread; "
+            f"committing {rates.committing * 1e3:.2f} ms a candidate and window",
             flush=True,
         )
 
@@ -108,7 +138,7 @@ def _samples(run: Run) -> list[tuple[object, ...]]:
     return rows.fetchall()
 
 
-def _call_seconds(crew: RayCrew, layout: Layout, times: int = 50) -> float:
+def _call_seconds(crew: HiredCrew, layout: Layout, times: int = 50) -> float:
     """An empty piece there and back."""
     list(crew.do(layout.whole([1.0]), lambda text: None))
     begin = time.perf_counter()
@@ -276,13 +306,16 @@ def main() -> None:
     parser.add_argument("--models", default="reference:mamba,reference:mamba2,reference:hybrid,mamba-130m")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--every", type=int, default=8, help="only every n-th candidate")
+    parser.add_argument("--workers", default="2", help="how many, for `workers`: 1,2,4,8,16")
+    parser.add_argument("--ray", action="store_true", help="as many workers of Ray too")
     parser.add_argument(
         "--starting", type=float, default=10.0, help="seconds of a worker's start, for `shapes`"
     )
     arguments = parser.parse_args()
     print(machine(), flush=True)
     if arguments.what == "workers":
-        workers(arguments.model, arguments.windows, arguments.every)
+        counts = [int(word) for word in arguments.workers.split(",")]
+        workers(arguments.model, arguments.windows, arguments.every, counts, arguments.ray)
     elif arguments.what == "estimates":
         estimates(arguments.models.split(","), arguments.windows)
     elif arguments.what == "shapes":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,18 @@ class World:
     @classmethod
     def made(cls, folder: Path, windows: Windows) -> World:
         tiny_model("mamba").save_pretrained(folder / "model")
-        place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
-        model = load(place, **how)
-        order = Order(place, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, folder)
-        world = cls(model, order, find_candidates(model.anatomy, ["int4", "int8"])[0], windows, {})
+        world = cls.opened(folder, windows)
         world.swept(folder / "whole", None)
         world.whole = contents(folder / "whole")
         return world
+
+    @classmethod
+    def opened(cls, folder: Path, windows: Windows) -> World:
+        """Whose sweep in one process nobody asks for."""
+        place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
+        model = load(place, **how)
+        order = Order(place, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, folder)
+        return cls(model, order, find_candidates(model.anatomy, ["int4", "int8"])[0], windows, {})
 
     def swept(self, folder: Path, crew: Any, progress: Progress | None = None) -> Any:
         with Run.create(folder) as run:
@@ -55,3 +61,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LanguageTask, "rows_at_once", 60)
         yield World.made(tmp_path_factory.mktemp("world"), some_windows(7, 20))
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from kl_lens.cluster.crew import HiredCrew
+from kl_lens.cluster.processes import ProcessHands
+from kl_lens.cluster.ray_hands import RayHands
+from tests.cluster.conftest import World
+from tests.sensitivity.conftest import some_windows
+world = World.opened(Path(sys.argv[2]), some_windows(int(sys.argv[3]), 512))
+with HiredCrew(eval(sys.argv[1]), world.order, 2) as crew:
+    print(world.swept(Path(sys.argv[4]), crew).measured)
+"""
+
+
+def driven(hands: str, world: World, folder: Path) -> list[str]:
+    """A command that sweeps a world with two workers into folder/run, in a process of its own."""
+    words = [hands, str(world.order.run), str(len(world.windows)), str(folder / "run")]
+    return [sys.executable, "-c", DRIVER, *words]
+
+
+def samples_in(folder: Path) -> int:
+    """Candidate-windows that a run holds, another process may be writing it."""
+    if not (folder / "run.sqlite").exists():
+        return 0
+    try:
+        with Run.open(folder) as run:
+            return sum(len(windows) for windows in run.measured_windows("calibration").values())
+    except Exception:  # it is just making the file
+        return 0

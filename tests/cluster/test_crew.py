@@ -16,7 +16,8 @@ import pytest
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.cluster import crew as crews
-from kl_lens.cluster.crew import RayCrew, _require_reachable
+from kl_lens.cluster.crew import HiredCrew
+from kl_lens.cluster.ray_hands import RayHands, _require_reachable
 from kl_lens.errors import KLLensError, RunError
 from kl_lens.runs import Run
 from kl_lens.sensitivity.perturbation import Candidate
@@ -91,15 +92,17 @@ class FakeActor:
 
 
 @pytest.fixture
-def hired(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RayCrew, FakeRay, list[str]]]:
-    def hire(dies: Any = lambda *_: False, **options: Any) -> tuple[RayCrew, FakeRay, list[str]]:
+def hired(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[HiredCrew, FakeRay, list[str]]]:
+    def hire(dies: Any = lambda *_: False, **options: Any) -> tuple[HiredCrew, FakeRay, list[str]]:
         ray, said = FakeRay(dies), list[str]()
         monkeypatch.setitem(sys.modules, "ray", ray)
         opened = {world.order.model: world.model}  # once for all, since all are in this process
         monkeypatch.setattr(
             "kl_lens.cluster.worker.load", lambda place, **how: opened.get(place) or load(place, **how)
         )
-        crew = RayCrew("local", options.pop("order", world.order), 2, say=said.append, **options)
+        crew = HiredCrew(RayHands("local"), options.pop("order", world.order), 2, say=said.append, **options)
         return crew, ray, said
 
     return hire

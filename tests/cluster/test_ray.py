@@ -6,11 +6,9 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +18,10 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 
 import psutil  # noqa: E402
 
-from kl_lens.cluster.crew import _VARIABLES, RayCrew  # noqa: E402
-from kl_lens.runs import Run  # noqa: E402
+from kl_lens.cluster.crew import HiredCrew  # noqa: E402
+from kl_lens.cluster.ray_hands import _VARIABLES, RayHands  # noqa: E402
 from kl_lens.sensitivity.sweep import Progress  # noqa: E402
-from tests.cluster.conftest import World  # noqa: E402
+from tests.cluster.conftest import World, driven, samples_in  # noqa: E402
 from tests.sensitivity.conftest import some_windows  # noqa: E402
 from tests.sensitivity.test_pieces import contents  # noqa: E402
 
@@ -69,7 +67,7 @@ def workers() -> list[psutil.Process]:
 
 
 def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
-    with RayCrew(cluster.address, world.order, 2) as crew:
+    with HiredCrew(RayHands(cluster.address), world.order, 2) as crew:
         result = world.swept(tmp_path, crew)
         assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
     assert result.failures == {}
@@ -95,7 +93,7 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with RayCrew(cluster.address, world.order, 2, say=said.append) as crew:
+    with HiredCrew(RayHands(cluster.address), world.order, 2, say=said.append) as crew:
         result = world.swept(tmp_path, crew, Progress(advanced=lambda work, what: committed.set()))
         over.set()
     killer.join()
@@ -114,51 +112,23 @@ def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> 
             left.append(node)
             cluster.remove_node(node, allow_graceful=False)
 
-    with RayCrew(cluster.address, world.order, 3) as crew:
+    with HiredCrew(RayHands(cluster.address), world.order, 3) as crew:
         result = world.swept(tmp_path, crew, Progress(advanced=leave))
     assert left
     assert result.failures == {}
     assert contents(tmp_path) == world.whole
 
 
-DRIVER = """
-import sys
-from pathlib import Path
-from kl_lens.checkpoints.tasks import LanguageTask
-from kl_lens.cluster.crew import RayCrew
-from tests.cluster.conftest import World
-from tests.sensitivity.conftest import some_windows
-world = World.made(Path(sys.argv[1]), some_windows(48, 512))
-with RayCrew(sys.argv[2], world.order, 2) as crew:
-    print(world.swept(Path(sys.argv[3]), crew).measured)
-"""
-
-
 def test_a_driver_that_is_killed_goes_on_from_what_was_committed(cluster, world: World, tmp_path) -> None:
-    command = [sys.executable, "-c", DRIVER, str(tmp_path / "world"), cluster.address, str(tmp_path / "run")]
+    command = driven(f"RayHands({cluster.address!r})", world, tmp_path)
     driver = subprocess.Popen(command, stdout=subprocess.PIPE)
-    while driver.poll() is None and _rows(tmp_path / "run") < 50:
+    while driver.poll() is None and samples_in(tmp_path / "run") < 50:
         time.sleep(0.05)
     driver.kill()
     driver.wait()
     assert driver.returncode == -signal.SIGKILL
-    there = _rows(tmp_path / "run")
+    there = samples_in(tmp_path / "run")
     assert 50 <= there < len(world.whole["samples"])
     again = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     assert int(again.stdout) == len(world.whole["samples"]) - there
-    assert _anywhere(contents(tmp_path / "run")) == _anywhere(world.whole)
-
-
-def _anywhere(found: dict[str, Any]) -> dict[str, Any]:
-    """But for the folder that the model came from: the driver made one of its own."""
-    return {**found, "identity": [pair for pair in found["identity"] if pair[0] != "source"]}
-
-
-def _rows(folder: Path) -> int:
-    if not (folder / "run.sqlite").exists():
-        return 0
-    try:
-        with Run.open(folder) as run:
-            return sum(len(windows) for windows in run.measured_windows("calibration").values())
-    except Exception:  # the other process is just making the file
-        return 0
+    assert contents(tmp_path / "run") == world.whole

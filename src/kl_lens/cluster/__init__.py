@@ -1,1 +1,1 @@
-"""A sweep done by workers that Ray keeps: on the GPUs of one machine, or on many machines."""
+"""A sweep done by workers: processes on this machine, or those that Ray keeps, on its GPUs or on many machines."""

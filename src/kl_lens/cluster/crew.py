@@ -1,50 +1,71 @@
-"""The one that gives pieces to Ray's workers and takes their results: whoever is free gets the largest piece left.
+"""The one that gives pieces to workers and takes their results: whoever is free gets the largest piece left.
 
 A worker that dies is replaced and its piece done again; a piece that fails on two workers, or takes several with it, is
-named, and the rest goes on. Nothing is kept here: whoever asked commits results as they arrive.
+named, and the rest goes on. Nothing is kept here: whoever asked commits results as they arrive. Who keeps the workers,
+Ray or this machine, is a matter of `Hands`.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
-from kl_lens.cluster.worker import Failed, Job, Order, Ready, Worker
-from kl_lens.environment import processors
-from kl_lens.errors import KLLensError, one_line
+from kl_lens.cluster.worker import Failed, Job, Order, Ready
+from kl_lens.errors import KLLensError
 from kl_lens.samples import METRICS_VERSION
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import Found, Layout, Piece, key_of
 from kl_lens.version import __version__
 
-LOCAL = "local"
 _FAILURES = 2  # on so many workers a piece fails before it is given up
 _DEATHS = 5  # so many workers may die over a piece: that may have nothing to do with it
 _LOST_STARTS = 5  # in a row, more than there are workers
 _PATIENCE = 30.0  # seconds between two lines about waiting
-_VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Of workers on this machine: Ray's 15 leaves them next to nothing where anybody else computes.
-    "RAY_worker_niceness": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Told on standard output, in a paragraph; our line says the same.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
-}
+
+
+class Lost(Exception):
+    """A worker is gone; the text says why."""
+
+
+class Hands(Protocol):
+    """Who keeps workers. A worker has one call at a time to answer; calls are looked up by themselves."""
+
+    @property
+    def flag(self) -> str:
+        """What asked for them, for people."""
+
+    def open(self, order: Order, workers: int | None) -> tuple[Order, int]:
+        """How many there will be, of those asked for, and what each is told."""
+
+    def close(self) -> None:
+        """No worker is left."""
+
+    def hire(self, order: Order) -> Any:
+        """A worker, which may have yet to start."""
+
+    def call(self, worker: Any, method: str, *arguments: object) -> Any:
+        """A method of `Worker` is called there."""
+
+    def wait(self, calls: Sequence[Any], seconds: float) -> Any | None:
+        """One of the calls that is answered."""
+
+    def answer(self, call: Any) -> Any:
+        """Of a call that is answered; raises `Lost`."""
+
+    def dismiss(self, worker: Any) -> None:
+        """Ends it, whatever it does."""
 
 
 @dataclass(eq=False)
 class _Member:
     """One worker, from when it is asked for until it is gone."""
 
-    actor: Any
+    worker: Any
     place: str = "a worker"
     windows: tuple[int, ...] = ()  # whose teacher it has
     layout: Layout | None = None
@@ -52,84 +73,42 @@ class _Member:
 
 
 @dataclass
-class RayCrew:
-    """Workers of a Ray cluster, or of one on this machine: a `Crew` of `sensitivity.sweep`.
+class HiredCrew:
+    """Workers in other processes, here or elsewhere: a `Crew` of `sensitivity.sweep`.
 
     Example:
-        >>> with RayCrew("local", order, workers=2) as crew:
+        >>> with HiredCrew(ProcessHands(), order, workers=2) as crew:
         ...     Sweep(model, run, crew=crew).measure(candidates, windows)
     """
 
-    address: str
+    hands: Hands
     order: Order
     workers: int | None = None
-    gpus_per_worker: float | None = None
     say: Callable[[str], None] = lambda text: None
     failures: dict[str, str] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        for name, value in _VARIABLES.items():
-            os.environ.setdefault(name, value)
-        try:
-            import ray
-        except ImportError:
-            raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
-        self._ray = ray
         self._members: list[_Member] = []
         self._waiting: dict[Any, _Member] = {}  # what each has to answer
         self._job: Any = None
         self._layout: Layout | None = None
         self._lost_starts = self._jobs = 0
         self._refusals: list[str] = []
-        try:
-            self._connect()
-        except BaseException:
-            ray.shutdown()
-            raise
+        self.order, self.workers = self.hands.open(self.order, self.workers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ray.shutdown()  # the actors are this driver's and go with it
+        self.hands.close()
 
     # -- starting --------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            if self.address == LOCAL:
-                cpus = max(processors(), self.workers or 1)
-                self._ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **quiet)
-            else:
-                _require_reachable(self.address)
-                self._ray.init(address=self.address, **quiet)
-        except KLLensError:
-            raise
-        except SystemExit:  # Ray ends the process where a cluster does not answer
-            raise KLLensError(f"--ray {self.address}: no Ray cluster answers there") from None
-        except Exception as error:  # of many kinds, a plain Exception among them
-            raise KLLensError(f"--ray {self.address}: {one_line(error)}") from None
-        there = self._ray.cluster_resources()
-        cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
-        on_gpu = str(self.order.how.get("device", "cpu")).startswith("cuda")
-        each = self.gpus_per_worker if self.gpus_per_worker is not None else float(on_gpu)
-        nodes = [int(n["Resources"].get("CPU", 0)) for n in self._ray.nodes() if n["Alive"]]
-        count = self.workers or (int(gpus / each) if each else len(nodes)) or 1
-        if count > cpus or each * count > gpus:
-            raise KLLensError(
-                f"--ray {self.address}: {count} workers need a CPU and {each:g} GPUs each; there are {cpus} CPUs and "
-                f"{gpus:g} GPUs; ask for other --workers"
-            )
-        # As many threads as leave room for all of them, each within one machine.
-        fitting = (t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count)
-        self.order = replace(self.order, threads=next(fitting, 1), gpus=each)
-        self.workers = count
-
     def _ask_for_one(self) -> None:
-        options = {"num_cpus": self.order.threads, "num_gpus": self.order.gpus, "max_restarts": 0}
-        remote = self._ray.remote(Worker).options(**options, scheduling_strategy="SPREAD")
-        member = _Member(remote.remote(self.order))
+        member = _Member(self.hands.hire(self.order))
         self._members.append(member)
-        self._waiting[member.actor.hello.remote()] = member
+        self._call(member, "hello")
+
+    def _call(self, member: _Member, method: str, *arguments: object) -> None:
+        self._waiting[self.hands.call(member.worker, method, *arguments)] = member
 
     def begin(
         self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
@@ -144,7 +123,7 @@ class RayCrew:
         for member in self._members:
             member.layout, member.windows = None, ()
             if member not in self._waiting.values():
-                self._waiting[member.actor.begin.remote(self._job)] = member
+                self._call(member, "begin", self._job)
         while len(self._members) < (self.workers or 1):
             self._ask_for_one()
         while self._layout is None:
@@ -162,11 +141,16 @@ class RayCrew:
         self._again: list[Piece] = []
         self._failed: Counter[Piece] = Counter()
         self._died: Counter[Piece] = Counter()
+        self._give_out()
         while self._queue or self._again or any(member.piece for member in self._members):
-            for member in self._members:
-                if member.layout is not None and member.piece is None:
-                    self._give(member)
-            yield from self._hear(message)
+            found = self._hear(message)
+            self._give_out()  # before results are committed, so that nobody waits for that
+            yield from found
+
+    def _give_out(self) -> None:
+        for member in self._members:
+            if member.layout is not None and member.piece is None:
+                self._give(member)
 
     def _give(self, member: _Member) -> None:
         """The largest piece on the windows that the worker has; else of where the fewest work for what is left."""
@@ -184,25 +168,25 @@ class RayCrew:
         piece = max(own, key=lambda p: p.work)
         pieces.remove(piece)
         member.piece, member.windows = piece, piece.windows
-        self._waiting[member.actor.do.remote(self._jobs, piece)] = member
+        self._call(member, "do", self._jobs, piece)
 
     def _hear(self, message: Callable[[str], None]) -> Sequence[Found]:
         """Waits for one answer; what it brought, if it was a piece's."""
         if not self._waiting:
-            raise KLLensError("; ".join(dict.fromkeys(self._refusals)) or "--ray: no worker is left")
-        ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=_PATIENCE)
-        if not ready:
+            raise KLLensError(
+                "; ".join(dict.fromkeys(self._refusals)) or f"{self.hands.flag}: no worker is left"
+            )
+        call = self.hands.wait(list(self._waiting), _PATIENCE)
+        if call is None:
             at_work = sum(member.piece is not None for member in self._members)
             message(f"{at_work} of {self.workers} workers at work, waiting for them")
             return []
-        member = self._waiting.pop(ready[0])
+        member = self._waiting.pop(call)
         try:
-            answer = self._ray.get(ready[0])
-        except self._ray.exceptions.RayActorError as error:
-            self._lose(member, error)
+            answer = self.hands.answer(call)
+        except Lost as error:
+            self._lose(member, str(error))
             return []
-        except self._ray.exceptions.RayError as error:
-            answer = Failed(one_line(error))
         if member.piece is None:
             self._welcome(member, answer)
             return []
@@ -224,12 +208,12 @@ class RayCrew:
                     f"{METRICS_VERSION}); install the same everywhere"
                 )
             else:
-                self._waiting[member.actor.begin.remote(self._job)] = member
+                self._call(member, "begin", self._job)
                 return
         if isinstance(answer, Ready):
             self._lost_starts = 0
             if answer.job != self._jobs:  # it opened the model for an earlier sweep
-                self._waiting[member.actor.begin.remote(self._job)] = member
+                self._call(member, "begin", self._job)
                 return
             if self._layout is None:
                 self._layout = answer.layout
@@ -246,13 +230,13 @@ class RayCrew:
         self.say(reason)
         self._dismiss(member)
 
-    def _lose(self, member: _Member, error: Exception) -> None:
+    def _lose(self, member: _Member, reason: str) -> None:
         """A worker that died: another takes its place, and its piece is done again."""
         self._dismiss(member)  # one that is only out of reach must not go on
         piece, member.piece = member.piece, None
         if piece is None:
             self._lost_starts += 1
-            self._refusals.append(f"{member.place} died while it started: {_why(error)}")
+            self._refusals.append(f"{member.place} died while it started: {reason}")
             if self._lost_starts >= _LOST_STARTS + (self.workers or 1):
                 return
         else:
@@ -282,7 +266,7 @@ class RayCrew:
 
     def _dismiss(self, member: _Member) -> None:
         self._members.remove(member)
-        self._ray.kill(member.actor)
+        self.hands.dismiss(member.worker)
 
     def _statistics(self, candidates: Sequence[Candidate]) -> str | None:
         from kl_lens.calibration import StoredStatistics
@@ -292,26 +276,3 @@ class RayCrew:
             return None
         stored = StoredStatistics.held_by(self.order.run)
         return None if stored is None else stored.digest
-
-
-def _why(error: Exception) -> str:
-    """Of Ray's paragraph, the sentence that tells."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "dead because" in line]
-    return one_line(ValueError((telling or lines or ["no reason given"])[-1]))
-
-
-def _require_reachable(address: str, seconds: float = 10.0) -> None:
-    """Ray itself tries for minutes."""
-    place = address.removeprefix("ray://")
-    host, colon, port = place.rpartition(":")
-    if place == "auto":
-        return
-    if not colon or not port.isdigit():
-        raise KLLensError(f"--ray {address}: write HOST:PORT of the cluster's head, auto, or {LOCAL}")
-    try:
-        socket.create_connection((host, int(port)), timeout=seconds).close()
-    except (OSError, OverflowError) as error:
-        raise KLLensError(
-            f"--ray {address}: cannot be reached ({one_line(error)}); is the head running (ray start --head)?"
-        ) from None

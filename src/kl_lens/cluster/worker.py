@@ -1,4 +1,4 @@
-"""What a worker does: opens the model once, then measures pieces. Ray keeps one of these in a process of its own."""
+"""What a worker does: opens the model once, then measures pieces. Each is in a process of its own."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Order:
     run: Path  # its statistics, where recipes learn, must be seen from everywhere
     threads: int = 1
     gpus: float = 0.0
+    sharers: int = 1  # workers that the memory budget is for
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why something could not be done. (As a result: an error of ours would reach the other side as Ray's.)"""
+    """Why something could not be done. (As a result: an error would reach the other side as Ray's, or not at all.)"""
 
     reason: str
 
@@ -106,7 +107,7 @@ class Worker:
         engine = chosen_engine(
             model, candidates, ids, order.engine, self._memory(model), deployed(order.target), job.precision, job.known
         )  # fmt: skip
-        self._hand, self._job = Hand(engine, candidates, ids), job.number
+        self._hand, self._job = Hand(engine, candidates, ids, order.sharers), job.number
         return self._hand.layout
 
     def _opened(self) -> LoadedModel:

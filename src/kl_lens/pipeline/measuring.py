@@ -141,9 +141,10 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     share = None if settings.shard is None else share_of(settings.shard)
     if share and settings.anytime:
         raise KLLensError("--shard and --anytime: a share cannot tell whether the whole ranking is settled")
-    if share and settings.ray:
+    if share and (settings.ray or (settings.workers or 1) > 1):
+        other = "--ray" if settings.ray else "--workers"
         raise KLLensError(
-            "--shard and --ray: Ray's workers share the whole sweep among themselves; give one of them"
+            f"--shard and {other}: workers share the whole sweep among themselves; give one of them"
         )
     if not settings.formats:
         raise KLLensError("--formats names no format; `int4,int8` is the default")
@@ -188,7 +189,8 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             sweep.bind(candidates)
             choice = chosen_methods(model, candidates, settings.methods, events)
             candidates = choice.candidates if choice else candidates
-            crew = crew_for(settings, settings.model, model, folder, events, target)
+            left = 0.0 if share else sweep.operations_left(candidates, windows)
+            crew = crew_for(settings, settings.model, model, folder, events, target, left)
             with crew as sweep.crew, events.progress("measuring") as sweep.progress:
                 if settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)

@@ -45,7 +45,10 @@ def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
         )
         bench.refuse_overlap(run, held_out, model.task)
         place = settings.model or run.identity.get("source") or model.name
-        crew = crew_for(settings, place, model, run.folder, events, run.usual_target)
+        target = run.usual_target
+        sweep = Sweep(model, run, deployed=deployed(target))
+        left = sweep.operations_left(_measured(run), held_out, EVALUATION) + len(settings.other_text)
+        crew = crew_for(settings, place, model, run.folder, events, target, left)
         with going_on(run.folder), crew as hands:
             return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events, hands)
 

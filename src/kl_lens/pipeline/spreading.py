@@ -1,4 +1,4 @@
-"""One sweep, several processes: shares by hand or by a queue, and workers that Ray keeps."""
+"""One sweep, several processes: shares by hand or by a queue, and workers, on this machine or kept by Ray."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kl_lens.checkpoints import LoadedModel, own_images
+from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
+from kl_lens.environment import available_memory
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import COUNT, Loading, Settings, grouped
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.input_major import gains_by_input_major
 from kl_lens.sensitivity.sweep import Crew
+from kl_lens.sensitivity.teacher import window_bytes
 
 SLURM = "slurm"
 L = TypeVar("L", bound=Loading)
@@ -24,7 +28,7 @@ several = grouped("several processes")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread(Settings):
-    """Who measures: this process, or workers that Ray keeps."""
+    """Who measures: this process, others on this machine, or workers that Ray keeps."""
 
     ray: str | None = several(
         None,
@@ -32,7 +36,10 @@ class Spread(Settings):
         metavar="ADDRESS",
     )
     workers: int | None = several(
-        None, "how many (default: one for every GPU, or where there are none for every machine)", kind=COUNT
+        None,
+        "so many processes side by side, on this machine unless --ray says where (default: on 8 cores and more, where "
+        "that pays; of Ray one for every GPU, or where there are none for every machine); 1: this process alone",
+        kind=COUNT,
     )
     gpus_per_worker: float | None = several(
         None, "of a cluster (default: 1 with --device cuda; 0.5: two share one)", metavar="G"
@@ -56,29 +63,70 @@ def crew_for(
     run: Path,
     events: Events,
     target: str | None = None,
+    operations: float = 0.0,
 ) -> AbstractContextManager[Crew | None]:
-    """The workers of --ray, none without it; `place` opens the model there as here, `target`: as deployed there."""
+    """Who does a sweep in this process's place, if anybody: workers of --ray, or on this machine.
+
+    Args:
+        place: opens the model there as here.
+        target: as deployed there.
+        operations: that are left to do; for nothing no process is started.
+    """
     if settings.gpus_per_worker is not None and not 0 <= settings.gpus_per_worker <= 64:
         raise KLLensError(f"--gpus-per-worker {settings.gpus_per_worker:g}: expected 0 to 64")
+    budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
+    count = settings.workers
     if settings.ray is None:
-        return nullcontext()
-    from kl_lens.cluster.crew import RayCrew
+        count = count or _by_default(model, budget, operations)
+        if count == 1 or not operations:
+            return nullcontext()
+        if model.chain.device.type != "cpu":
+            raise KLLensError(
+                f"--workers {count} on {model.chain.device}: workers on GPUs are Ray's; add --ray local"
+            )
+        if settings.workers is None:
+            events.note(f"{count} processes side by side; --workers 1: this one alone")
+    from kl_lens.cluster.crew import HiredCrew
+    from kl_lens.cluster.processes import ProcessHands
+    from kl_lens.cluster.ray_hands import RayHands
     from kl_lens.cluster.worker import Order
 
     how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
     if where := getattr(settings, "weights", None):  # each worker finds out whether they fit into its memory
-        budget = settings.memory_budget
         how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
     order = Order(
         model=_absolute(place) or place,
         how=how,
         fingerprint=model.fingerprint,
         engine=getattr(settings, "engine", FastEngine.name),
-        memory_budget=getattr(settings, "memory_budget", DEFAULT_MEMORY),
+        memory_budget=budget,
         target=target,
         run=run.absolute(),
     )
-    return RayCrew(settings.ray, order, settings.workers, settings.gpus_per_worker, events.note)
+    hands = (
+        RayHands(settings.ray, settings.gpus_per_worker) if settings.ray else ProcessHands(_weights(model))
+    )
+    return HiredCrew(hands, order, count, events.note)
+
+
+def _by_default(model: LoadedModel, budget: int, operations: float) -> int:
+    """`workers_by_default` of this machine and model."""
+    from kl_lens.cluster.processes import threads_here, workers_by_default
+
+    chain = model.chain
+    if model.residency is not None or chain.device.type != "cpu":
+        return 1
+    vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
+    copy = _weights(model) * (2 if gains_by_input_major(chain.device) else 1)
+    copy += window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
+    return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
+
+
+def _weights(model: LoadedModel) -> int:
+    """Bytes in memory."""
+    if (there := model.residency) is not None:
+        return there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
+    return sum(p.nbytes for p in model.model.parameters())
 
 
 def _absolute(place: str | None) -> str | None:

@@ -52,6 +52,7 @@ class Engine(ABC):
     name: ClassVar[str]
     precision = FLOAT32
     scratch: Path | None = None  # a folder for states that memory has no room for
+    sharers = 1  # processes that the memory for states is for
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Engine(ABC):
     @property
     def states_budget(self) -> int:
         """Bytes for what is kept of the teacher; the rest is for working."""
-        return self.memory_budget // 2
+        return self.memory_budget // 2 // self.sharers
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
         """The windows in stretches whose teacher states fit into the memory budget."""
@@ -239,7 +240,7 @@ class FastEngine(Engine):
 
     @property
     def states_budget(self) -> int:
-        return max(0, super().states_budget - self._layout.bytes)
+        return max(0, self.memory_budget // 2 - self._layout.bytes) // self.sharers
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)

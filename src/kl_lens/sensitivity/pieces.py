@@ -132,9 +132,17 @@ class Found:
 class Hand:
     """Does pieces of one sweep in this process; the teacher of the last windows is kept."""
 
-    def __init__(self, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor) -> None:
+    def __init__(
+        self, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, sharers: int = 1
+    ) -> None:
+        """`sharers`: how many such processes the engine's memory budget is for."""
         self.engine, self.candidates, self.ids = engine, candidates, ids
         self.layout = Layout.of(engine, candidates, ids)
+        self._first = ids[: self.layout.slab]
+        if sharers > 1:  # fewer windows are kept at once; those that run together stay, and so do the bits
+            engine.sharers = sharers
+            slab = max(self.layout.batch, engine.slab_windows(int(ids.shape[1])))
+            self.layout = replace(self.layout, slab=slab)
         self._every = [candidate.perturbation for candidate in candidates]
         self._prepared: tuple[int, ...] = ()
 
@@ -145,7 +153,7 @@ class Hand:
             if windows != self._prepared:
                 yield self._prepare(windows)
             if piece.noise and first == 0:
-                yield Found(noise=noise_floor(self.engine, self.ids[: self.layout.slab]))
+                yield Found(noise=noise_floor(self.engine, self._first))
             begin = time.perf_counter()
             for group, results in self.engine.in_turn(self._every, map(list, piece.groups)):
                 seconds, begin = (time.perf_counter() - begin) / len(group), time.perf_counter()

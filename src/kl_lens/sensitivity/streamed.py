@@ -132,7 +132,7 @@ class StreamedEngine(FastEngine):
         taken = BLOCKS_AT_ONCE * self.residency.block_bytes
         if self.chain.device.type == "cpu":
             taken += self.residency.resident_bytes
-        return int(max(self.memory_budget - taken, self.memory_budget / 4) * _FOR_STATES)
+        return int(max(self.memory_budget - taken, self.memory_budget / 4) * _FOR_STATES / self.sharers)
 
     def slab_windows(self, length: int) -> int:
         width = -(-self.chain.state_size // len(self.chain))

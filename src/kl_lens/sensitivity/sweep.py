@@ -233,6 +233,14 @@ class Sweep:
         if learnt is not None:
             self.run.identify({"statistics": learnt})
 
+    def operations_left(
+        self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
+    ) -> float:
+        """About how many the products take of what the run does not hold yet."""
+        done = self.run.measured_windows(self._role(role))
+        left = [len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))}) for c in candidates]
+        return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
+
     def _work(self, candidate: Candidate) -> float:
         """Relative cost of a candidate: the blocks it runs through, and the head."""
         anatomy = self.model.anatomy

@@ -1,0 +1,129 @@
+"""Workers that Ray keeps: on the GPUs of one machine, or on many machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kl_lens.cluster.crew import Lost
+from kl_lens.cluster.worker import Failed, Order, Worker
+from kl_lens.environment import processors
+from kl_lens.errors import KLLensError, one_line
+
+LOCAL = "local"
+_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Of workers on this machine: Ray's 15 leaves them next to nothing where anybody else computes.
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Told on standard output, in a paragraph; our line says the same.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+}
+
+
+@dataclass
+class RayHands:
+    """Actors of a Ray cluster, or of one on this machine, one for every worker: `Hands` of a crew."""
+
+    address: str
+    gpus_per_worker: float | None = None
+
+    @property
+    def flag(self) -> str:
+        return f"--ray {self.address}"
+
+    def open(self, order: Order, workers: int | None) -> tuple[Order, int]:
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
+        try:
+            import ray
+        except ImportError:
+            raise KLLensError("--ray needs Ray; install it with: pip install 'kl-lens[ray]'") from None
+        self._ray = ray
+        try:
+            return self._connect(order, workers)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def close(self) -> None:
+        self._ray.shutdown()  # the actors are this driver's and go with it
+
+    def _connect(self, order: Order, workers: int | None) -> tuple[Order, int]:
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            if self.address == LOCAL:
+                cpus = max(processors(), workers or 1)
+                self._ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **quiet)
+            else:
+                _require_reachable(self.address)
+                self._ray.init(address=self.address, **quiet)
+        except KLLensError:
+            raise
+        except SystemExit:  # Ray ends the process where a cluster does not answer
+            raise KLLensError(f"{self.flag}: no Ray cluster answers there") from None
+        except Exception as error:  # of many kinds, a plain Exception among them
+            raise KLLensError(f"{self.flag}: {one_line(error)}") from None
+        there = self._ray.cluster_resources()
+        cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
+        on_gpu = str(order.how.get("device", "cpu")).startswith("cuda")
+        each = self.gpus_per_worker if self.gpus_per_worker is not None else float(on_gpu)
+        nodes = [int(n["Resources"].get("CPU", 0)) for n in self._ray.nodes() if n["Alive"]]
+        count = workers or (int(gpus / each) if each else len(nodes)) or 1
+        if count > cpus or each * count > gpus:
+            raise KLLensError(
+                f"{self.flag}: {count} workers need a CPU and {each:g} GPUs each; there are {cpus} CPUs and "
+                f"{gpus:g} GPUs; ask for other --workers"
+            )
+        # As many threads as leave room for all of them, each within one machine.
+        fitting = (t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count)
+        return replace(order, threads=next(fitting, 1), gpus=each), count
+
+    def hire(self, order: Order) -> Any:
+        options = {"num_cpus": order.threads, "num_gpus": order.gpus, "max_restarts": 0}
+        return self._ray.remote(Worker).options(**options, scheduling_strategy="SPREAD").remote(order)
+
+    def call(self, worker: Any, method: str, *arguments: object) -> Any:
+        return getattr(worker, method).remote(*arguments)
+
+    def wait(self, calls: Sequence[Any], seconds: float) -> Any | None:
+        ready, _ = self._ray.wait(list(calls), num_returns=1, timeout=seconds)
+        return ready[0] if ready else None
+
+    def answer(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayActorError as error:
+            raise Lost(_why(error)) from None
+        except self._ray.exceptions.RayError as error:
+            return Failed(one_line(error))
+
+    def dismiss(self, worker: Any) -> None:
+        self._ray.kill(worker)
+
+
+def _why(error: Exception) -> str:
+    """Of Ray's paragraph, the sentence that tells."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "dead because" in line]
+    return one_line(ValueError((telling or lines or ["no reason given"])[-1]))
+
+
+def _require_reachable(address: str, seconds: float = 10.0) -> None:
+    """Ray itself tries for minutes."""
+    place = address.removeprefix("ray://")
+    host, colon, port = place.rpartition(":")
+    if place == "auto":
+        return
+    if not colon or not port.isdigit():
+        raise KLLensError(f"--ray {address}: write HOST:PORT of the cluster's head, auto, or {LOCAL}")
+    try:
+        socket.create_connection((host, int(port)), timeout=seconds).close()
+    except (OSError, OverflowError) as error:
+        raise KLLensError(
+            f"--ray {address}: cannot be reached ({one_line(error)}); is the head running (ray start --head)?"
+        ) from None

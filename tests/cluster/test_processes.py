@@ -1,0 +1,160 @@
+"""Workers that are processes on this machine: equal to the last bit, whatever is killed, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kl_lens.cluster.crew import HiredCrew
+from kl_lens.cluster.processes import LEAST_OPERATIONS, ProcessHands, workers_by_default
+from kl_lens.environment import for_child
+from kl_lens.errors import KLLensError
+from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.sweep import Progress
+from tests.cluster.conftest import World, driven, samples_in
+from tests.sensitivity.conftest import some_windows
+from tests.sensitivity.test_pieces import contents
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Windows of 512 tokens, of which eight run together: two batches. (A process has our defaults, not our patches.)"""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(16, 512))
+
+
+def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
+    """The processes of workers that are there."""
+    children = (of or psutil.Process()).children()
+    return [child for child in children if "kl_lens.cluster.processes" in child.cmdline()]
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_time(world: World, tmp_path) -> None:
+    said: list[str] = []
+    killed: list[int] = []
+
+    def kill(work: float, what: str) -> None:
+        if not killed:
+            victim = workers()[0]
+            killed.append(victim.pid)
+            victim.kill()
+
+    with HiredCrew(ProcessHands(), world.order, 2, say=said.append) as crew:
+        result = world.swept(tmp_path, crew, Progress(advanced=kill))
+        assert killed
+        assert len(workers()) == 2
+    assert not workers()
+    assert result.failures == {}
+    assert contents(tmp_path) == world.whole
+    assert [line for line in said if f"worker {killed[0]} on" in line and "another is asked for" in line]
+
+
+@pytest.mark.parametrize(
+    ("cores", "copy", "free", "work", "count"),
+    [
+        (16, 0.3 * GB, 64 * GB, 1e13, 16),
+        (12, 0.3 * GB, 64 * GB, 1e13, 12),
+        (16, 0.9 * GB, 64 * GB, 1e13, 8),  # sixteen copies are more than the budget of 8 GB
+        (16, 0.3 * GB, 8 * GB, 1e13, 8),  # or than what is free, with what a process itself takes
+        (16, 4 * GB, 64 * GB, 1e15, 1),  # two large workers gain nothing
+        (16, 0.3 * GB, 64 * GB, 16 * LEAST_OPERATIONS - 1, 1),  # over before the workers have started
+        (7, 0.3 * GB, 64 * GB, 1e15, 1),
+        (2, 0.01 * GB, 64 * GB, 1e15, 1),
+    ],
+)
+def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, count) -> None:
+    assert workers_by_default(cores, int(copy), 8 * GB, int(free), work) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "copy", "message"),
+    [(10**6, 0, "ask for .* at the most"), (2, 10**15, r"copies of the model take 2\.0 PB|copies")],
+)
+def test_more_than_the_machine_has_is_refused_before_anything_starts(world, count, copy, message) -> None:
+    with pytest.raises(KLLensError, match=message), HiredCrew(ProcessHands(copy), world.order, count):
+        raise AssertionError("it was opened")
+    assert not workers()
+
+
+@pytest.mark.slow
+def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(world: World) -> None:
+    """A recipe that learns, where no worker has statistics."""
+    bad = Candidate(world.candidates[5].component, "int4-g64+gptq")
+    candidates = [*world.candidates[:5], bad, *world.candidates[6:]]
+    with HiredCrew(ProcessHands(), world.order, 2) as crew:
+        layout = crew.begin(candidates, world.windows.ids, None, None)
+        pieces = layout.spread([1.0] * len(candidates), 2)
+        found = [index for each in crew.do(pieces, lambda text: None) for index, _ in each.candidates]
+    lost = [piece for piece in pieces if any(5 in group for group in piece.groups)]
+    assert set(crew.failures) == {piece.named(candidates) for piece in lost}
+    assert all("failed on 2 workers" in reason for reason in crew.failures.values())
+    done = [i for piece in pieces if piece not in lost for group in piece.groups for i in group]
+    assert sorted(found) == sorted(done)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_end_the_command_with_their_last_line(world: World, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(
+        "kl_lens.cluster.processes.for_child", lambda: {"PATH": os.environ["PATH"], "PYTHONPATH": ""}
+    )
+    monkeypatch.chdir("/")
+    with (
+        HiredCrew(ProcessHands(), world.order, 1) as crew,
+        pytest.raises(KLLensError, match="died while it started") as e,
+    ):
+        crew.begin(world.candidates, world.windows.ids, None, None)
+    assert "No module named" in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_from_what_was_committed(
+    world: World, tmp_path
+) -> None:
+    command = driven("ProcessHands()", world, tmp_path)
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child())
+    hired = _while_it_measures(driver, tmp_path / "run")
+    driver.kill()
+    driver.wait()
+    psutil.wait_procs(hired, timeout=30)
+    assert not [process for process in hired if process.is_running()]
+    there = samples_in(tmp_path / "run")
+    assert 0 < there < len(world.whole["samples"])
+    again = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=for_child())
+    assert int(again.stdout) == len(world.whole["samples"]) - there
+    assert contents(tmp_path / "run") == world.whole
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nobody(world: World, tmp_path) -> None:
+    """It reaches the driver alone: a worker is in a session of its own, and goes with the driver."""
+    driver = subprocess.Popen(
+        driven("ProcessHands()", world, tmp_path),
+        stderr=subprocess.PIPE,
+        env=for_child(),
+        start_new_session=True,
+    )
+    hired = _while_it_measures(driver, tmp_path / "run")
+    os.killpg(driver.pid, signal.SIGINT)
+    _, said = driver.communicate(timeout=60)
+    psutil.wait_procs(hired, timeout=30)
+    assert not [process for process in hired if process.is_running()]
+    assert said.count(b"Traceback") == 1, "the driver's own"
+    assert samples_in(tmp_path / "run")
+
+
+def _while_it_measures(driver: subprocess.Popen[Any], folder: Path) -> list[psutil.Process]:
+    while driver.poll() is None and not samples_in(folder):
+        time.sleep(0.02)
+    hired = workers(psutil.Process(driver.pid))
+    assert len(hired) == 2
+    return hired
