@@ -40,14 +40,12 @@ def matrices(artifact: Artifact) -> list[str]:
 def test_every_weight_is_timed_in_every_token(exported: tuple[Path, Artifact]) -> None:
     file, artifact = exported
     tracer = Tracer(find_library(), matrices(artifact))
-    with open_session(file, threads=1) as session:
-        expected = session.logits([1, 2, 3])
-        session.watch(tracer.callback)
-        assert np.array_equal(session.logits([1, 2, 3]), expected), "whoever is not recording changes nothing"
+    with open_session(file, threads=1) as session, session.watched(tracer.callback) as watched:
+        assert np.array_equal(watched.logits([1, 2, 3]), session.logits([1, 2, 3]))
         assert not tracer.seconds
         tracer.recording = True
         for token in (4, 5):
-            session.step(token)
+            assert np.array_equal(watched.step(token), session.step(token)), "watching changes no number"
     tracer.require_all()
     assert {weight for weight, _ in tracer.seconds} == set(matrices(artifact))
     assert all(len(times) % 2 == 0 and min(times) > 0 for times in tracer.seconds.values())
@@ -56,10 +54,9 @@ def test_every_weight_is_timed_in_every_token(exported: tuple[Path, Artifact]) -
 def test_a_weight_that_nothing_reads_is_refused(exported: tuple[Path, Artifact]) -> None:
     file, artifact = exported
     tracer = Tracer(find_library(), [*matrices(artifact), "blk.0.nothing.weight"])
-    with open_session(file, threads=1) as session:
-        session.watch(tracer.callback)
+    with open_session(file, threads=1) as session, session.watched(tracer.callback) as watched:
         tracer.recording = True
-        session.prefill([1])
+        watched.prefill([1])
     with pytest.raises(TargetError, match=r"no operation reads blk\.0\.nothing\.weight itself"):
         tracer.require_all()
 

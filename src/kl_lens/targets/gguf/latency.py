@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
@@ -30,7 +29,6 @@ from kl_lens.targets.gguf.uniform import uniform_copy
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 
 PROMPT, TOKENS = 32, 16  # tokens before the timing of a model without attention, and of one timing
-SHARE_OF_CONTEXT = 4  # a prompt takes this part of it at most
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def traced_latency(
     kernels = Kernels({n: t.component for n, t in weights.items()}, {e.name: e.shape for e in file.tensors})
     for fmt, tracer in tracers.items():
         tracer.require_all()
-        kernels.add(copies[fmt], tracer.seconds, 2 * TOKENS)
+        kernels.add(copies[fmt], tracer.seconds, 2 * request.repeats * TOKENS)
     components = dict.fromkeys(t.component for t in weights.values())
     seconds: dict[str, dict[str, float]] = {component: {} for component in components}
     for component, row in seconds.items():
@@ -139,40 +137,39 @@ def traced_latency(
 def _decode_times(
     request: LatencyRequest, copies: Mapping[str, Path], tracers: Mapping[str, Tracer]
 ) -> dict[str, list[float]]:
-    """Seconds per token of each copy, there and back: what warms up or slows down the machine meets all alike."""
+    """Seconds per token of each copy. There and back, in turns with traced tokens: what slows the machine meets all."""
     times: dict[str, list[float]] = {fmt: [] for fmt in copies}
     settings = request.settings
+    how: dict[str, Any] = {
+        "threads": settings.threads, "gpu_layers": settings.gpu_layers, "load": settings.load
+    }  # fmt: skip
+    room = request.prompt_tokens + TOKENS * (request.repeats + 1)
     for order in (list(copies), list(copies)[::-1]):
         for fmt in order:
-            with open_session(
-                copies[fmt], threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load
-            ) as session:
-                token = _prompted(session, request.prompt_tokens)
-                for number in range(request.repeats + 1):
-                    started = time.perf_counter()
-                    token = _decoded(session, token)
-                    if number:
-                        times[fmt].append((time.perf_counter() - started) / TOKENS)
-                session.watch(tracers[fmt].callback)
-                token = int(session.step(_prompted(session, request.prompt_tokens)).argmax())
-                tracers[fmt].recording = True
-                _decoded(session, token)
-                tracers[fmt].recording = False
+            tracer = tracers[fmt]
+            with (
+                open_session(copies[fmt], context=room, **how) as session,
+                session.watched(tracer.callback) as watched,
+            ):
+                for each in (session, watched):
+                    # Attention costs more the more came before; others do not care.
+                    each.prefill([0] * (PROMPT if each.endless else request.prompt_tokens))
+                for number in range(request.repeats + 1):  # the first of each warms up
+                    seconds = _decode(session)
+                    times[fmt] += [seconds] if number else []
+                    tracer.recording = number > 0
+                    _decode(watched)
+                    tracer.recording = False
             request.advanced(f"tokens in {fmt}")
     return times
 
 
-def _prompted(session: GGUFSession, tokens: int) -> int:
-    """Attention costs more the more came before; other models do not care."""
-    count = PROMPT if session.endless else max(1, min(tokens, session.context // SHARE_OF_CONTEXT))
-    random = np.random.default_rng(0)
-    return int(session.prefill(random.integers(0, session.vocabulary, count).tolist()).argmax())
-
-
-def _decoded(session: GGUFSession, token: int) -> int:
+def _decode(session: GGUFSession) -> float:
+    """Seconds per token, the choice of the likeliest included."""
+    started, token = time.perf_counter(), 0
     for _ in range(TOKENS):
         token = int(session.step(token).argmax())
-    return token
+    return (time.perf_counter() - started) / TOKENS
 
 
 def require_artifacts(request: LatencyRequest, target: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class GGUFSession:
         self.path = Path(path)
         self._context: int | None = None
         self._model: int | None = None
+        self._borrowed = False  # the model is another session's
+        self._watcher: Any = None
         self.file = check_file(self.path)
         self._library: LlamaLibrary = find_library()
         if gpu_layers:
@@ -110,11 +113,13 @@ class GGUFSession:
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
 
-    def watch(self, watcher: Any) -> None:
-        """From here on the callback hears of every operation; what was fed before is forgotten."""
-        self._free_context()
-        self._watcher = watcher  # ctypes frees callbacks that nobody holds
-        self._make_context(self.context, watcher)
+    def watched(self, watcher: Any) -> Self:
+        """Another session on the same weights, whose every operation the callback hears; close it first."""
+        twin = copy.copy(self)
+        twin._context, twin._borrowed = None, True
+        twin._watcher = watcher  # ctypes frees callbacks that nobody holds
+        twin._make_context(self.context, watcher)
+        return twin
 
     @property
     def vocabulary(self) -> int:
@@ -190,16 +195,14 @@ class GGUFSession:
         raise TargetError(f"{self.path}: llama.cpp could not spell {len(tokens)} tokens")
 
     def close(self) -> None:
-        self._free_context()
-        if self._model:
-            self._library.functions.llama_model_free(self._model)
-            self._model = None
-
-    def _free_context(self) -> None:
+        functions = self._library.functions
         if self._context:
-            self._library.functions.llama_batch_free(self._batch)
-            self._library.functions.llama_free(self._context)
+            functions.llama_batch_free(self._batch)
+            functions.llama_free(self._context)
             self._context = None
+        if self._model and not self._borrowed:
+            functions.llama_model_free(self._model)
+        self._model = None
 
     def __enter__(self) -> Self:
         return self
