@@ -27,8 +27,8 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Windows of 512 tokens, of which eight run together: two batches. (A process has our defaults, not our patches.)"""
-    return World.made(tmp_path_factory.mktemp("world"), some_windows(16, 512))
+    """Windows of 512 tokens, of which eight run together: other processes have our defaults, not our patches."""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(9, 512))
 
 
 def workers(of: psutil.Process | None = None) -> list[psutil.Process]:

@@ -111,7 +111,7 @@ class Worker:
 
     def _opened(self) -> LoadedModel:
         if self._model is None:
-            _use_threads(self._order.threads)
+            use_threads(self._order.threads)
             model = load(self._order.model, **self._order.how)
             if model.fingerprint != self._order.fingerprint:
                 raise RunError(
@@ -146,7 +146,8 @@ def _told(work: Callable[[], Any]) -> Any:
         return Failed(f"{type(error).__name__}: {one_line(error)}")
 
 
-def _use_threads(count: int) -> None:
+def use_threads(count: int) -> None:
+    """This process computes with so many from here on."""
     import numba
 
     torch.set_num_threads(count)

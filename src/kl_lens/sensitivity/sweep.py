@@ -242,16 +242,20 @@ class Sweep:
         return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
 
     def _work(self, candidate: Candidate) -> float:
-        """Relative cost of a candidate: the blocks it runs through, and the head."""
-        anatomy = self.model.anatomy
-        blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
-        head = anatomy.component(anatomy.head).parameters
-        start = candidate.component.block
-        if start is None:
-            start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
-        if self.engine != FastEngine.name:
-            start = 0
-        return blocks * (anatomy.blocks - start) + 2 * head
+        return work_of(self.model, candidate, self.engine)
+
+
+def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name) -> float:
+    """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
+    anatomy = model.anatomy
+    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
+    head = anatomy.component(anatomy.head).parameters
+    start = candidate.component.block
+    if start is None:
+        start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
+    if engine != FastEngine.name:
+        start = 0
+    return blocks * (anatomy.blocks - start) + 2 * head
 
 
 def chosen_engine(
