@@ -347,10 +347,7 @@ def found_by(folder: Path) -> dict[str, Any]:
     with Run.open(folder) as run:
         ranking = run.load("ranking", "latest")
     plans = {path.stem: json.loads(path.read_text())["assignment"] for path in (folder / "plans").iterdir()}
-    measured = contents(folder)
-    return {"ranking": ranking, "plans": plans} | {
-        name: measured[name] for name in ("samples", "windows", "noise")
-    }
+    return {"ranking": ranking, "plans": plans, **contents(folder)}
 
 
 @pytest.mark.slow
