@@ -81,6 +81,7 @@ def child(arguments: argparse.Namespace) -> None:
         if card:  # the kernels are compiled before anything is timed
             warm = Sweep(model, Run.create(arguments.run / "warm"), precision=arguments.precision)
             warm.measure(candidates[-1:], some_windows(2, arguments.length))
+            del warm  # and its copies of weights and states on the card
         before = time.perf_counter()
         result = sweep.measure(candidates, some_windows(arguments.windows, arguments.length))
         if card:

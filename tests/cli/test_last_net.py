@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kl_lens.cli import last_net
 from kl_lens.cli.main import main
@@ -44,6 +45,21 @@ def test_an_unexpected_error_is_one_line_and_a_file(
 
     assert main(["--debug", "plan", "--run", str(tmp_path), "--paper"]) == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_card_is_said_in_a_line_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 8 GiB, of which …"
+        )
+
+    monkeypatch.setattr("kl_lens.cli.main.perform", full)
+    assert main(["inspect", "reference:mamba"]) == 1
+    said = capsys.readouterr().err
+    assert "memory is full (CUDA out of memory. Tried to allocate 9 GiB)" in said
+    assert "--memory-budget" in said
 
 
 def test_without_a_run_the_file_is_in_the_temporary_folder(

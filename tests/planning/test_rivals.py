@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from kl_lens.pipeline.planning import Aim
 from kl_lens.planning import Contender, contest, interaction, paired_difference
+from kl_lens.records import Estimate, Plan
 
 DIFFICULTY = np.array([0.5, 1.0, 1.5, 2.0])  # common to all plans, as in real text
 
@@ -71,3 +75,14 @@ def test_the_interaction_is_the_mean_factor_whatever_the_sizes() -> None:
     assert interaction([(0.01, 0.02), (0.01, 0.005)]) == pytest.approx(1.0)
     assert interaction([(0.0, 0.01), (0.01, 0.0)]) == 1.0  # nothing to learn from
     assert interaction([]) == 1.0
+
+
+def test_what_other_text_costs_is_told_by_the_rival_that_loses_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(**losses: float) -> SimpleNamespace:
+        return SimpleNamespace(measure=lambda plan: SimpleNamespace(kl=Estimate(losses[plan["head"]], 0.0)))
+
+    monkeypatch.setattr(Aim, "halves", (half(q8_0=0.001, q4_k=0.04), half(q8_0=0.002, q4_k=0.05)))
+    aim = Aim.__new__(Aim)
+    rivals = [Plan(name, {"head": name}, name) for name in ("q8_0", "q4_k")]
+    assert aim.other_text(rivals) == pytest.approx(1.25)
+    assert aim.other_text([]) == 1.0

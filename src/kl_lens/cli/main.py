@@ -19,7 +19,7 @@ set_defaults()
 
 from kl_lens.cli.console import Terminal, print_json  # noqa: E402
 from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
-from kl_lens.errors import KLLensError, printable, system_reason  # noqa: E402
+from kl_lens.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
 from kl_lens.pipeline.verbs import perform, settings_of  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
@@ -200,6 +200,11 @@ def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         if error.filename is None:
             _drop_output()  # it may be what is full, and would be tried again at the end
         return KLLensError.exit_code, line
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
+        return KLLensError.exit_code, (
+            f"the GPU's memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept: give the "
+            "same command a smaller --memory-budget, or --weights disk"
+        )
     return EXIT_CODE, unexpected(error, words)
 
 

@@ -17,12 +17,11 @@ import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 
-from kl_lens.accelerators import free_memory  # noqa: E402
 from kl_lens.calibration import StoredStatistics  # noqa: E402
 from kl_lens.checkpoints import LoadedModel, load  # noqa: E402
 from kl_lens.errors import KLLensError, RunError, one_line  # noqa: E402
 from kl_lens.samples import METRICS_VERSION  # noqa: E402
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY  # noqa: E402
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, memory_on  # noqa: E402
 from kl_lens.sensitivity.perturbation import Candidate  # noqa: E402
 from kl_lens.sensitivity.pieces import Found, Hand, Layout, Piece  # noqa: E402
 from kl_lens.sensitivity.sweep import chosen_engine  # noqa: E402
@@ -125,7 +124,7 @@ class Worker:
         """Where workers share a GPU, each takes its part of what is free."""
         budget, device = self._order.memory_budget, model.chain.device
         if device.type == "cuda" and budget == DEFAULT_MEMORY and self._order.gpus < 1:
-            return int(free_memory(device) * 0.85 * self._order.gpus)
+            return int(memory_on(device, budget) * self._order.gpus)
         return budget
 
     def _learn(self, model: LoadedModel, digest: str) -> None:

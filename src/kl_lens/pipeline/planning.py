@@ -209,6 +209,14 @@ class Aim:
         sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
         return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
 
+    def other_text(self, rivals: Sequence[Plan]) -> float:
+        """How much more plans lose on the confirming half than on the deciding one, by the rival that loses most: its
+        ratio is the surest."""
+        first, second = self.halves
+        losses = [(second.measure(rival.assignment).kl.value, rival.assignment) for rival in rivals]
+        worst = max(losses, key=lambda loss: loss[0], default=None)
+        return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
+
     @property
     def holding(self) -> dict[str, Any]:
         """What the target allows, as an argument of planners."""
@@ -390,7 +398,7 @@ def _with_rivals(
     if not plans and not settings.verify:
         return rivals
     meter = aim.halves[1]
-    factor = aim.interaction(table, plans)
+    factor = aim.interaction(table, plans) * aim.other_text(rivals)
     measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
     if not plans:
         return measured

@@ -181,7 +181,7 @@ def _protocol(plans: list[PlanView]) -> str:
 
 def _learnt(plans: list[PlanView]) -> str:
     factor = next((p.plan.notes["interaction"] for p in plans if "interaction" in p.plan.notes), None)
-    return "" if factor is None else f", times {factor:.3f} as learnt from plans on other text"
+    return "" if factor is None else f", times {factor:.3f} as learnt from other plans and text"
 
 
 def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
