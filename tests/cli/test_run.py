@@ -347,10 +347,7 @@ def found_by(folder: Path) -> dict[str, Any]:
     with Run.open(folder) as run:
         ranking = run.load("ranking", "latest")
     plans = {path.stem: json.loads(path.read_text())["assignment"] for path in (folder / "plans").iterdir()}
-    measured = contents(folder)
-    return {"ranking": ranking, "plans": plans} | {
-        name: measured[name] for name in ("samples", "windows", "noise")
-    }
+    return {"ranking": ranking, "plans": plans, **contents(folder)}
 
 
 @pytest.mark.slow
@@ -367,5 +364,3 @@ def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
     assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
     assert len(begun) == 3, "weights alone, their damage on held-out text, the menu as deployed"
     assert found_by(folder) == alone
-    assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
-    assert len(begun) == 3 if "--ray" not in who else True, "nobody is started for what is done already"

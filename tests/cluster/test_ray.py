@@ -25,7 +25,7 @@ from tests.cluster.conftest import World, driven, samples_in  # noqa: E402
 from tests.sensitivity.conftest import some_windows  # noqa: E402
 from tests.sensitivity.test_pieces import contents  # noqa: E402
 
-KILLS, EVERY = 10, 12  # workers, each after so many commits more
+KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
 
 
 @pytest.fixture(scope="module")

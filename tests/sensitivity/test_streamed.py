@@ -282,7 +282,7 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bits_and_leaves_nothing
         assert undisturbed.code == 0, undisturbed
         expected, files = contents(run), {path.name for path in run.iterdir()}
         every = len(expected["samples"])
-        while kills < 20:
+        while kills < 12:
             shutil.rmtree(run)
             for _ in range(4):
                 ended = sweep(kill_after=draw.uniform(0.2, 1.0) * undisturbed.seconds)
@@ -296,7 +296,7 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bits_and_leaves_nothing
             assert contents(run) == expected
             assert {path.name for path in run.iterdir()} == files
             assert list(elsewhere.iterdir()) == []
-    assert midway > 5, "some were killed with a part of the sweep committed"
+    assert midway > 3, "some were killed with a part of the sweep committed"
 
 
 def test_states_on_disk_have_no_name_and_come_back_as_they_were(tmp_path) -> None:

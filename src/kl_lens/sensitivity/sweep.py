@@ -93,6 +93,7 @@ class Sweep:
     ) -> SweepResult:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
+        self._expected = False
         self.identify(windows, role)
         self.bind(candidates)
         text, role = role, self._role(role)
@@ -110,8 +111,6 @@ class Sweep:
         elif left and not self.share and not self.crew:
             left[0] = replace(left[0], noise=True)
         measured = sum(self._commit(found, candidates, costs, done, (text, role)) for found in results(left))
-        if self.crew:
-            self.run.put_in_order(role, map(key_of, candidates))
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),
@@ -174,6 +173,9 @@ class Sweep:
         if found.noise is not None:
             self.run.store("noise", role, found.noise)
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
+        if self.crew and found.candidates and not self._expected:
+            self.run.expect(role, map(key_of, candidates), dtype)
+            self._expected = True
         measured = 0
         for index, metrics in found.candidates:
             candidate = candidates[index]
