@@ -9,6 +9,7 @@ from kl_lens.errors import FormatError, RunError
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates, replacements, swapped
+from kl_lens.sensitivity.teacher import Teacher
 from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.sensitivity.conftest import loaded
 
@@ -79,6 +80,27 @@ def test_windows_are_cut_into_slabs_that_fit_the_budget(mamba) -> None:
 
 
 @pytest.mark.parametrize("engine_class", ENGINES.values(), ids=ENGINES.keys())
+def test_a_full_card_is_tidied_and_tried_once_more(mamba, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = [
+        torch.OutOfMemoryError("first"),
+        None,
+        torch.OutOfMemoryError("second"),
+        torch.OutOfMemoryError("third"),
+    ]
+
+    def teacher(*given, **named) -> Teacher:
+        if error := full.pop(0):
+            raise error
+        return Teacher(*given, **named)
+
+    monkeypatch.setattr("kl_lens.sensitivity.engines.Teacher", teacher)
+    engine = FastEngine(mamba)
+    engine.prepare(token_ids(2, 8))
+    assert len(engine.teacher.batches) == 1
+    with pytest.raises(torch.OutOfMemoryError, match="third"):
+        engine.prepare(token_ids(2, 8))
+
+
 def test_weights_come_back_even_when_a_candidate_fails(
     engine_class: type[Engine], mamba, monkeypatch
 ) -> None:
