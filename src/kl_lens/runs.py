@@ -268,6 +268,11 @@ class Run:
                 (role, component, format_name, seconds, compute_dtype),
             )
 
+    def expect(self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str) -> None:
+        """Candidates as (component, format) that will be stored as they arrive: their order is that of this list."""
+        rows = [(role, *key, 0.0, compute_dtype) for key in candidates]
+        self._write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", *rows)
+
     def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
         """Candidates that were stored as they arrived, as (component, format) in the order of the sweep."""
         place = {key: index for index, key in enumerate(candidates)}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from kl_lens import planning
 from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.cluster.crew import HiredCrew
 from kl_lens.pipeline import command_of
 from kl_lens.profiling import in_use
 from kl_lens.profiling.memory import MemoryUse, fresh_process
@@ -19,6 +22,7 @@ from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
 from kl_lens.targets import RuntimeSettings, read_artifact
+from tests.sensitivity.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -327,3 +331,36 @@ def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.
     assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
     assert "none.yaml" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert main(words(folder, tiny_folder, *MEASURING)) == 0
+    return found_by(folder)
+
+
+MEASURING = ("--paper", "--targets", "openvino", "--rivals", "none", "--without", "evaluate,benchmark,report")
+
+
+def found_by(folder: Path) -> dict[str, Any]:
+    with Run.open(folder) as run:
+        ranking = run.load("ranking", "latest")
+    plans = {path.stem: json.loads(path.read_text())["assignment"] for path in (folder / "plans").iterdir()}
+    return {"ranking": ranking, "plans": plans, **contents(folder)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [("--workers", "2"), ("--ray", "local", "--workers", "2")])
+def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
+    who: tuple[str, ...], alone: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    if "--ray" in who:
+        pytest.importorskip("ray", reason="needs kl-lens[ray]")
+    begun: list[int] = []
+    begin = HiredCrew.begin
+    monkeypatch.setattr(HiredCrew, "begin", lambda crew, *job: begun.append(len(job[0])) or begin(crew, *job))
+    folder = tmp_path / "run"
+    assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
+    assert len(begun) == 3, "weights alone, their damage on held-out text, the menu as deployed"
+    assert found_by(folder) == alone

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from kl_lens.cli.main import main
 from tests.sensitivity.test_pieces import contents
 
@@ -47,6 +49,8 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     assert not (tmp_path / "nothing").exists()
     assert main([*measure_arguments, "--shard", "1/3", "--anytime"]) == 1
     assert main([*measure_arguments, "--shard", "4/3"]) == 1
+    assert main([*measure_arguments, "--shard", "1/3", "--workers", "2"]) == 1
+    assert "--shard and --workers: workers share the whole sweep" in capsys.readouterr().err
 
 
 def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
@@ -54,8 +58,9 @@ def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
 ) -> None:
     assert main([*measure_arguments, "--estimate", "--workers", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    one, three = said["estimates"]
+    (one,), three = said["estimates"], said["here"]
     assert (one["workers"], three["workers"]) == (1, 3)
+    assert three["threads"] == max(1, torch.get_num_threads() // 3)
     assert (one["efficiency"], one["disk"]) == (1.0, three["disk"])
     assert 0 < three["efficiency"] < 1
     for name in ("seconds", "starting", "teacher", "committing", "memory", "disk"):
@@ -63,5 +68,9 @@ def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
     assert set(said["rates"]["quantizing"]) == {"int4", "int8"}
     assert len(said["rates"]["blocks"]) == 4
     assert not Path(measure_arguments[3]).exists()
+    threads = torch.get_num_threads()
+    assert main([*measure_arguments, "--estimate", "--workers", "3"]) == 0
+    assert "3, sharing this machine" in capsys.readouterr().out
+    assert torch.get_num_threads() == threads
     assert main([*measure_arguments, "--estimate"]) == 0
     assert "What 34 candidates × 4 windows would take" in capsys.readouterr().out

@@ -16,6 +16,9 @@ from kl_lens.cluster.crew import HiredCrew
 from kl_lens.cluster.processes import LEAST_OPERATIONS, ProcessHands, workers_by_default
 from kl_lens.environment import for_child
 from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.measuring import MeasureSettings
+from kl_lens.pipeline.spreading import crew_for
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.sweep import Progress
 from tests.cluster.conftest import World, driven, samples_in
@@ -27,8 +30,8 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Windows of 512 tokens, of which eight run together: two batches. (A process has our defaults, not our patches.)"""
-    return World.made(tmp_path_factory.mktemp("world"), some_windows(16, 512))
+    """Windows of 512 tokens, of which eight run together: other processes have our defaults, not our patches."""
+    return World.made(tmp_path_factory.mktemp("world"), some_windows(9, 512))
 
 
 def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
@@ -74,9 +77,19 @@ def test_how_many_workers_a_machine_gets_by_itself(cores, copy, free, work, coun
     assert workers_by_default(cores, int(copy), 8 * GB, int(free), work) == count
 
 
+@pytest.mark.parametrize(("count", "operations"), [(2, 0.0), (1, 1e15)])
+def test_nobody_is_asked_for_what_is_done_already_or_for_one_alone(
+    world, tmp_path, count, operations
+) -> None:
+    settings = MeasureSettings(model=world.order.model, workers=count)
+    crew = crew_for(settings, settings.model, world.model, tmp_path, Events(), operations=operations)
+    with crew as hired:
+        assert hired is None
+
+
 @pytest.mark.parametrize(
     ("count", "copy", "message"),
-    [(10**6, 0, "ask for .* at the most"), (2, 10**15, r"copies of the model take 2\.0 PB|copies")],
+    [(10**6, 0, "ask for .* at the most"), (2, 10**15, "so many copies of the model take")],
 )
 def test_more_than_the_machine_has_is_refused_before_anything_starts(world, count, copy, message) -> None:
     with pytest.raises(KLLensError, match=message), HiredCrew(ProcessHands(copy), world.order, count):

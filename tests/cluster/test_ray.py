@@ -6,9 +6,9 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tests.cluster.conftest import World, driven, samples_in  # noqa: E402
 from tests.sensitivity.conftest import some_windows  # noqa: E402
 from tests.sensitivity.test_pieces import contents  # noqa: E402
 
-KILLS = 10
+KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
 
 
 @pytest.fixture(scope="module")
@@ -75,32 +75,29 @@ def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world:
 
 
 def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> None:
-    """Up to ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
+    """Ten times, each a moment after something was committed: nothing of that is lost, and all is done."""
     moments, said = random.Random(0), list[str]()
-    killed: list[int] = []
-    committed, over = threading.Event(), threading.Event()
+    commits, killed = count(1), list[int]()
 
-    def kill() -> None:
-        while len(killed) < KILLS and not over.is_set():
-            if committed.wait(1.0):
-                time.sleep(moments.uniform(0.0, 1.0))
-                alive = workers()
-                if alive and not over.is_set():
-                    victim = moments.choice(alive)
-                    victim.kill()
-                    killed.append(victim.pid)
-                committed.clear()
+    def kill(work: float, what: str) -> None:
+        """The driver waits meanwhile, so that no sweep is over before its kills."""
+        if next(commits) % EVERY or len(killed) == KILLS:
+            return
+        time.sleep(moments.uniform(0.0, 1.0))
+        while not (alive := workers()):
+            time.sleep(0.1)
+        victim = moments.choice(alive)
+        victim.kill()
+        victim.wait(60)
+        killed.append(victim.pid)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
     with HiredCrew(RayHands(cluster.address), world.order, 2, say=said.append) as crew:
-        result = world.swept(tmp_path, crew, Progress(advanced=lambda work, what: committed.set()))
-        over.set()
-    killer.join()
-    print(f"killed {len(killed)} workers; {len(said)} lines: {said}")
+        result = world.swept(tmp_path, crew, Progress(advanced=kill))
+    print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
+    assert len(set(killed)) == KILLS
+    assert sum("died; another is asked for" in line for line in said) == KILLS
     assert result.failures == {}
     assert contents(tmp_path) == world.whole
-    assert len(killed) >= KILLS // 2
 
 
 def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import shutil
+import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.journal import FILE
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.measuring import MeasureSettings
 from kl_lens.pipeline.workbench import Workbench
@@ -30,7 +35,9 @@ from kl_lens.sensitivity.streamed import StreamedEngine
 from kl_lens.sensitivity.sweep import Progress, Sweep
 from kl_lens.targets import deployed
 from tests.families import CONFIGS
+from tests.forking import Forks
 from tests.sensitivity.conftest import some_windows
+from tests.sensitivity.test_pieces import contents
 
 LITTLE = 10  # bytes: not even the head stays in memory
 # Tied and untied heads, blocks that share weights, mixtures of experts, what passes between blocks besides states.
@@ -247,6 +254,49 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(saved, tmp_path, monkeypatch
             Sweep(model, run, memory_budget=1000).measure(_candidates(model), some_windows(2, 20))
         assert "\n" not in str(caught.value)
         assert sorted(path.name for path in run_folder.iterdir()) == before
+
+
+def sweep_from_disk(folder: str, run: str, spills: bool) -> None:
+    """What a fork does: six slabs of two windows each; of states either several waves, or a file."""
+    LanguageTask.rows_at_once = 40  # type: ignore[assignment, method-assign]
+    StreamedEngine.spills = spills
+    model = _on_disk(Path(folder))
+    with Run.create(Path(run)) as journal:
+        Sweep(model, journal, memory_budget=4 * 20 * 64 * 3 * 30).measure(
+            _candidates(model), some_windows(12, 20)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spills", [True, False])
+def test_killed_at_random_moments_it_goes_on_to_the_same_bits_and_leaves_nothing(
+    spills: bool, saved, tmp_path, monkeypatch
+) -> None:
+    model, run, elsewhere = str(saved("mamba")), tmp_path / "run", tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    draw, kills, midway = random.Random(spills), 0, 0
+    with Forks(__name__) as forks:
+        sweep = partial(forks.call, f"{__name__}:sweep_from_disk", [model, str(run), spills])
+        undisturbed = sweep()
+        assert undisturbed.code == 0, undisturbed
+        expected, files = contents(run), {path.name for path in run.iterdir()}
+        every = len(expected["samples"])
+        while kills < 12:
+            shutil.rmtree(run)
+            for _ in range(4):
+                ended = sweep(kill_after=draw.uniform(0.2, 1.0) * undisturbed.seconds)
+                assert ended.code in (0, -signal.SIGKILL), ended
+                kills += ended.code < 0
+                left = {path.name for path in run.iterdir()} if run.exists() else set()
+                assert left <= files | {f"{FILE}-wal", f"{FILE}-shm"}, "states have no name"
+                midway += 0 < (len(contents(run)["samples"]) if (run / FILE).exists() else 0) < every
+            ended = sweep()
+            assert ended.code == 0, ended
+            assert contents(run) == expected
+            assert {path.name for path in run.iterdir()} == files
+            assert list(elsewhere.iterdir()) == []
+    assert midway > 3, "some were killed with a part of the sweep committed"
 
 
 def test_states_on_disk_have_no_name_and_come_back_as_they_were(tmp_path) -> None:

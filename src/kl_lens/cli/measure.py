@@ -12,7 +12,8 @@ from kl_lens.units import human_bytes, human_seconds
 
 def as_json(result: MeasureResult | EstimateResult) -> dict[str, Any]:
     if isinstance(result, EstimateResult):
-        return {"estimates": [e.to_json() for e in result.estimates], "rates": asdict(result.rates)}
+        here = {"here": result.here[0].to_json() | {"threads": result.here[1]}} if result.here else {}
+        return {"estimates": [e.to_json() for e in result.estimates], **here, "rates": asdict(result.rates)}
     return {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
 
 
@@ -67,9 +68,10 @@ def _show_estimate(result: EstimateResult) -> None:
     )
     title = f"What {result.candidates} candidates × {result.windows} windows would take"
     table = new_table(title, (), numbers)
-    for e in result.estimates:
+    here, threads = result.here or (None, 0)
+    for e in [*([here] if here else []), *result.estimates]:
         table.add_row(
-            str(e.workers),
+            f"{e.workers}, sharing this machine" if e is here else str(e.workers),
             human_seconds(e.seconds),
             human_seconds(e.starting),
             human_seconds(e.teacher),
@@ -79,6 +81,7 @@ def _show_estimate(result: EstimateResult) -> None:
         )
     out = console()
     out.print(table)
+    shared = f", but for those that share it, with {threads} of its threads each" if here else ""
     out.print(
-        "Of this machine as busy as it is now; of workers, each on a machine like it. Nothing was measured."
+        f"Of this machine as busy as it is now; of workers, each on a machine like it{shared}. Nothing was measured."
     )

@@ -30,25 +30,21 @@ if TYPE_CHECKING:
 
 MANY_CORES = 8  # on fewer, one process has work enough for all of them
 LEAST_WORKERS = 4
-# A sweep has to keep each core busy for so many operations, about ten seconds, or starting costs more than is gained.
-LEAST_OPERATIONS = 2e11
+# A sweep has to have so many operations for each core, about ten seconds, or starting costs more than is gained.
+LEAST_OPERATIONS = 5e11
 # What a process has in memory before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6
 _MOST = 4  # workers for every processor; more would only wait for each other
-_THREADS = (
-    "OMP",
-    "MKL",
-    "OPENBLAS",
-    "NUMBA",
-)  # …_NUM_THREADS, of libraries that read it when they are loaded
+# …_NUM_THREADS, of libraries that read it when they are loaded
+_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")
 
 
 def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
     """How many processes a sweep on a CPU gets where nobody says; 1: this one alone, with all threads.
 
     Products of a small model are too small for many cores, but candidates do not need each other. So: one worker of one
-    thread for every core; where so many copies (weights, and the states of a batch) fit neither into the memory budget
-    nor into what is free, half as many of two threads, and so on.
+    thread for every core; where so many copies (weights, and the states of a batch) do not fit into the memory budget
+    and into what is free, half as many of two threads, and so on.
     """
     if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
         return 1

@@ -17,12 +17,11 @@ import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 
-from kl_lens.accelerators import free_memory  # noqa: E402
 from kl_lens.calibration import StoredStatistics  # noqa: E402
 from kl_lens.checkpoints import LoadedModel, load  # noqa: E402
 from kl_lens.errors import KLLensError, RunError, one_line  # noqa: E402
 from kl_lens.samples import METRICS_VERSION  # noqa: E402
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY  # noqa: E402
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, memory_on  # noqa: E402
 from kl_lens.sensitivity.perturbation import Candidate  # noqa: E402
 from kl_lens.sensitivity.pieces import Found, Hand, Layout, Piece  # noqa: E402
 from kl_lens.sensitivity.sweep import chosen_engine  # noqa: E402
@@ -112,7 +111,7 @@ class Worker:
 
     def _opened(self) -> LoadedModel:
         if self._model is None:
-            _use_threads(self._order.threads)
+            use_threads(self._order.threads)
             model = load(self._order.model, **self._order.how)
             if model.fingerprint != self._order.fingerprint:
                 raise RunError(
@@ -125,7 +124,7 @@ class Worker:
         """Where workers share a GPU, each takes its part of what is free."""
         budget, device = self._order.memory_budget, model.chain.device
         if device.type == "cuda" and budget == DEFAULT_MEMORY and self._order.gpus < 1:
-            return int(free_memory(device) * 0.85 * self._order.gpus)
+            return int(memory_on(device, budget) * self._order.gpus)
         return budget
 
     def _learn(self, model: LoadedModel, digest: str) -> None:
@@ -147,7 +146,8 @@ def _told(work: Callable[[], Any]) -> Any:
         return Failed(f"{type(error).__name__}: {one_line(error)}")
 
 
-def _use_threads(count: int) -> None:
+def use_threads(count: int) -> None:
+    """This process computes with so many from here on."""
     import numba
 
     torch.set_num_threads(count)

@@ -12,6 +12,8 @@ import psutil
 
 from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.cluster.processes import threads_here
+from kl_lens.cluster.worker import use_threads
 from kl_lens.errors import KLLensError
 from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
@@ -28,7 +30,16 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import SLURM, Spread, crew_for, here, several, shard_name, share_of
+from kl_lens.pipeline.spreading import (
+    SLURM,
+    Spread,
+    crew_for,
+    here,
+    several,
+    shard_name,
+    share_of,
+    workers_here,
+)
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
@@ -38,7 +49,7 @@ from kl_lens.sensitivity.cost import Estimate, Rates, estimate, items_of, measur
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.precision import PRECISIONS
-from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine
+from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine, work_of
 from kl_lens.targets import TARGETS, deployed
 from kl_lens.text import Windows
 
@@ -130,7 +141,8 @@ class MeasureResult:
 class EstimateResult:
     """What a sweep would take, with one process and with several."""
 
-    estimates: list[Estimate]
+    estimates: list[Estimate]  # of workers that have a machine like this one each
+    here: tuple[Estimate, int] | None  # of those that share this one, and the threads of each
     rates: Rates
     candidates: int
     windows: int
@@ -228,12 +240,24 @@ def _estimated(
         )
         candidates = [replace(c, format=Recipe.parse(c.format).format) for c in candidates]
     started = psutil.Process().create_time()
-    rates, layout = measured_rates(engine, candidates, windows.ids, begin - started, time.time() - begin)
+    before = begin - started, time.time() - begin
+    rates, layout = measured_rates(engine, candidates, windows.ids, *before)
     sizes = (len(windows), layout.batch, layout.slab)
     items = items_of(engine.model, candidates)
-    counts = dict.fromkeys((1, settings.workers) if settings.workers else (1, 2, 8, 64))
+    shared = None
+    if not settings.ray and engine.chain.device.type == "cpu":
+        operations = (
+            2.0 * sum(work_of(engine.model, c, settings.engine) for c in candidates) * windows.ids.numel()
+        )
+        count, all_threads = workers_here(settings, engine.model, operations), threads_here()
+        if count > 1:
+            use_threads(threads := max(1, all_threads // count))
+            each, _ = measured_rates(engine, candidates, windows.ids, *before)
+            use_threads(all_threads)
+            shared = estimate(each, items, *sizes, workers=count), threads
+    counts = dict.fromkeys((1, 1 if shared else settings.workers) if settings.workers else (1, 2, 8, 64))
     estimates = [estimate(rates, items, *sizes, workers=count) for count in counts]
-    return EstimateResult(estimates, rates, len(candidates), len(windows))
+    return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

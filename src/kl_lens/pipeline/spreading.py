@@ -77,7 +77,7 @@ def crew_for(
     budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
     count = settings.workers
     if settings.ray is None:
-        count = count or _by_default(model, budget, operations)
+        count = workers_here(settings, model, operations)
         if count == 1 or not operations:
             return nullcontext()
         if model.chain.device.type != "cpu":
@@ -109,16 +109,17 @@ def crew_for(
     return HiredCrew(hands, order, count, events.note)
 
 
-def _by_default(model: LoadedModel, budget: int, operations: float) -> int:
-    """`workers_by_default` of this machine and model."""
+def workers_here(settings: Any, model: LoadedModel, operations: float) -> int:
+    """Processes of this machine for so much work: --workers, or `workers_by_default`."""
     from kl_lens.cluster.processes import threads_here, workers_by_default
 
     chain = model.chain
-    if model.residency is not None or chain.device.type != "cpu":
-        return 1
+    if settings.workers or model.residency is not None or chain.device.type != "cpu":
+        return settings.workers or 1
     vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
     copy = _weights(model) * (2 if gains_by_input_major(chain.device) else 1)
     copy += window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
+    budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
     return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
 
 

@@ -8,10 +8,11 @@ when batches are small, and forms logits and all metrics a chunk of rows at a ti
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
@@ -42,8 +43,12 @@ DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
 
 
 def memory_on(device: torch.device, budget: int) -> int:
-    """The budget, or what stands for the default on a GPU."""
-    return int(free_memory(device) * 0.85) if device.type == "cuda" and budget == DEFAULT_MEMORY else budget
+    """The budget, or what stands for the default on a GPU: what the model's own code takes for the noise floor comes
+    on top, about a gigabyte whatever the card has."""
+    if device.type != "cuda" or budget != DEFAULT_MEMORY:
+        return budget
+    free = free_memory(device)
+    return int(0.85 * max(free - (1 << 30), free // 4))
 
 
 class Engine(ABC):
@@ -245,7 +250,8 @@ class FastEngine(Engine):
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
         self._teacher = None  # the last slab goes before the next one comes: two would not fit
-        self._teacher = Teacher(
+        run = partial(
+            Teacher,
             self.chain,
             self.ids,
             budget=self.states_budget,
@@ -254,6 +260,12 @@ class FastEngine(Engine):
             remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
             tokens=self.batch_tokens,
         )
+        with suppress(torch.OutOfMemoryError):
+            self._teacher = run()
+        if self._teacher is None:  # cycles that nobody collected may hold gigabytes of a card
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._teacher = run()
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
         # Asked of a GPU window by window, each would wait for all that it has yet to compute.
         self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]

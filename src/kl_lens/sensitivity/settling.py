@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import kendalltau
 
 BOOTSTRAPS = 200
 
@@ -38,6 +37,8 @@ class Settled:
 
 def settled(values: Mapping[str, Sequence[Sequence[float]]], threshold: float) -> Settled:
     """values: per format, (candidates × windows) of KL."""
+    from scipy.stats import kendalltau  # seconds to load, of every worker too
+
     states = []
     for name, rows in values.items():
         matrix = np.asarray(rows, float)

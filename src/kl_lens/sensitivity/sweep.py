@@ -93,6 +93,7 @@ class Sweep:
     ) -> SweepResult:
         """All candidates on all windows; what the run holds already is not measured again."""
         begin = time.perf_counter()
+        self._expected = False
         self.identify(windows, role)
         self.bind(candidates)
         text, role = role, self._role(role)
@@ -110,8 +111,6 @@ class Sweep:
         elif left and not self.share and not self.crew:
             left[0] = replace(left[0], noise=True)
         measured = sum(self._commit(found, candidates, costs, done, (text, role)) for found in results(left))
-        if self.crew:
-            self.run.put_in_order(role, map(key_of, candidates))
         return SweepResult(
             candidates=len(candidates),
             windows=len(windows),
@@ -174,6 +173,9 @@ class Sweep:
         if found.noise is not None:
             self.run.store("noise", role, found.noise)
         dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
+        if self.crew and found.candidates and not self._expected:
+            self.run.expect(role, map(key_of, candidates), dtype)
+            self._expected = True
         measured = 0
         for index, metrics in found.candidates:
             candidate = candidates[index]
@@ -242,16 +244,20 @@ class Sweep:
         return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
 
     def _work(self, candidate: Candidate) -> float:
-        """Relative cost of a candidate: the blocks it runs through, and the head."""
-        anatomy = self.model.anatomy
-        blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
-        head = anatomy.component(anatomy.head).parameters
-        start = candidate.component.block
-        if start is None:
-            start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
-        if self.engine != FastEngine.name:
-            start = 0
-        return blocks * (anatomy.blocks - start) + 2 * head
+        return work_of(self.model, candidate, self.engine)
+
+
+def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.name) -> float:
+    """Relative cost of a candidate: the parameters of the blocks it runs through, and twice the head's."""
+    anatomy = model.anatomy
+    blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
+    head = anatomy.component(anatomy.head).parameters
+    start = candidate.component.block
+    if start is None:
+        start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
+    if engine != FastEngine.name:
+        start = 0
+    return blocks * (anatomy.blocks - start) + 2 * head
 
 
 def chosen_engine(
