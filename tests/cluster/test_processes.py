@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(world: 
     assert all("failed on 2 workers" in reason for reason in crew.failures.values())
     done = [i for piece in pieces if piece not in lost for group in piece.groups for i in group]
     assert sorted(found) == sorted(done)
+
+
+@pytest.mark.slow
+def test_weights_may_stay_on_disk_there(world: World, tmp_path) -> None:
+    how = {**world.order.how, "weights": "disk", "memory_budget": 10}
+    with HiredCrew(ProcessHands(), replace(world.order, how=how), 2) as crew:
+        world.swept(tmp_path, crew)
+    assert contents(tmp_path) == world.whole
 
 
 @pytest.mark.slow
