@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 DEFAULTS = {
     # Worker threads that spin while they wait take the cores from whoever else needs them, and then wait for each
@@ -54,6 +56,17 @@ def for_child() -> dict[str, str]:
 def processors() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """What the system calls the processor; on ARM the numbers of its maker and model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    numbers = (said[key] for key in ("CPU implementer", "CPU part") if key in said)
+    return said.get("model name") or " ".join((platform.machine(), *numbers))
 
 
 def peak_memory() -> int:

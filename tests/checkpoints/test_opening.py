@@ -6,13 +6,16 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from kl_lens.checkpoints import load, load_tokenizer, opening
+from kl_lens.checkpoints.streaming import CheckpointTensors
 from kl_lens.errors import CheckpointError
 from kl_lens.resources import reference_path
 from tests.families import CONFIGS, tiny_model, token_ids
@@ -51,6 +54,27 @@ def test_the_fingerprint_follows_the_weights(saved) -> None:
     weights["backbone.layers.0.mixer.in_proj.weight"][0, 0] += 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert load(folder).fingerprint != first.fingerprint
+
+
+def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved) -> None:
+    """Checkpoints of Mamba-2 are stored so, and their config.json does not say that the two are tied."""
+    folder = saved("mamba2")
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" in weights, "untied"
+    weights["lm_head.weight"] = weights["backbone.embeddings.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model, on_disk = load(folder), load(folder, weights="disk")
+    assert model.anatomy.head == model.anatomy.embedding == "backbone.embeddings"
+    assert model.anatomy.component("lm_head").tied_with == ("lm_head",)
+    assert on_disk.anatomy == model.anatomy
+    assert on_disk.fingerprint == model.fingerprint
+    with closing(CheckpointTensors(folder, AutoConfig.from_pretrained(folder))) as stored:
+        assert stored.aliases == {"lm_head.weight": "backbone.embeddings.weight"}
+
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for place in ("memory", "disk"):
+        assert load(folder, weights=place).anatomy.head == "lm_head", "nearly the same is not the same"
 
 
 # -- the layout of the hub's cache --------------------------------------------------------------------------

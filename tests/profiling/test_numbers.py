@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.errors import TargetError
 from kl_lens.profiling.bound import decode_bound, prefill_bound, prefill_seconds
 from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.records import Spread
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
-from kl_lens.targets.gguf.fit import fit_formats
 
 
 def machine(cache: int | None = None, at_threads: float | None = None) -> Machine:
@@ -85,27 +83,6 @@ def test_a_prompt_is_bound_by_products_or_by_bytes() -> None:
     bound = prefill_bound(CONTENTS, machine(), timed)
     assert bound["prefill_seconds@3"] == pytest.approx(3.4)
     assert bound["prefill_share@3"] == pytest.approx(0.5)
-
-
-def test_a_fit_finds_seconds_per_byte() -> None:
-    read = [{"fp16": 1000.0}, {"q8_0": 530.0}, {"fp16": 200.0, "q8_0": 424.0}]
-    fit = fit_formats(read, [2.0, 0.53, 0.4 + 0.424])
-    assert fit.seconds_per_byte == pytest.approx({"fp16": 2e-3, "q8_0": 1e-3})
-    assert fit.largest_error == pytest.approx(0, abs=1e-9)
-
-
-def test_what_every_plan_pays_does_not_spoil_a_fit() -> None:
-    """500 weights, two bytes each or 1.06, and half a second besides: a third mixture is still predicted."""
-    read = [{"fp16": 1000.0}, {"q8_0": 530.0}, {"fp16": 200.0, "q8_0": 424.0}]
-    fit = fit_formats(read, [0.5 + 2.0, 0.5 + 0.53, 0.5 + 0.4 + 0.424])
-    assert fit.largest_error == pytest.approx(0, abs=1e-9)
-    predicted = 600 * fit.seconds_per_byte["fp16"] + 212 * fit.seconds_per_byte["q8_0"]
-    assert predicted == pytest.approx(0.5 + 600 * 2e-3 + 212 * 1e-3)
-
-
-def test_formats_that_always_come_together_cannot_be_told_apart() -> None:
-    with pytest.raises(TargetError, match=r"cannot tell 2 formats apart \(q4_k, q6_k\)"):
-        fit_formats([{"q4_k": 100.0, "q6_k": 50.0}], [1.0])
 
 
 def test_caches_are_read_from_the_system(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from kl_lens.errors import FormatError, RunError
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine, engine_for
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates, replacements, swapped
+from kl_lens.sensitivity.teacher import Teacher
 from tests.families import CONFIGS, UNUSUAL, token_ids
 from tests.sensitivity.conftest import loaded
 
@@ -76,6 +77,22 @@ def test_windows_are_cut_into_slabs_that_fit_the_budget(mamba) -> None:
     per_window = ((4 + 2) * 64 + 97) * 24 * 4
     slabs = FastEngine(mamba, memory_budget=2 * 3 * per_window).slabs(ids)
     assert [len(slab) for slab in slabs] == [3, 3, 3, 1]
+
+
+def test_a_full_card_is_tidied_and_tried_once_more(mamba, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = ["first", "", "second", "third"]
+
+    def teacher(*given, **named) -> Teacher:
+        if told := full.pop(0):
+            raise torch.OutOfMemoryError(told)
+        return Teacher(*given, **named)
+
+    monkeypatch.setattr("kl_lens.sensitivity.engines.Teacher", teacher)
+    engine = FastEngine(mamba)
+    engine.prepare(token_ids(2, 8))
+    assert len(engine.teacher.batches) == 1
+    with pytest.raises(torch.OutOfMemoryError, match="third"):
+        engine.prepare(token_ids(2, 8))
 
 
 @pytest.mark.parametrize("engine_class", ENGINES.values(), ids=ENGINES.keys())

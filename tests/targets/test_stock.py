@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact, target_of
 from kl_lens.targets.openvino import stock
+from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.families import tiny_model
 
 
@@ -186,3 +188,22 @@ def test_digests_are_those_of_the_bytes_in_the_file(
     assert {t.runtime_name: t.digest for t in tensors} == {
         t.runtime_name: after[t.runtime_name] for t in tensors
     }
+
+
+def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO stores equal constants once; rounded by other methods, equal weights are no longer equal."""
+    model = load("reference:mamba")
+    target = OpenVINOTarget()
+    weighed: list[dict[str, str]] = []
+
+    def export(model: LoadedModel, plan: Plan, folder: Path) -> SimpleNamespace:
+        weighed.append(plan.assignment)
+        return SimpleNamespace(realised_bytes=1)
+
+    monkeypatch.setattr(target, "export", export)
+    first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
+    plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
+    target.exact_file_bytes(model, plan)
+    model.model.get_parameter(f"{second}.weight").copy_(model.model.get_parameter(f"{first}.weight"))
+    target.exact_file_bytes(model, plan)
+    assert weighed == [dict.fromkeys((first, second), "int4-g64"), plan.assignment]

@@ -30,7 +30,15 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
-from kl_lens.checkpoints.residency import DISK, MEMORY, PLACES, Residency, belongs_on_disk, without_weights
+from kl_lens.checkpoints.residency import (
+    DISK,
+    MEMORY,
+    PLACES,
+    Residency,
+    belongs_on_disk,
+    join_twins,
+    without_weights,
+)
 from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
 from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
@@ -214,6 +222,7 @@ def load(
         else:
             model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
         _refuse_broken_numbers(folder, model)
+        join_twins(model, model.get_parameter)
     try:
         model = model.to(place).eval().requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -136,6 +136,25 @@ def _header(path: Path) -> dict[str, Any]:
     return dict(table)
 
 
+def join_twins(model: nn.Module, read: Callable[[str], torch.Tensor | None]) -> None:
+    """Ties embedding and head that are the same matrix stored twice, as in many checkpoints of Mamba-2, whose
+    config.json does not say that they are tied. The same function, and one matrix less in every file."""
+    try:
+        modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # a classifier
+        return
+    first, second = (getattr(module, "weight", None) for module in modules)
+    if first is None or second is None or first is second or first.shape != second.shape:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if id(first) not in names or id(second) not in names:
+        return
+    embedding, head = read(names[id(first)]), read(names[id(second)])
+    if embedding is not None and head is not None and embedding.dtype == head.dtype and embedding.equal(head):
+        modules[1].weight = first
+        model.config.tie_word_embeddings = True  # for whoever stores it again
+
+
 @contextmanager
 def without_weights() -> Iterator[None]:
     """Models made within have real buffers, and parameters that take no memory."""
@@ -231,11 +250,15 @@ class Residency:
         self._kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
+        join_twins(model, self._read_by_name)
         self._place_parameters()
         self.fingerprint = self._checked()
         self._divide(budget)
 
     # -- opening ----------------------------------------------------------------------------------------------
+
+    def _read_by_name(self, name: str) -> torch.Tensor | None:
+        return self.tensors.read(name) if name in self.tensors.shapes else None
 
     def _place_parameters(self) -> None:
         """Vectors and buffers are read; matrices get what stands for them."""

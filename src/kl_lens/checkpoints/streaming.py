@@ -123,7 +123,9 @@ class CheckpointTensors(TensorSource):
         embedding = next(
             (n for n in self._assemblies if n.endswith(("embeddings.weight", "embed_tokens.weight"))), None
         )
-        if embedding and getattr(config, "tie_word_embeddings", False):
+        if embedding and (
+            getattr(config, "tie_word_embeddings", False) or self._is_twice("lm_head.weight", embedding)
+        ):
             self._assemblies.pop("lm_head.weight", None)
             self.aliases["lm_head.weight"] = embedding
         elif "lm_head.weight" not in self._assemblies:
@@ -132,6 +134,11 @@ class CheckpointTensors(TensorSource):
             )
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
         _require_shapes(folder, config, self.shapes)
+
+    def _is_twice(self, name: str, other: str) -> bool:
+        """Whether one matrix is stored under both names; an opened model has it once (`join_twins`)."""
+        one, two = self._assemblies.get(name), self._assemblies[other]
+        return one is not None and one.shape == two.shape and self.read(name).equal(self.read(other))
 
     def place(self, name: str) -> int:
         return self._assemblies[name].parts[0].file

@@ -142,12 +142,11 @@ def _latency_table(latency: profiling.LatencyProfile) -> Table:
     numbers = ("predicted per token", "measured", "predicted / measured")
     table = new_table(f"Latency table {latency.name}", ("artifact",), numbers)
     for check in latency.checks:
-        table.add_row(
-            check["subject"],
-            human_seconds(check["predicted"]),
-            human_seconds(check["measured"]),
-            f"{check['predicted'] / check['measured']:.2f}",
-        )
+        predicted, measured = check["predicted"], check["measured"]
+        told = ("not in the table", human_seconds(measured), "")
+        if predicted is not None:
+            told = (human_seconds(predicted), human_seconds(measured), f"{predicted / measured:.2f}")
+        table.add_row(check["subject"], *told)
     return table
 
 

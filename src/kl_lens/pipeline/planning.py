@@ -30,8 +30,9 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS, RuntimeSettings, Target, get_target
-from kl_lens.units import human_bytes, spell_share
+from kl_lens.targets import TARGETS, RuntimeSettings, Target, describe_target, get_target
+from kl_lens.targets.latency import KIND, PROTOCOL_KIND, other_conditions
+from kl_lens.units import human_bytes, human_seconds, spell_share
 
 _paper = grouped("the paper's points")
 _quality = grouped("greedy under a quality budget")
@@ -162,7 +163,7 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
 def _frontier(
     settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
 ) -> PlanResult:
-    latency = _latency(settings.profile, run, settings.target) if settings.profile else None
+    latency = _latency(settings, run, events)[1] if settings.profile else None
     problem = planning.build_problem(
         table,
         latency=latency,
@@ -363,7 +364,7 @@ def _within_budget(
     settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
 ) -> Plan:
     timed = settings.max_latency or settings.minimise == "latency" or settings.profile
-    latency = _latency(settings.profile, run, settings.target) if timed else None
+    profile, latency = _latency(settings, run, events) if timed else (None, None)
     metric = _metric(settings, table, events)
     solutions: list[planning.BudgetSolution] = []
 
@@ -387,7 +388,10 @@ def _within_budget(
     solution = solutions[-1]
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
     events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
-    return plan
+    if profile is None:
+        return plan
+    events.note(f"{human_seconds(plan.notes['predicted_latency'])} per token, by the latency table {profile}")
+    return replace(plan, notes=plan.notes | {"latency_table": profile})
 
 
 def _with_rivals(
@@ -455,9 +459,13 @@ def judged(ours: Plan, rivals: Sequence[Plan], meter: PlanMeter) -> planning.Con
     return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
 
 
-def _latency(name: str | None, run: Run, target: str | None) -> dict[tuple[str, str], float]:
-    """A profile is stored as {component: {format: seconds}}, under its target and device."""
-    profiles = run.load_all("latency")
+def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, dict[tuple[str, str], float]]:
+    """The name of a profile with what it was measured with, and the profile.
+
+    It is stored as {component: {format: seconds}}, under its target and device.
+    """
+    name, target = settings.profile, settings.target
+    profiles = run.load_all(KIND)
     if target is not None:
         profiles = {key: value for key, value in profiles.items() if key.startswith(f"{target}-")}
     if not profiles:
@@ -467,8 +475,18 @@ def _latency(name: str | None, run: Run, target: str | None) -> dict[tuple[str, 
         )
     if name is not None and name not in profiles:
         raise PlanError(f"no latency profile {name!r}; the run has {', '.join(profiles)}")
-    profile = profiles[name] if name else list(profiles.values())[-1]
-    return {(component, fmt): float(s) for component, row in profile.items() for fmt, s in row.items()}
+    name = name or list(profiles)[-1]
+    known = (run.load(PROTOCOL_KIND, name) or {}).get("conditions")
+    owner = name.partition("-")[0]
+    here = describe_target(owner).conditions(RuntimeSettings()) if owner in TARGETS else {}
+    # A plan may well be made elsewhere than where it will run: how many threads that has is not asked here.
+    if other := other_conditions(known, {key: here[key] for key in ("runtime", "processor") if key in here}):
+        events.warn(
+            f"latency table {name} was measured with {other}; kl-lens benchmark --layers makes one here"
+        )
+    told = f" ({known['threads']} thread(s), {known['runtime']}, {known['processor']})" if known else ""
+    seconds = {(c, fmt): float(s) for c, row in profiles[name].items() for fmt, s in row.items()}
+    return name + told, seconds
 
 
 def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> str:

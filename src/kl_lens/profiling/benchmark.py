@@ -17,10 +17,17 @@ from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
 from kl_lens.subjects import current_results
 from kl_lens.targets.base import Target
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest, TimedArtifact
+from kl_lens.targets.latency import (
+    KIND,
+    PROTOCOL_KIND,
+    LatencyProfile,
+    LatencyRequest,
+    TimedArtifact,
+    other_conditions,
+)
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
-KIND, PROTOCOL_KIND, CURVE_KIND = "latency", "latency_protocol", "curve"  # of the run's records
+CURVE_KIND = "curve"  # of the run's records
 
 
 @dataclass
@@ -106,6 +113,8 @@ class Benchmark:
             timing.measure(usable, self, report)
         if layers:
             self._measure_layers(usable, report, formats)
+        elif self.run is not None:
+            self._check_tables(usable, report, self.run)
         return report
 
     def _choose(self, subjects: Sequence[Timed], failures: list[Failure]) -> list[Curve]:
@@ -157,6 +166,7 @@ class Benchmark:
                 measured[target.name],
                 settings.runtime,
                 settings.repeats,
+                max(settings.prompt_lengths),
                 report.machine.last_level_cache,
                 self.advanced,
             )
@@ -165,8 +175,27 @@ class Benchmark:
             except TargetError as error:
                 report.failures.append(Failure(f"{target.name}, --layers", str(error)))
                 continue
+            profile.protocol["conditions"] = target.conditions(settings.runtime)
             self.run.store(KIND, profile.name, profile.seconds)
             self.run.store(PROTOCOL_KIND, profile.name, profile.protocol | {"provenance": provenance()})
+            report.latency.append(profile)
+
+    def _check_tables(self, subjects: Sequence[Timed], report: Report, run: Run) -> None:
+        """What the run's latency tables say of the artifacts that were timed just now."""
+        known = run.load_all(KIND)
+        timed = {p.subject.key for p in report.profiles if p.protocol == in_use.PROTOCOL}
+        measured = self._measured([s for s in subjects if s.subject.key in timed], report)
+        for target in {s.target.name: s.target for s in subjects if s.target.name in measured}.values():
+            name = f"{target.name}-{target.device_label(self.settings.runtime)}"
+            if name not in known:
+                continue
+            protocol = run.load(PROTOCOL_KIND, name) or {}
+            here = target.conditions(self.settings.runtime)
+            if other := other_conditions(protocol.get("conditions"), here):
+                report.notes.append(f"Latency table {name} is not compared: it was measured with {other}.")
+                continue
+            profile = LatencyProfile(name, known[name], protocol)
+            profile.check(measured[target.name])
             report.latency.append(profile)
 
     def _measured(self, subjects: Sequence[Timed], report: Report) -> dict[str, list[TimedArtifact]]:

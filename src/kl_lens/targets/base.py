@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kl_lens.environment import processor_name, processors
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
@@ -267,6 +268,16 @@ class Target(ABC):
     def latency(self, request: LatencyRequest) -> LatencyProfile:
         """Seconds of every component in every format; TargetError where they cannot be had."""
         raise TargetError(f"{self.title}: nothing here measures a latency table for it")
+
+    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+        """What a time depends on besides the file: with another of these it is another time."""
+        return {
+            "runtime": f"{self.title} {self.version}".strip(),
+            "processor": processor_name(),
+            "device": self.device_label(settings),
+            "threads": settings.threads or processors(),
+            "load": settings.load,
+        }
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         """How often `latency` will report that it advanced."""

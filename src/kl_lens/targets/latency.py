@@ -6,6 +6,7 @@ The seconds of all components add up to the time of one generated token. How the
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kl_lens.targets.base import RuntimeSettings, Target
 
 FP16 = "fp16"
+KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of a run's records
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class LatencyRequest:
     measured: Sequence[TimedArtifact]
     settings: RuntimeSettings
     repeats: int = 5
+    prompt_tokens: int = 32  # before what is timed, where that matters
     cache_bytes: int | None = None  # this machine's last-level cache
     advanced: Callable[[str], None] = lambda what: None
 
@@ -58,23 +61,51 @@ class LatencyProfile:
     protocol: dict[str, Any]
     checks: list[dict[str, Any]] = field(default_factory=list)  # artifacts: predicted and measured seconds
 
-    def predicted(self, formats: Mapping[str, str]) -> float:
-        """Seconds per token of a model with these formats; components not named are FP16."""
-        return math.fsum(
-            row.get(formats.get(name, FP16), row.get(FP16, 0.0)) for name, row in self.seconds.items()
-        )
+    def predicted(self, formats: Mapping[str, str]) -> float | None:
+        """Seconds per token of a model with these formats, FP16 where none is named; None where a time is missing."""
+        times = [
+            row[FP16]
+            if row.keys() == {FP16}
+            else row.get(formats.get(name, FP16))  # no choice: whatever it is called
+            for name, row in self.seconds.items()
+        ]
+        return None if None in times else math.fsum(t for t in times if t is not None)
+
+    def settle_rest(self, over: Sequence[float], table: SensitivityTable, what: str) -> float:
+        """`over` is what whole models take beyond their weights: the median is what no plan can change.
+
+        It becomes the time of the components that no plan decides about, in equal parts.
+        """
+        rest = max(0.0, statistics.median(over))
+        self.protocol["rest"] = f"median of {len(over)} {what}, measured minus predicted"
+        self.protocol["rest_seconds"] = rest
+        fixed = [c.name for c in table.components if not c.quantizable]
+        self.seconds.update({name: {FP16: rest / len(fixed)} for name in fixed})
+        return rest
 
     def check(self, measured: Sequence[TimedArtifact]) -> None:
         """Adds what the table says of artifacts whose times are known."""
-        for whole in measured:
-            self.checks.append(
-                {
-                    "subject": whole.name,
-                    "predicted": self.predicted(whole.realised),
-                    "measured": whole.seconds_per_token,
-                }
-            )
+        self.checks += [
+            {
+                "subject": whole.name,
+                "predicted": self.predicted(whole.realised),
+                "measured": whole.seconds_per_token,
+            }
+            for whole in measured
+        ]
         self.protocol["checks"] = self.checks
+
+
+def other_conditions(known: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
+    """What a table was measured with, where that is not what is here; None: it is the same."""
+    if known is None:
+        return "conditions that it does not tell (an earlier version made it)"
+    parts = [
+        f"{name} {known.get(name)} (here: {value})"
+        for name, value in here.items()
+        if known.get(name) != value
+    ]
+    return ", ".join(parts) or None
 
 
 def format_of(recipe: str) -> str:

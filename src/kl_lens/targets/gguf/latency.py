@@ -1,33 +1,77 @@
-"""A latency table for llama.cpp: for each format a copy of the model, timed whole (`uniform.py`), and a fit (`fit.py`).
+"""A latency table for llama.cpp: for each format a copy of the model (`uniform.py`), in which every weight's operation
+is timed as the model runs it (`tracing.py`), and the whole for what belongs to no weight.
 
-Whole models, because the library gives no access to one product the way a model runs it: everything else that a token
-costs is in the times of the weights.
+A kernel's speed depends on the shape: ggml's tiles take matrices whose rows are a multiple of theirs, and the others go
+slower ways. So there is one time for each shape and format, the median over all weights of that shape and all tokens.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
-from kl_lens.records import Artifact, Component, SensitivityTable
-from kl_lens.targets.gguf.contents import expert_share
-from kl_lens.targets.gguf.fit import fit_formats
+from kl_lens.records import Artifact
 from kl_lens.targets.gguf.header import FileInfo
+from kl_lens.targets.gguf.library import find_library
 from kl_lens.targets.gguf.session import GGUFSession, open_session
+from kl_lens.targets.gguf.tracing import Tracer
 from kl_lens.targets.gguf.uniform import uniform_copy
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 
-PROMPT, TOKENS = 32, 16  # tokens before the timing, and of one timing
+PROMPT, TOKENS = 32, 16  # tokens before the timing of a model without attention, and of one timing
 
 
-def fitted_latency(
+@dataclass(frozen=True)
+class Operation:
+    """What one kernel's speed depends on."""
+
+    shape: tuple[int, ...]
+    format: str
+    kind: int  # ggml's: a product, a product with chosen experts, a look-up
+
+
+Copy = Mapping[str, str]  # tensor → the format that it has in a copy
+
+
+class Kernels:
+    """Seconds of every operation that was traced, and which of them a component's weights make for one token."""
+
+    def __init__(self, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._component_of, self._shapes = tensors, shapes
+        self.timed: dict[Operation, list[float]] = defaultdict(list)
+        self._uses: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+
+    def add(self, copy: Copy, traced: Mapping[tuple[str, int], list[float]], tokens: int) -> None:
+        for (tensor, kind), each in traced.items():
+            self.timed[Operation(self._shapes[tensor], copy[tensor], kind)] += each
+            self._uses[self._component_of[tensor]][tensor, kind] = len(each) / tokens
+
+    @cached_property
+    def medians(self) -> dict[Operation, float]:
+        return {operation: statistics.median(each) for operation, each in self.timed.items()}
+
+    def seconds(self, component: str, held: Copy) -> float | None:
+        """Of one token; None where a shape was never seen in the format."""
+        total = 0.0
+        for (tensor, kind), times in self._uses[component].items():
+            median = self.medians.get(Operation(self._shapes[tensor], held[tensor], kind))
+            if median is None:
+                return None
+            total += times * median
+        return total
+
+
+def traced_latency(
     request: LatencyRequest,
     formats: Sequence[str],
     source: Path,
@@ -35,69 +79,94 @@ def fitted_latency(
     file: FileInfo,
     name: str,
 ) -> LatencyProfile:
-    """`source` is the file that is copied, `artifact` its record; `file` says how many experts a token reads."""
-    table = request.table
-    experts = expert_share(file)
-    shares = {c.name: _read_share(c, table, experts) for c in table.candidates}
-    rows, seconds = [], []
+    """`source` is the file that is copied, `artifact` its record, `file` its header."""
+    candidates = {component.name: component for component in request.table.candidates}
+    weights = {t.runtime_name: t for t in artifact.tensors if t.component in candidates}
+    tracers = {fmt: Tracer(find_library(), weights) for fmt in formats}
+    copies: dict[str, Copy] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copies = {fmt: Path(folder) / f"{fmt}.gguf" for fmt in formats}
-        weights = {t.runtime_name: t for t in artifact.tensors if t.component in shares}
-        for fmt, path in copies.items():
+        paths = {fmt: Path(folder) / f"{fmt}.gguf" for fmt in formats}
+        for fmt, path in paths.items():
             changed = uniform_copy(source, path, get_format(fmt), weights)
-            row: dict[str, float] = {}
-            for tensor in weights.values():
-                size = changed.get(tensor.runtime_name)
-                held, size = (format_of(tensor.realised), tensor.bytes) if size is None else (fmt, size)
-                row[held] = row.get(held, 0.0) + size * shares[tensor.component]
-            rows.append({held: size for held, size in row.items() if size})
-        times = _decode_times(request, copies)
-        seconds = [statistics.median(times[fmt]) for fmt in copies]
-    fit = fit_formats(rows, seconds)
+            copies[fmt] = {n: fmt if n in changed else format_of(t.realised) for n, t in weights.items()}
+        whole = _decode_times(request, paths, tracers)
+    kernels = Kernels({n: t.component for n, t in weights.items()}, {e.name: e.shape for e in file.tensors})
+    for fmt, tracer in tracers.items():
+        tracer.require_all()
+        kernels.add(copies[fmt], tracer.seconds, 2 * request.repeats * TOKENS)
+    components = dict.fromkeys(t.component for t in weights.values())
+    seconds: dict[str, dict[str, float]] = {component: {} for component in components}
+    for component, row in seconds.items():
+        for fmt in formats:
+            found = kernels.seconds(component, dict.fromkeys(weights, fmt))
+            if found is not None and get_format(fmt).fits(candidates[component].shape) is None:
+                row[fmt] = found
+    measured = {fmt: statistics.median(times) for fmt, times in whole.items()}
+    products = {
+        fmt: math.fsum(kernels.seconds(component, copy) or 0.0 for component in components)
+        for fmt, copy in copies.items()
+    }
     profile = LatencyProfile(
         name,
+        seconds,
         {
-            component.name: {
-                fmt: per_byte * get_format(fmt).bytes(component.shape) * shares[component.name]
-                for fmt, per_byte in fit.seconds_per_byte.items()
-                if get_format(fmt).fits(component.shape) is None
-            }
-            for component in table.candidates
-        },
-        {
-            "method": "fitted to decode times of whole copies in one format each, apportioned by bytes",
+            "method": "each weight's operation timed inside copies of the model in one format each, by shape",
             "device": "GPU" if request.settings.gpu_layers else "CPU",
-            "threads": request.settings.threads,
-            "formats": list(fit.seconds_per_byte),
-            "seconds_per_token": times,
-            "seconds_per_byte": fit.seconds_per_byte,
-            "rest": "in the times of the weights, from which it cannot be told apart",
-            "largest_error": fit.largest_error,
+            "formats": list(formats),
+            "operations": [
+                {
+                    "shape": o.shape,
+                    "format": o.format,
+                    "kind": o.kind,
+                    "seconds": s,
+                    "timed": len(kernels.timed[o]),
+                }
+                for o, s in kernels.medians.items()
+            ],
+            "seconds_per_token": whole,
         },
     )
+    rest = profile.settle_rest([measured[fmt] - products[fmt] for fmt in formats], request.table, "copies")
+    profile.protocol["copies"] = {
+        fmt: {"predicted": products[fmt] + rest, "measured": measured[fmt]} for fmt in formats
+    }
     profile.check(request.measured)
     return profile
 
 
-def _decode_times(request: LatencyRequest, copies: dict[str, Path]) -> dict[str, list[float]]:
-    """Seconds per token of each copy, there and back: what warms up or slows down the machine meets all alike."""
+def _decode_times(
+    request: LatencyRequest, copies: Mapping[str, Path], tracers: Mapping[str, Tracer]
+) -> dict[str, list[float]]:
+    """Seconds per token of each copy. There and back, in turns with traced tokens: what slows the machine meets all."""
     times: dict[str, list[float]] = {fmt: [] for fmt in copies}
-    for order in (list(copies), list(reversed(copies))):
+    settings = request.settings
+    how: dict[str, Any] = {
+        "threads": settings.threads, "gpu_layers": settings.gpu_layers, "load": settings.load
+    }  # fmt: skip
+    room = request.prompt_tokens + TOKENS * (request.repeats + 1)
+    for order in (list(copies), list(copies)[::-1]):
         for fmt in order:
-            settings = request.settings
-            with open_session(
-                copies[fmt], threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load
-            ) as session:
-                times[fmt] += [_seconds(session) for _ in range(request.repeats + 1)][1:]
+            tracer = tracers[fmt]
+            with (
+                open_session(copies[fmt], context=room, **how) as session,
+                session.watched(tracer.callback) as watched,
+            ):
+                for each in (session, watched):
+                    # Attention costs more the more came before; others do not care.
+                    each.prefill([0] * (PROMPT if each.endless else request.prompt_tokens))
+                for number in range(request.repeats + 1):  # the first of each warms up
+                    seconds = _decode(session)
+                    times[fmt] += [seconds] if number else []
+                    tracer.recording = number > 0
+                    _decode(watched)
+                    tracer.recording = False
             request.advanced(f"tokens in {fmt}")
     return times
 
 
-def _seconds(session: GGUFSession) -> float:
-    session.reset()
-    random = np.random.default_rng(0)
-    token = int(session.prefill(random.integers(0, session.vocabulary, PROMPT).tolist()).argmax())
-    started = time.perf_counter()
+def _decode(session: GGUFSession) -> float:
+    """Seconds per token, the choice of the likeliest included."""
+    started, token = time.perf_counter(), 0
     for _ in range(TOKENS):
         token = int(session.step(token).argmax())
     return (time.perf_counter() - started) / TOKENS
@@ -109,10 +178,3 @@ def require_artifacts(request: LatencyRequest, target: str) -> None:
             f"a latency table for {target} is measured on copies of an exported file and there is none; export one, "
             f"e.g. kl-lens export MODEL --target {target} --format fp16, and benchmark it"
         )
-
-
-def _read_share(component: Component, table: SensitivityTable, experts: float) -> float:
-    """How often one token reads a component's bytes: once per block that uses it, of experts those chosen."""
-    if component.name == table.embedding != table.head:
-        return 0.0
-    return max(1, len(component.blocks)) * (experts if len(component.shape) == 3 else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class GGUFSession:
         self.path = Path(path)
         self._context: int | None = None
         self._model: int | None = None
+        self._borrowed = False  # the model is another session's
+        self._watcher: Any = None
         self.file = check_file(self.path)
         self._library: LlamaLibrary = find_library()
         if gpu_layers:
@@ -92,20 +95,31 @@ class GGUFSession:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
         self.endless = bool(functions.llama_model_is_recurrent(self._model))
-        wanted = context or min(trained, LARGEST_DEFAULT_CONTEXT)
-        self._batch_size = min(BATCH, max(wanted, 1))
-        settings = self._library.context_parameters(max(wanted, 1), self._batch_size, self.exact_attention)
+        self._vocab = functions.llama_model_get_vocab(self._model)
+        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
+        self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
+
+    def _make_context(self, wanted: int, watcher: Any = None) -> None:
+        functions = self._library.functions
+        self._batch_size = min(BATCH, wanted)
+        settings = self._library.context_parameters(wanted, self._batch_size, self.exact_attention, watcher)
         self._context = functions.llama_init_from_model(self._model, settings)
         if not self._context:
             message = self._complaint()
             self.close()
             raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
         functions.llama_set_n_threads(self._context, self.threads, self.threads)
-        self._vocab = functions.llama_model_get_vocab(self._model)
-        self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         self.context = int(functions.llama_n_ctx(self._context))
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
+
+    def watched(self, watcher: Any) -> Self:
+        """Another session on the same weights, whose every operation the callback hears; close it first."""
+        twin = copy.copy(self)
+        twin._context, twin._borrowed = None, True
+        twin._watcher = watcher  # ctypes frees callbacks that nobody holds
+        twin._make_context(self.context, watcher)
+        return twin
 
     @property
     def vocabulary(self) -> int:
@@ -186,9 +200,9 @@ class GGUFSession:
             functions.llama_batch_free(self._batch)
             functions.llama_free(self._context)
             self._context = None
-        if self._model:
+        if self._model and not self._borrowed:
             functions.llama_model_free(self._model)
-            self._model = None
+        self._model = None
 
     def __enter__(self) -> Self:
         return self

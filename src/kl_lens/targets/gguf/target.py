@@ -213,7 +213,7 @@ class GGUFTarget(Target):
 
     def latency(self, request: LatencyRequest) -> LatencyProfile:
         from kl_lens.targets.gguf.header import check_file
-        from kl_lens.targets.gguf.latency import fitted_latency, require_artifacts
+        from kl_lens.targets.gguf.latency import require_artifacts, traced_latency
 
         require_artifacts(request, self.name)
         # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
@@ -221,7 +221,7 @@ class GGUFTarget(Target):
         file = self.weight_file(whole.place)
         formats = storable(self, request.table, request.recipes)
         name = f"{self.name}-{self.device_label(request.settings)}"
-        return fitted_latency(request, formats, file, whole.artifact, check_file(file), name)
+        return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         return 2 * len(storable(self, table, recipes))

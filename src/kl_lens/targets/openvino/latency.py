@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kl_lens.formats import get_format
 from kl_lens.records import Component, SensitivityTable
-from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.openvino.products import Product, products_of, time_products
 
 
@@ -62,18 +62,14 @@ def product_latency(request: LatencyRequest, formats: Sequence[str], name: str) 
 def _settle_rest(profile: LatencyProfile, request: LatencyRequest) -> None:
     """What whole models take beyond their products: the median over those that were benchmarked."""
     measured = [whole for whole in request.measured if not whole.artifact.settings.get("static_tokens")]
-    if not measured:
+    weights = [profile.predicted(whole.realised) for whole in measured]
+    over = [m.seconds_per_token - w for m, w in zip(measured, weights, strict=True) if w is not None]
+    if over:
+        profile.settle_rest(over, request.table, "artifacts")
+    else:
         profile.protocol["rest"] = (
             "not known: no artifact was benchmarked; times are those of the weights alone"
         )
-        return
-    over = [whole.seconds_per_token - profile.predicted(whole.realised) for whole in measured]
-    rest = max(0.0, statistics.median(over))
-    profile.protocol["rest"] = f"median of {len(over)} artifacts, measured minus predicted"
-    profile.protocol["rest_seconds"] = rest
-    # Time that no plan can change is that of the components that no plan decides about, in equal parts.
-    fixed = [c.name for c in request.table.components if not c.quantizable]
-    profile.seconds.update({name: {FP16: rest / len(fixed)} for name in fixed})
     profile.check(measured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -108,12 +109,15 @@ class OpenVINOTarget(Target):
         return size
 
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """By writing the file, unless that takes minutes. Its size is that of the grids, not of what is put on them."""
+        """By writing the file, unless that takes minutes. Its size is that of the grids, not of what is put on them;
+        but where two matrices are the same (a layer repeated), OpenVINO stores them once if they stay so."""
         from kl_lens.recipes import Recipe
 
         if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
             return self.file_bytes(model, plan)
         grids = {name: Recipe.parse(recipe).format for name, recipe in plan.assignment.items()}
+        if _repeats_a_matrix(model):
+            grids = dict(plan.assignment)
         key = model.fingerprint, frozenset(grids.items())
         if key not in self._exact:
             with tempfile.TemporaryDirectory() as folder:
@@ -194,3 +198,12 @@ class OpenVINOTarget(Target):
         from kl_lens.targets.openvino.deployed import kernel_values
 
         return kernel_values(fmt, quantized)
+
+
+def _repeats_a_matrix(model: LoadedModel) -> bool:
+    import torch
+
+    components = model.anatomy.candidates
+    weights = (model.tensor(c.weight).cpu().reshape(-1).view(torch.uint8) for c in components)
+    digests = {hashlib.blake2b(weight.numpy().data).digest() for weight in weights}
+    return len(digests) < len(components)
