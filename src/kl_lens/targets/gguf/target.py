@@ -223,6 +223,17 @@ class GGUFTarget(Target):
         name = f"{self.name}-{self.device_label(request.settings)}"
         return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
+    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+        """Builds of one version differ in the instructions that they use."""
+        from kl_lens.targets.gguf.library import find_library
+
+        try:
+            library = find_library()
+        except TargetError:
+            return super().conditions(settings) | {"runtime": "no llama.cpp"}
+        unused = f", {'/'.join(library.unused)} unused" if library.unused else ""
+        return super().conditions(settings) | {"runtime": library.version + unused}
+
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         return 2 * len(storable(self, table, recipes))
 
