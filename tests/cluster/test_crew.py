@@ -169,6 +169,17 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(
     assert sorted(found) == sorted(done)
 
 
+def test_what_fails_from_the_start_ends_the_command_with_its_reason(world: World, hired) -> None:
+    crew, ray, _ = hired()
+    candidates = [Candidate(candidate.component, "int4-g64+gptq") for candidate in world.candidates]
+    with crew:
+        pieces = crew.begin(candidates, world.windows.ids, None, None).spread([1.0] * len(candidates), 2)
+        assert len(pieces) > 5
+        with pytest.raises(KLLensError, match="statistics"):
+            list(crew.do(pieces, lambda text: None))
+    assert ray.actors == 2 + 3
+
+
 def test_a_piece_that_takes_workers_with_it_is_given_up_at_last(world: World, hired, tmp_path) -> None:
     crew, ray, _ = hired(lambda actor, method, nth: method == "do")
     with crew:

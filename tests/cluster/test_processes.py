@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(world: World, tmp_path) 
 @pytest.mark.parametrize(
     ("cores", "copy", "free", "work", "count"),
     [
-        (16, 0.3 * GB, 64 * GB, 1e13, 16),
-        (12, 0.3 * GB, 64 * GB, 1e13, 12),
-        (16, 0.9 * GB, 64 * GB, 1e13, 8),  # sixteen copies are more than the budget of 8 GB
-        (16, 0.3 * GB, 8 * GB, 1e13, 8),  # or than what is free, with what a process itself takes
+        (16, 0.3 * GB, 64 * GB, 1e14, 8),
+        (12, 0.3 * GB, 64 * GB, 1e14, 6),
+        (8, 0.3 * GB, 64 * GB, 1e14, 4),
+        (16, 1.5 * GB, 64 * GB, 1e14, 4),  # eight copies are more than the budget of 8 GB
+        (16, 0.9 * GB, 10 * GB, 1e14, 4),  # or than what is free, with what a process itself takes
         (16, 4 * GB, 64 * GB, 1e15, 1),  # two large workers gain nothing
-        (16, 0.3 * GB, 64 * GB, 16 * LEAST_OPERATIONS - 1, 1),  # over before the workers have started
+        (16, 0.3 * GB, 64 * GB, 16 * LEAST_OPERATIONS - 1e9, 1),  # over before the workers have started
         (7, 0.3 * GB, 64 * GB, 1e15, 1),
         (2, 0.01 * GB, 64 * GB, 1e15, 1),
     ],
@@ -111,6 +113,14 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(world: 
     assert all("failed on 2 workers" in reason for reason in crew.failures.values())
     done = [i for piece in pieces if piece not in lost for group in piece.groups for i in group]
     assert sorted(found) == sorted(done)
+
+
+@pytest.mark.slow
+def test_weights_may_stay_on_disk_there(world: World, tmp_path) -> None:
+    how = {**world.order.how, "weights": "disk", "memory_budget": 10}
+    with HiredCrew(ProcessHands(), replace(world.order, how=how), 2) as crew:
+        world.swept(tmp_path, crew)
+    assert contents(tmp_path) == world.whole
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from kl_lens.sensitivity.pieces import Found, Layout, Piece, key_of
 from kl_lens.version import __version__
 
 _FAILURES = 2  # on so many workers a piece fails before it is given up
+_HOPELESS = 3  # so many fail for the same reason before any is done: so would the others
 _DEATHS = 5  # so many workers may die over a piece: that may have nothing to do with it
 _LOST_STARTS = 5  # in a row, more than there are workers
 _PATIENCE = 30.0  # seconds between two lines about waiting
@@ -141,9 +142,14 @@ class HiredCrew:
         self._again: list[Piece] = []
         self._failed: Counter[Piece] = Counter()
         self._died: Counter[Piece] = Counter()
+        self._reasons: Counter[str] = Counter()
+        done = False
         self._give_out()
         while self._queue or self._again or any(member.piece for member in self._members):
             found = self._hear(message)
+            done = done or bool(found)
+            if not done and max(self._reasons.values(), default=0) >= _HOPELESS:
+                raise KLLensError(self._reasons.most_common(1)[0][0])
             self._give_out()  # before results are committed, so that nobody waits for that
             yield from found
 
@@ -251,6 +257,7 @@ class HiredCrew:
     def _count_failure(self, member: _Member, piece: Piece, reason: str) -> None:
         """The next try is on another worker: what failed here may be this process's fault."""
         self._failed[piece] += 1
+        self._reasons[reason] += 1
         if self._failed[piece] >= _FAILURES:
             self._give_up(piece, f"failed on {_FAILURES} workers: {reason}")
         else:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 MANY_CORES = 8  # on fewer, one process has work enough for all of them
 LEAST_WORKERS = 4
-# A sweep has to have so many operations for each core, about ten seconds, or starting costs more than is gained.
-LEAST_OPERATIONS = 5e11
+# A sweep has to have so many operations for each core, or starting costs more than is gained: on 16 cores they took one
+# process a minute, of which workers spare a third, and up to 17 s were lost to starting them.
+LEAST_OPERATIONS = 1.5e12
 # What a process has in memory before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6
 _MOST = 4  # workers for every processor; more would only wait for each other
@@ -42,13 +43,14 @@ _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")
 def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
     """How many processes a sweep on a CPU gets where nobody says; 1: this one alone, with all threads.
 
-    Products of a small model are too small for many cores, but candidates do not need each other. So: one worker of one
-    thread for every core; where so many copies (weights, and the states of a batch) do not fit into the memory budget
-    and into what is free, half as many of two threads, and so on.
+    Products of a small model are too small for many cores, but candidates do not need each other. So: workers of two
+    threads each, which on 16 cores were as fast as twice as many of one thread, for half the memory and half the
+    starting; where so many copies (weights, and the states of a batch) do not fit into the memory budget and into what
+    is free, half as many of twice the threads, and so on.
     """
     if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
         return 1
-    counts = [cores >> step for step in range(cores.bit_length())]
+    counts = [cores >> step for step in range(1, cores.bit_length())]
     fitting = (n for n in counts if n * copy_bytes <= budget and n * (copy_bytes + PROCESS_BYTES) <= free)
     return next((n for n in fitting if n >= LEAST_WORKERS), 1)
 
