@@ -152,7 +152,8 @@ def join_twins(model: nn.Module, read: Callable[[str], torch.Tensor | None]) -> 
     embedding, head = read(names[id(first)]), read(names[id(second)])
     if embedding is not None and head is not None and embedding.dtype == head.dtype and embedding.equal(head):
         modules[1].weight = first
-        model.config.tie_word_embeddings = True  # for whoever stores it again
+        config: Any = model.config
+        config.tie_word_embeddings = True  # for whoever stores it again
 
 
 @contextmanager
