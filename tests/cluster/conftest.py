@@ -64,22 +64,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 DRIVER = """
-import sys
+import sys, time
 from pathlib import Path
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.cluster.processes import ProcessHands
 from kl_lens.cluster.ray_hands import RayHands
+from kl_lens.sensitivity.sweep import Progress
 from tests.cluster.conftest import World
 from tests.sensitivity.conftest import some_windows
 world = World.opened(Path(sys.argv[2]), some_windows(int(sys.argv[3]), 512))
 with HiredCrew(eval(sys.argv[1]), world.order, 2) as crew:
-    print(world.swept(Path(sys.argv[4]), crew).measured)
+    pausing = Progress(advanced=lambda work, what: time.sleep(float(sys.argv[5])))
+    print(world.swept(Path(sys.argv[4]), crew, pausing).measured)
 """
 
 
-def driven(hands: str, world: World, folder: Path) -> list[str]:
-    """A command that sweeps a world with two workers into folder/run, in a process of its own."""
-    words = [hands, str(world.order.run), str(len(world.windows)), str(folder / "run")]
+def driven(hands: str, world: World, folder: Path, pause: float = 0.0) -> list[str]:
+    """A command that sweeps a world with two workers into folder/run, in a process of its own; with a pause after each
+    commit nobody comes too late to disturb it."""
+    words = [hands, str(world.order.run), str(len(world.windows)), str(folder / "run"), str(pause)]
     return [sys.executable, "-c", DRIVER, *words]
 
 

@@ -27,6 +27,7 @@ from tests.sensitivity.conftest import some_windows
 from tests.sensitivity.test_pieces import contents
 
 GB = 10**9
+PAUSE = 1.0  # seconds after each of 68 commits
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +144,7 @@ def test_workers_that_cannot_start_end_the_command_with_their_last_line(world: W
 def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_from_what_was_committed(
     world: World, tmp_path
 ) -> None:
-    command = driven("ProcessHands()", world, tmp_path)
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child())
+    driver = subprocess.Popen(driven("ProcessHands()", world, tmp_path, PAUSE), env=for_child())
     hired = _while_it_measures(driver, tmp_path / "run")
     driver.kill()
     driver.wait()
@@ -152,6 +152,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_from_what_was_committ
     assert not [process for process in hired if process.is_running()]
     there = samples_in(tmp_path / "run")
     assert 0 < there < len(world.whole["samples"])
+    command = driven("ProcessHands()", world, tmp_path)
     again = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=for_child())
     assert int(again.stdout) == len(world.whole["samples"]) - there
     assert contents(tmp_path / "run") == world.whole
@@ -161,7 +162,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_from_what_was_committ
 def test_ctrl_c_leaves_nobody(world: World, tmp_path) -> None:
     """It reaches the driver alone: a worker is in a session of its own, and goes with the driver."""
     driver = subprocess.Popen(
-        driven("ProcessHands()", world, tmp_path),
+        driven("ProcessHands()", world, tmp_path, PAUSE),
         stderr=subprocess.PIPE,
         env=for_child(),
         start_new_session=True,
