@@ -15,7 +15,7 @@ import yaml
 from kl_lens import planning
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.pipeline import command_of
+from kl_lens.pipeline import RunSettings, command_of
 from kl_lens.profiling import in_use
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.records import Plan
@@ -324,10 +324,18 @@ def test_a_wrong_file_is_refused(
     assert complaint in capsys.readouterr().err
 
 
+def test_formats_go_to_the_targets_that_hold_them() -> None:
+    settings = RunSettings(model="m", formats=("int8", "q4_k+imatrix", "int4-g64"))
+    assert settings.menu_of("openvino") == ["int8", "int4-g64"]
+    assert settings.menu_of("gguf") == ["q4_k+imatrix"]
+
+
 def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["run", "--run", str(tmp_path / "new")]
     assert main([*run, "--without", "measure"]) != 0
     assert "measure" in capsys.readouterr().err
+    assert main([*run, "--targets", "openvino,gguf", "--formats", "int4,int4-g64+gptq"]) != 0
+    assert "--formats int4,int4-g64+gptq: llama.cpp holds none of them" in capsys.readouterr().err
     assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
     assert "none.yaml" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, TargetError, UnsupportedError
+from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.evaluation.tasks import require_lm_eval
@@ -49,6 +49,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.pipeline.spreading import Spread
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.targets import get_target, read_artifact
@@ -59,6 +60,7 @@ MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, NONE = "short", "full", "none"
+_ANY_SHAPE = (1024, 1024)  # every format fits it
 _wanted, _proof = grouped("the recommended plan of each target (one of them)"), grouped("proof")
 
 
@@ -111,11 +113,27 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
     )
     again: bool = _proof(False, "do again what is done already")
 
+    def menu_of(self, target: str | None) -> Sequence[str]:
+        """What a target's plans choose from."""
+        if target is None:
+            return self.formats or PAPER_FORMATS
+        chosen = get_target(target)
+        if self.formats is None:
+            return [r for r in (chosen.short_menu if self.menu == SHORT else chosen.menu) if r != "fp16"]
+        held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
+        if not held:
+            raise PlanError(
+                f"--formats {','.join(self.formats)}: {chosen.title} holds none of them; leave it out with "
+                f"--targets, or add some of {', '.join(chosen.formats)}"
+            )
+        return held
+
     def check(self) -> None:
         """What would fail after minutes is refused at once."""
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
-        chosen_targets(self.targets)
+        for target in chosen_targets(self.targets):
+            self.menu_of(target)
         if sum(limit is not None for limit in (self.max_drop, self.max_bytes, self.budget)) > 1:
             raise KLLensError(
                 "--max-drop, --budget and --max-bytes: give one of them; each sets the plan's size"
@@ -207,22 +225,13 @@ class _Course:
         shared = ("model", "text", "windows", "window_length", "seed")
         self.stages.do(
             MeasureSettings(
-                formats=tuple(formats or self._menu(target)),
+                formats=tuple(formats or self.settings.menu_of(target)),
                 as_deployed=None if target is None else computed_as(get_target(target)),
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.spread,
                 **self.of_run,
             )
         )
-
-    def _menu(self, target: str | None) -> Sequence[str]:
-        if self.settings.formats is not None:
-            return self.settings.formats
-        if target is None:
-            return PAPER_FORMATS
-        chosen = get_target(target)
-        menu = chosen.short_menu if self.settings.menu == SHORT else chosen.menu
-        return [recipe for recipe in menu if recipe != "fp16"]
 
     def _paper(self) -> None:
         """What reproduces the paper: weights alone, which metric predicts the damage, its points."""
