@@ -44,11 +44,11 @@ DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
 
 def memory_on(device: torch.device, budget: int) -> int:
     """The budget, or what stands for the default on a GPU: what the model's own code takes for the noise floor comes
-    on top, about a gigabyte whatever the card has."""
+    on top, a gigabyte and more whatever the card has."""
     if device.type != "cuda" or budget != DEFAULT_MEMORY:
         return budget
     free = free_memory(device)
-    return int(0.85 * max(free - (1 << 30), free // 4))
+    return int(0.85 * max(free - (5 << 28), free // 4))
 
 
 class Engine(ABC):
