@@ -20,7 +20,6 @@ from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.measuring import MeasureSettings
 from kl_lens.pipeline.spreading import crew_for
-from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.sweep import Progress
 from tests.cluster.conftest import World, driven, samples_in
 from tests.sensitivity.conftest import some_windows
@@ -98,22 +97,6 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(world, coun
     with pytest.raises(KLLensError, match=message), HiredCrew(ProcessHands(copy), world.order, count):
         raise AssertionError("it was opened")
     assert not workers()
-
-
-@pytest.mark.slow
-def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(world: World) -> None:
-    """A recipe that learns, where no worker has statistics."""
-    bad = Candidate(world.candidates[5].component, "int4-g64+gptq")
-    candidates = [*world.candidates[:5], bad, *world.candidates[6:]]
-    with HiredCrew(ProcessHands(), world.order, 2) as crew:
-        layout = crew.begin(candidates, world.windows.ids, None, None)
-        pieces = layout.spread([1.0] * len(candidates), 2)
-        found = [index for each in crew.do(pieces, lambda text: None) for index, _ in each.candidates]
-    lost = [piece for piece in pieces if any(5 in group for group in piece.groups)]
-    assert set(crew.failures) == {piece.named(candidates) for piece in lost}
-    assert all("failed on 2 workers" in reason for reason in crew.failures.values())
-    done = [i for piece in pieces if piece not in lost for group in piece.groups for i in group]
-    assert sorted(found) == sorted(done)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_digests_are_those_of_the_bytes_in_the_file(
 
 def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO stores equal constants once; rounded by other methods, equal weights are no longer equal."""
-    model = load("reference:mamba")
+    model, repeating = load("reference:mamba"), load("reference:mamba")
     target = OpenVINOTarget()
     weighed: list[dict[str, str]] = []
 
@@ -204,6 +204,7 @@ def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.M
     first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
     plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
     target.exact_file_bytes(model, plan)
-    model.model.get_parameter(f"{second}.weight").copy_(model.model.get_parameter(f"{first}.weight"))
-    target.exact_file_bytes(model, plan)
+    weights = repeating.model.get_parameter
+    weights(f"{second}.weight").copy_(weights(f"{first}.weight"))
+    target.exact_file_bytes(repeating, plan)
     assert weighed == [dict.fromkeys((first, second), "int4-g64"), plan.assignment]

@@ -222,7 +222,8 @@ def load(
         else:
             model = _load_transformers(folder, config, chosen, trust_remote_code, kind)
         _refuse_broken_numbers(folder, model)
-        join_twins(model, model.get_parameter)
+        if kind == TEXT:
+            join_twins(model, lambda one, two: model.get_parameter(one).equal(model.get_parameter(two)))
     try:
         model = model.to(place).eval().requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -136,21 +136,24 @@ def _header(path: Path) -> dict[str, Any]:
     return dict(table)
 
 
-def join_twins(model: nn.Module, read: Callable[[str], torch.Tensor | None]) -> None:
-    """Ties embedding and head that are the same matrix stored twice, as in many checkpoints of Mamba-2, whose
-    config.json does not say that they are tied. The same function, and one matrix less in every file."""
+def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
+    """Ties a language model's embedding and head where they are the same matrix stored twice, as in checkpoints of
+    Mamba-2 whose config.json does not say that they are tied. The same function, and one matrix less in every file.
+
+    Args:
+        same: whether the parameters of these names hold the same.
+    """
     try:
         modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # a classifier
+    except NotImplementedError:  # code that came with a checkpoint need not say which they are
         return
     first, second = (getattr(module, "weight", None) for module in modules)
-    if first is None or second is None or first is second or first.shape != second.shape:
-        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if id(first) not in names or id(second) not in names:
-        return
-    embedding, head = read(names[id(first)]), read(names[id(second)])
-    if embedding is not None and head is not None and embedding.dtype == head.dtype and embedding.equal(head):
+    if (
+        first is not second
+        and {id(first), id(second)} <= names.keys()
+        and same(names[id(second)], names[id(first)])
+    ):
         modules[1].weight = first
         config: Any = model.config
         config.tie_word_embeddings = True  # for whoever stores it again
@@ -251,15 +254,12 @@ class Residency:
         self._kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
-        join_twins(model, self._read_by_name)
+        join_twins(model, self.tensors.is_twice)
         self._place_parameters()
         self.fingerprint = self._checked()
         self._divide(budget)
 
     # -- opening ----------------------------------------------------------------------------------------------
-
-    def _read_by_name(self, name: str) -> torch.Tensor | None:
-        return self.tensors.read(name) if name in self.tensors.shapes else None
 
     def _place_parameters(self) -> None:
         """Vectors and buffers are read; matrices get what stands for them."""

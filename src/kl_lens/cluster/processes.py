@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MANY_CORES = 8  # on fewer, one process has work enough for all of them
 LEAST_WORKERS = 4
-# A sweep has to have so many operations for each core, or starting costs more than is gained: on 16 cores they took one
-# process a minute, of which workers spare a third, and up to 17 s were lost to starting them.
+# A sweep has to have so many operations for each core, or starting costs more than is gained: on 16 cores a quarter of
+# them took one process 15.9 s, of which workers spared a third, and starting them took 17 s.
 LEAST_OPERATIONS = 1.5e12
 # What a process has in memory before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6

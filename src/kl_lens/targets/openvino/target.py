@@ -58,6 +58,7 @@ class OpenVINOTarget(Target):
     def __init__(self) -> None:
         self._bare: dict[str, int] = {}  # model → bytes of its FP16 artifact, from which others' sizes follow
         self._exact: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and grids → bytes
+        self._repeating: dict[str, bool] = {}  # model → whether two of its matrices are the same
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -116,7 +117,9 @@ class OpenVINOTarget(Target):
         if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
             return self.file_bytes(model, plan)
         grids = {name: Recipe.parse(recipe).format for name, recipe in plan.assignment.items()}
-        if _repeats_a_matrix(model):
+        if model.fingerprint not in self._repeating:
+            self._repeating[model.fingerprint] = _repeats_a_matrix(model)
+        if self._repeating[model.fingerprint]:
             grids = dict(plan.assignment)
         key = model.fingerprint, frozenset(grids.items())
         if key not in self._exact:
