@@ -189,3 +189,8 @@ def test_nothing_installed(
     monkeypatch.setattr(native.shutil, "which", lambda tool: None)
     assert main(["runtime", "build"]) == 1
     assert "building llama.cpp needs cmake" in capsys.readouterr().err
+    monkeypatch.setattr(native.shutil, "which", lambda tool: None if tool == "nvcc" else tool)
+    assert main(["runtime", "build", "--gpu"]) == 1
+    assert "building llama.cpp needs nvcc: install NVIDIA's CUDA toolkit" in capsys.readouterr().err
+    assert main(["runtime", "use", str(tmp_path), "--gpu"]) == 1
+    assert "--gpu is for `build`" in capsys.readouterr().err

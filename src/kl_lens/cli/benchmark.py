@@ -109,8 +109,8 @@ def _use_table(profiles: list[Profile]) -> Table:
             _spread(ratio, 1, 2) + ("" if p.settings["ratios_to_fp16"] else " *"),
             human_bytes(p.peak_memory_bytes or 0),
             human_bytes(p.settings["memory"]["model_bytes"]),
-            f"{p.bound['tokens_per_second']:.0f}",
-            f"{p.bound['share']:.2f}",
+            f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
+            f"{p.bound['share']:.2f}" if p.bound else "–",
         )
     return table
 

@@ -69,6 +69,9 @@ class RuntimeSettings(Settings):
         nargs="?",
         metavar="FOLDER",
     )
+    gpu: bool = option(
+        False, "build: for a CUDA card too (needs nvcc), which --gpu-layers of other verbs then use"
+    )
     target: str | None = option(None, "whose runtime (default: the one that can be built)", choices=TARGETS)
 
 
@@ -83,6 +86,8 @@ def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
     target = describe_target(settings.target or next(buildable))
     if (settings.action == USE) != (settings.folder is not None):
         raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
+    if settings.gpu and settings.action != BUILD:
+        raise KLLensError("--gpu is for `build`; what `use` puts in place has a GPU backend or not")
     if settings.action == REMOVE:
         if not target.remove_runtime():
             raise KLLensError(f"{target.title}: nothing was put in place by `kl-lens runtime`")
@@ -96,5 +101,5 @@ def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
             progress.advanced(max(0, percent - done), what)
             done = max(done, percent)
 
-        place = target.install_runtime(settings.folder, advanced)
+        place = target.install_runtime(settings.folder, advanced, gpu=settings.gpu)
     return RuntimeResult(place, target.health())

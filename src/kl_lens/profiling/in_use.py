@@ -241,7 +241,12 @@ def _profile(
         **spreads(record.rounds),
     }
     speed = timings["tokens_per_second"].median
-    bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
+    bound: dict[str, float] = {}
+    if (
+        str(record.runtime.get("device", "CPU")).upper() == "CPU"
+    ):  # the machine's limits are not those of a GPU
+        bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
+        bound |= prefill_bound(record.contents, machine, timings)
     return Profile(
         subject=subject.subject,
         protocol=PROTOCOL,
@@ -251,7 +256,7 @@ def _profile(
         ratios=ratios(record.rounds, records[base.name].rounds),
         peak_memory_bytes=record.memory.peak_bytes,
         file_bytes=subject.file_bytes,
-        bound=bound | prefill_bound(record.contents, machine, timings),
+        bound=bound,
         settings={
             "prompt_lengths": list(settings.prompt_lengths),
             "new_tokens": settings.new_tokens,

@@ -137,9 +137,13 @@ class Target(ABC):
         return Health(f"{self.packages[-1]} {self.version}")
 
     def install_runtime(
-        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+        self,
+        folder: Path | None,
+        advanced: Callable[[int, str], None] = lambda percent, what: None,
+        *,
+        gpu: bool = False,
     ) -> Path:
-        """Puts a faster runtime in place: the libraries of a folder, or (None) built here."""
+        """Puts a faster runtime in place: the libraries of a folder, or (None) built here, with `gpu` for a GPU too."""
         raise UnsupportedError(
             f"{self.title}: its packages are as fast as they get; there is nothing to build"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from pathlib import Path
 
@@ -176,6 +177,20 @@ def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
         pytest.skip("this llama.cpp has a GPU backend")
     with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend"):
         open_session(whole, gpu_layers=4)
+
+
+def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    """llama.cpp would still multiply long prompts there, in half precision."""
+    own = library.find_library()
+    with open_session(whole, threads=1) as session:
+        expected = session.logits(range(40))
+    monkeypatch.setattr(library.LlamaLibrary, "has_gpu", property(lambda self: True))
+    devices = ctypes.c_void_p.from_buffer(own.model_parameters(0)).value
+    assert devices is not None
+    assert ctypes.c_void_p.from_address(devices).value is None  # the list is there, and empty
+    assert ctypes.c_void_p.from_buffer(own.model_parameters(4)).value is None  # any that there is
+    with open_session(whole, threads=1) as session:
+        assert (session.logits(range(40)) == expected).all()
 
 
 def test_descriptions_name_library_flags_and_threads(whole: Path) -> None:

@@ -28,14 +28,15 @@ from kl_lens.targets.gguf.instructions import unused_instructions
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
 _VERSIONED = re.compile(
-    r"(lib)?llama(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
-)  # libllama.v0.5.0.so, libllama.so.0
+    r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
+)  # libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
 # Field → (byte offset, defaults that llama.cpp releases have there).
 _CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
 _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)  # llama.cpp's list of devices, which stands first, ends with a null
 _LOAD_MODE = (24, (-1, 1))  # of libraries that have `llama_load_mode_name`, like the switches
 _SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
 _REPACK = 74
@@ -137,8 +138,8 @@ class LlamaLibrary:
         if not self.has_gpu:
             count = "all" if layers >= ALL_LAYERS else layers
             raise TargetError(
-                f"--gpu-layers {count}: {self.path} has no GPU backend; set {ENVIRONMENT_VARIABLE} to one that has, or "
-                "leave the option out"
+                f"--gpu-layers {count}: {self.path} has no GPU backend; kl-lens runtime build --gpu makes one for "
+                f"CUDA, {ENVIRONMENT_VARIABLE} names any other; or leave the option out"
             )
 
     @property
@@ -159,6 +160,12 @@ class LlamaLibrary:
         offset, defaults = _GPU_LAYERS
         self._require(parameters, "n_gpu_layers", offset, defaults)
         parameters.set_integer(offset, gpu_layers)
+        if (
+            gpu_layers == 0 and self.has_gpu
+        ):  # else a prompt's products would still go there, in half precision
+            ctypes.memmove(
+                ctypes.addressof(parameters), ctypes.byref(ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))), 8
+            )
         if load is not None:
             if not self.has_load_modes:
                 raise TargetError(

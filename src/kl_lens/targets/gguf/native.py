@@ -26,18 +26,21 @@ _OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
     "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # they find each other wherever they are
 )  # fmt: skip
+_FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native")
 _AHEAD, _LINE = 4096, 64  # bytes: how far ahead weights are asked for, and how many come at once
 _KERNELS = (("quants.c", "void ggml_vec_dot_", "x"), ("repack.cpp", "static void gemv_", "b_ptr"))
 Advanced = Callable[[int, str], None]  # percent, what is being done
 
 
-def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
-    """Builds llama.cpp for this processor and puts it in place; the library's path."""
-    for tool, package in (("cmake", "pip install cmake, or "), ("c++", "")):
+def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool = False) -> Path:
+    """Builds llama.cpp for this processor, and with `gpu` for its CUDA card too, and puts it in place; its path."""
+    tools = {"cmake": "pip install cmake, or Debian: apt install cmake", "c++": "Debian: apt install g++"}
+    if gpu:
+        tools["nvcc"] = "install NVIDIA's CUDA toolkit and put its bin folder on PATH"
+    for tool, advice in tools.items():
         if shutil.which(tool) is None:
             raise TargetError(
-                f"building llama.cpp needs {tool}: {package}Debian: apt install cmake g++; or take prebuilt libraries, "
-                "kl-lens runtime use FOLDER"
+                f"building llama.cpp needs {tool}: {advice}; or take prebuilt libraries, kl-lens runtime use FOLDER"
             )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -51,7 +54,8 @@ def build_library(advanced: Advanced = lambda percent, what: None) -> Path:
         mend_tiles(source)
         fetch_ahead(source)
         build = folder / "build"
-        _call(["cmake", "-S", str(source), "-B", str(build), *_OPTIONS], "cmake cannot configure llama.cpp")
+        options = [*_OPTIONS, *(_FOR_GPU if gpu else ())]
+        _call(["cmake", "-S", str(source), "-B", str(build), *options], "cmake cannot configure llama.cpp")
         _call(
             ["cmake", "--build", str(build), "--target", "llama", "--parallel", str(processors())],
             "llama.cpp cannot be built",

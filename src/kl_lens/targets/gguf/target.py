@@ -191,18 +191,25 @@ class GGUFTarget(Target):
         except TargetError as error:
             return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
         used = ", ".join(sorted(used_instructions(library.system_info) - {"LLAMAFILE", "OPENMP", "REPACK"}))
-        facts = (f"from {library.origin}: {library.path}", f"uses {used or 'no special instructions'}")
+        facts = (
+            f"from {library.origin}: {library.path}",
+            f"uses {used or 'no special instructions'}{', and a GPU (--gpu-layers)' if library.has_gpu else ''}",
+        )
         if not (unused := library.unused):
             return Health(library.version, facts)
         problem = f"slow: the processor also has {', '.join(unused)}, which this build does not use"
         return Health(library.version, facts, problem, "kl-lens runtime build")
 
     def install_runtime(
-        self, folder: Path | None, advanced: Callable[[int, str], None] = lambda percent, what: None
+        self,
+        folder: Path | None,
+        advanced: Callable[[int, str], None] = lambda percent, what: None,
+        *,
+        gpu: bool = False,
     ) -> Path:
         from kl_lens.targets.gguf.native import build_library, install_libraries
 
-        return build_library(advanced) if folder is None else install_libraries(folder)
+        return build_library(advanced, gpu=gpu) if folder is None else install_libraries(folder)
 
     def remove_runtime(self) -> bool:
         from kl_lens.targets.gguf.native import remove_libraries
