@@ -14,7 +14,8 @@ from pathlib import Path
 
 _MAPS = Path("/proc/self/maps")
 _DONT_NEED = 4
-_STEP = 0.02  # of the file between two times
+# Between two times: of the file, and bytes, since looking for its pages takes time.
+_STEP, _LEAST = 0.02, 32 << 20
 can_give_back = sys.platform == "linux" and _MAPS.is_file()
 
 # bool (*)(float progress, void * user_data)
@@ -34,11 +35,11 @@ def give_back(path: Path) -> None:
 
 def giving_back(path: Path) -> Callable[[float, object], bool]:
     """What llama.cpp calls before each tensor, with the share that is done."""
-    last = 0.0
+    last, step = 0.0, max(_STEP, _LEAST / path.stat().st_size)
 
     def advanced(progress: float, _: object) -> bool:
         nonlocal last
-        if not last <= progress < last + _STEP:
+        if not last <= progress < last + step:
             give_back(path)
             last = progress
         return True
