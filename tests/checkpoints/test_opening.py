@@ -56,12 +56,16 @@ def test_the_fingerprint_follows_the_weights(saved) -> None:
     assert load(folder).fingerprint != first.fingerprint
 
 
-def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved) -> None:
-    """Checkpoints of Mamba-2 are stored so, and their config.json does not say that the two are tied."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_stored_as_embedding_and_as_head_is_one_component(saved, dtype: torch.dtype) -> None:
+    """Checkpoints of Mamba-2 are stored so, and their config.json does not say that the two are tied. Values count."""
     folder = saved("mamba2")
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" in weights, "untied"
-    weights["lm_head.weight"] = weights["backbone.embeddings.weight"].clone()
+    embedding = weights["backbone.embeddings.weight"]
+    embedding.copy_(embedding.to(dtype))[0, 0] = 0
+    weights["lm_head.weight"] = embedding.to(dtype, copy=True)
+    weights["lm_head.weight"][0, 0] = -0.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model, on_disk = load(folder), load(folder, weights="disk")
     assert model.anatomy.head == model.anatomy.embedding == "backbone.embeddings"

@@ -280,7 +280,7 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "0"], "--threads 0: give numbers of threads from 1 to 512, or auto"),
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
-        (["--gpu-layers", "0,8,all"], "has no GPU backend; kl-lens runtime build --gpu"),
+        (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),
         (["--load", "quick"], "--load quick: there are auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )

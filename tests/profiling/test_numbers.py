@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.profiling.bound import decode_bound, prefill_bound, prefill_seconds
+from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound, prefill_seconds
 from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.records import Spread
@@ -72,6 +72,13 @@ def test_a_model_that_fits_into_the_cache_is_marked(cache: int, fits: float) -> 
 def test_fewer_threads_have_a_share_of_their_own() -> None:
     bound = decode_bound(CONTENTS, machine(at_threads=500.0), context=100, tokens_per_second=1.0)
     assert (bound["share"], bound["share_at_threads"]) == (pytest.approx(0.25), pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(
+    ("device", "holds"), [("CPU", True), ("AUTO", True), ("GPU", False), ("GPU.1", False)]
+)
+def test_a_gpu_has_limits_of_its_own(device: str, holds: bool) -> None:
+    assert limits_hold(device) == holds
 
 
 def test_a_prompt_is_bound_by_products_or_by_bytes() -> None:

@@ -133,7 +133,7 @@ def _app_table(profiles: list[Profile]) -> Table:
             f"{p.ratios['latency_ms'].median:.2f}" + ("" if s["ratios_to_fp16"] else " *"),
             f"{s['reached_iterations']}",
             f"{s['reached_seconds']:.1f}",
-            f"{p.bound['share']:.2f}",
+            f"{p.bound['share']:.2f}" if p.bound else "–",
         )
     return table
 

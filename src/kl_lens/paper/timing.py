@@ -17,7 +17,7 @@ from pathlib import Path
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.profiling.benchmark import Benchmark, Report, profile_from
-from kl_lens.profiling.bound import decode_bound
+from kl_lens.profiling.bound import decode_bound, limits_hold
 from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
@@ -102,7 +102,10 @@ class PublishedTiming:
         base_timings = results.profiles[base.name].timings if base.name in results.profiles else timings
         values = {name: ratio(name, timings[name].median, base_timings[name].median) for name in timings}
         contents = subject.target.contents(subject.path)
-        bound = decode_bound(contents, machine, context=0, tokens_per_second=report.throughput_fps)
+        speed = report.throughput_fps
+        bound = (
+            decode_bound(contents, machine, context=0, tokens_per_second=speed) if limits_hold(device) else {}
+        )
         return Profile(
             subject=subject.subject,
             protocol=PROTOCOL,

@@ -24,6 +24,11 @@ from kl_lens.records import Spread
 from kl_lens.targets.contents import Contents
 
 
+def limits_hold(device: str) -> bool:
+    """Whether what was measured of the machine limits this device: others have memory or arithmetic of their own."""
+    return not device.upper().startswith(("GPU", "NPU"))
+
+
 def decode_bound(
     contents: Contents, machine: Machine, *, context: float, tokens_per_second: float | None
 ) -> dict[str, float]:

@@ -17,7 +17,7 @@ import psutil
 
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, last_line
-from kl_lens.profiling.bound import decode_bound, prefill_bound
+from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.memory import MemoryUse, fresh_process
 from kl_lens.profiling.spread import ratios, spread_of, spreads
@@ -242,9 +242,7 @@ def _profile(
     }
     speed = timings["tokens_per_second"].median
     bound: dict[str, float] = {}
-    if (
-        str(record.runtime.get("device", "CPU")).upper() == "CPU"
-    ):  # the machine's limits are not those of a GPU
+    if limits_hold(str(record.runtime.get("device", ""))):
         bound = decode_bound(record.contents, machine, context=settings.context, tokens_per_second=speed)
         bound |= prefill_bound(record.contents, machine, timings)
     return Profile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets import LOAD_MODES
-from kl_lens.targets.gguf import export, library, open_session, session as session_module, trial
+from kl_lens.targets.gguf import export, library, open_session, paging, session as session_module, trial
 from kl_lens.targets.gguf.header import check_file, read_header
 from tests.targets.gguf.support import tiny
 
@@ -38,15 +39,19 @@ def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
     assert info.metadata["kl_lens.plan"] == "p"
 
 
-def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path) -> None:
+def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read or mapped to the bit; without repacking by other kernels, to rounding."""
     trial._write(tmp_path / "tiny.gguf", *_blocks("Q4_0"))
     tokens = list(range(40))
+    monkeypatch.setattr(paging, "_LEAST", 0)  # as for large files: pages are given back while it loads
+    given_back = Mock(side_effect=paging.give_back)
+    monkeypatch.setattr(paging, "give_back", given_back)
     found = {}
     for load in ("auto", *LOAD_MODES):
         with open_session(tmp_path / "tiny.gguf", threads=1, load=load) as session:
             found[load] = np.concatenate([session.logits(tokens), session.step(3)[None]])
             assert session.description["load_mode"] == ("lean" if load == "auto" else load)
+    assert given_back.call_count >= 2 * len(trial._PRODUCTS) - 2
     size = np.abs(found["read"]).max()
     for load in ("auto", "lean", "mapped"):
         assert np.array_equal(found[load], found["read"]), load
@@ -175,7 +180,7 @@ def test_sessions_say_what_is_wrong(whole: Path) -> None:
 def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
     if library.find_library().has_gpu:
         pytest.skip("this llama.cpp has a GPU backend")
-    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend"):
+    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or sees no card"):
         open_session(whole, gpu_layers=4)
 
 

@@ -28,8 +28,9 @@ def processor_instructions() -> frozenset[str]:
 
 
 def used_instructions(system_info: str) -> frozenset[str]:
-    """Of what `llama_print_system_info` says: `CPU : AVX2 = 1 | F16C = 1 | …`."""
-    return frozenset(word for word, value in re.findall(r"(\w+) = (\d+)", system_info) if int(value))
+    """Of what `llama_print_system_info` says: `CUDA : ARCHS = 900 | CPU : AVX2 = 1 | F16C = 1 | …`."""
+    processor = system_info.partition("CPU :")[2] or system_info
+    return frozenset(word for word, value in re.findall(r"(\w+) = (\d+)", processor) if int(value))
 
 
 def unused_instructions(system_info: str) -> tuple[str, ...]:

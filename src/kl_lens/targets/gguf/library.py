@@ -138,8 +138,8 @@ class LlamaLibrary:
         if not self.has_gpu:
             count = "all" if layers >= ALL_LAYERS else layers
             raise TargetError(
-                f"--gpu-layers {count}: {self.path} has no GPU backend; kl-lens runtime build --gpu makes one for "
-                f"CUDA, {ENVIRONMENT_VARIABLE} names any other; or leave the option out"
+                f"--gpu-layers {count}: {self.path} has no GPU backend, or sees no card; kl-lens runtime build "
+                f"--gpu makes one for CUDA, {ENVIRONMENT_VARIABLE} names any other; or leave the option out"
             )
 
     @property
@@ -160,12 +160,12 @@ class LlamaLibrary:
         offset, defaults = _GPU_LAYERS
         self._require(parameters, "n_gpu_layers", offset, defaults)
         parameters.set_integer(offset, gpu_layers)
-        if (
-            gpu_layers == 0 and self.has_gpu
-        ):  # else a prompt's products would still go there, in half precision
-            ctypes.memmove(
-                ctypes.addressof(parameters), ctypes.byref(ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))), 8
-            )
+        if gpu_layers == 0 and self.has_gpu:
+            # Else the products of a prompt would still go there, in half precision.
+            for place in (0, 4):
+                self._require(parameters, "devices", place, (0,))
+            nowhere = ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))
+            ctypes.memmove(ctypes.addressof(parameters), ctypes.byref(nowhere), 8)
         if load is not None:
             if not self.has_load_modes:
                 raise TargetError(

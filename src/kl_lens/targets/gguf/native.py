@@ -26,7 +26,7 @@ _OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
     "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # they find each other wherever they are
 )  # fmt: skip
-_FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native")
+_FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")  # CUDA's libraries, wherever they are
 _AHEAD, _LINE = 4096, 64  # bytes: how far ahead weights are asked for, and how many come at once
 _KERNELS = (("quants.c", "void ggml_vec_dot_", "x"), ("repack.cpp", "static void gemv_", "b_ptr"))
 Advanced = Callable[[int, str], None]  # percent, what is being done

@@ -198,7 +198,9 @@ class GGUFTarget(Target):
         if not (unused := library.unused):
             return Health(library.version, facts)
         problem = f"slow: the processor also has {', '.join(unused)}, which this build does not use"
-        return Health(library.version, facts, problem, "kl-lens runtime build")
+        return Health(
+            library.version, facts, problem, f"kl-lens runtime build{' --gpu' if library.has_gpu else ''}"
+        )
 
     def install_runtime(
         self,
