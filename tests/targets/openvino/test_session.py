@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from kl_lens.checkpoints import load
 from kl_lens.errors import TargetError
+from kl_lens.records import Plan
 from kl_lens.targets.artifacts import RECORD_FILE
-from kl_lens.targets.openvino import open_session
-from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings
+from kl_lens.targets.openvino import export, open_session, session as session_module
+from kl_lens.targets.openvino.rewrites import is_gated
+from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, graph_file, read_graph
 from tests.families import token_ids
 
 IDS = token_ids(1, 20)[0].tolist()
@@ -67,6 +72,28 @@ def test_settings_of_a_deployment() -> None:
     assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in deployment_settings({"fp16"}, "aarch64")
     # No kernel takes 8-bit groups; compiling would fail.
     assert deployment_settings({"int8-g128", "int4"}, "aarch64")["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "0"
+
+
+@pytest.mark.parametrize(("family", "gated"), [("llama", True), ("mamba", False)])
+def test_one_thread_and_a_gated_part_compute_in_float32(
+    exported: Callable, monkeypatch: pytest.MonkeyPatch, family: str, gated: bool
+) -> None:
+    """In bfloat16 OpenVINO would divide by zero."""
+    monkeypatch.setattr(session_module, "computes_in_bfloat16", lambda: True)
+    folder = exported(family).folder
+    assert is_gated(read_graph(graph_file(folder))) == gated
+    if gated:
+        precision = open_session(folder, threads=1).description["inference_precision_hint"]
+        assert precision == "<Type: 'float32'>"
+
+
+@pytest.mark.slow
+def test_one_thread_is_enough_for_a_hybrid(tmp_path) -> None:
+    """Of a size for which OpenVINO fuses products."""
+    model = load("reference:hybrid")
+    export(model, Plan("p", {}, "test"), tmp_path / "file")
+    code = "import sys; from kl_lens.targets.openvino import open_session; open_session(sys.argv[1], threads=1).step(1)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True)
 
 
 def test_a_device_that_is_not_there(exported: Callable) -> None:

@@ -160,6 +160,15 @@ def equal_batches(model: ov.Model) -> int:
     return _each(model, ("MatMul",), copied)
 
 
+def is_gated(model: ov.Model) -> bool:
+    """Whether a product meets another's activation, SiLU or GELU, as in the feed-forward parts of most transformers."""
+    pairs = (
+        {node.input_value(i).get_node().get_type_name() for i in (0, 1)}
+        for node in operations(model, "Multiply")
+    )
+    return any(pair & {"Swish", "Gelu"} and pair & {"MatMul", "Split", "VariadicSplit"} for pair in pairs)
+
+
 def _is_constant(node: Any) -> bool:
     """A constant, or computed from nothing else: a compressed weight, say."""
     if node.get_input_size() == 0:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import openvino as ov
 import openvino.opset13 as ops
 
+from kl_lens.environment import processors
 from kl_lens.errors import TargetError, last_line
 from kl_lens.formats import get_format
 from kl_lens.images import Preparation
@@ -24,7 +25,7 @@ from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.image_session import ImageSession
-from kl_lens.targets.openvino.rewrites import equal_batches
+from kl_lens.targets.openvino.rewrites import equal_batches, is_gated
 from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
@@ -104,6 +105,9 @@ def open_session(
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
         chosen.update(deployment_settings({tensor.realised for tensor in artifact.tensors}))
+        if (threads or processors()) == 1 and computes_in_bfloat16() and is_gated(graph):
+            # Its fused kernel halves the number of threads and divides by the result, which ends the process.
+            chosen["INFERENCE_PRECISION_HINT"] = "f32"
     compiled = compile_graph(
         graph,
         device,
@@ -260,6 +264,11 @@ def _choose_rows(graph: ov.Model) -> None:
 def core() -> ov.Core:
     """One for all: each new one looks for plugins and devices again."""
     return ov.Core()
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether the CPU plugin does so by default here: on x86 processors that can."""
+    return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def graph_file(place: Path) -> Path:
