@@ -143,6 +143,11 @@ def test_source_of_tile_products_is_mended_once(tmp_path: Path) -> None:
     assert '"m"(tc)); _tile_loadconfig(&tc);\n    done' in file.read_text()
 
 
+def test_what_a_gpu_has_is_no_instruction_of_the_processor() -> None:
+    said = "CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | F16C = 0 | "
+    assert instructions.used_instructions(said) == {"AVX2"}
+
+
 def test_kernels_ask_for_weights_ahead(tmp_path: Path) -> None:
     """Every loop over the blocks of a row of weights, and no other."""
     native.fetch_ahead(tmp_path)  # a release without those files
