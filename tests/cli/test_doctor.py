@@ -134,36 +134,9 @@ def test_the_trial_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch, tmp_p
         trial._try("Q4_K", path)
 
 
-def test_source_of_tile_products_is_mended_once(tmp_path: Path) -> None:
-    file = tmp_path / "ggml/src/ggml-cpu/amx/mmq.cpp"
-    native.mend_tiles(tmp_path)  # a release without that file
-    file.parent.mkdir(parents=True)
-    file.write_text("    _tile_loadconfig(&tc);\n    done = true;\n")
-    native.mend_tiles(tmp_path)
-    assert '"m"(tc)); _tile_loadconfig(&tc);\n    done' in file.read_text()
-
-
 def test_what_a_gpu_has_is_no_instruction_of_the_processor() -> None:
     said = "CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | F16C = 0 | "
     assert instructions.used_instructions(said) == {"AVX2"}
-
-
-def test_kernels_ask_for_weights_ahead(tmp_path: Path) -> None:
-    """Every loop over the blocks of a row of weights, and no other."""
-    native.fetch_ahead(tmp_path)  # a release without those files
-    file = tmp_path / "ggml/src/ggml-cpu/arch/x86/quants.c"
-    file.parent.mkdir(parents=True)
-    rows = "    for (; ib < nb; ++ib) {\n        sum += x[ib].d;\n    }\n"
-    blocks = "   for (int i = 0; i < nb; ++i) {\n        sum += x[i].d;\n    }\n"
-    other = "    for (int j = 0; j < nb; ++j) {\n        sum += y[j].d;\n    }\n"
-    file.write_text(f"{rows}void ggml_vec_dot_a(void)\n{rows}{blocks}{other}")
-    native.fetch_ahead(tmp_path)
-    before, _, kernels = file.read_text().partition("void ggml_vec_dot_")
-    assert before == rows
-    assert kernels.count("__builtin_prefetch") == 2
-    assert "(x + ib) + 4096 + at);\n        sum += x[ib].d;" in kernels
-    assert "(x + i) + 4096 + at);\n        sum += x[i].d;" in kernels
-    assert kernels.endswith(other)
 
 
 def test_a_native_build_uses_all_that_there_is(

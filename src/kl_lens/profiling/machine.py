@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Bandwidth:
 
 @numba.njit(parallel=True, cache=True)
 def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
+    """One stretch of memory for each thread."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts
     for part in numba.prange(parts):
@@ -64,6 +66,22 @@ def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
         partial = np.int64(0)
         for index in range(own.size):
             partial += own[index]
+        sums[part] = partial
+    return sums.sum()
+
+
+@numba.njit(parallel=True, cache=True)
+def _sum_of_eight(values: npt.NDArray[np.int64], parts: int) -> int:
+    """Eight stretches at once for each thread: on some processors 1.4 times as fast, and a bound has to be one."""
+    sums = np.zeros(parts, np.int64)
+    size = values.size // parts // 8 * 8
+    for part in numba.prange(parts):
+        own = values[part * size : (part + 1) * size].reshape(8, -1)
+        partial = np.int64(0)
+        for i in range(own.shape[1]):
+            first, second = own[0, i] + own[1, i], own[2, i] + own[3, i]
+            third, fourth = own[4, i] + own[5, i], own[6, i] + own[7, i]
+            partial += (first + second) + (third + fourth)
         sums[part] = partial
     return sums.sum()
 
@@ -78,7 +96,7 @@ def _fill(values: npt.NDArray[np.int64], parts: int) -> None:
 
 
 def read_bandwidth(
-    threads: int | None = None, *, buffer_bytes: int | None = None, repeats: int = 7
+    threads: int | None = None, *, buffer_bytes: int | None = None, repeats: int = 5
 ) -> Bandwidth:
     """Sums a buffer that no cache holds, each thread its own part."""
     threads = min(threads or processors(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
@@ -88,19 +106,29 @@ def read_bandwidth(
     before = numba.get_num_threads()
     numba.set_num_threads(threads)
     try:
-        values = np.empty(max(buffer_bytes // 8, threads), np.int64)
+        values = np.empty(max(buffer_bytes // 8, 8 * threads), np.int64)
         _fill(
             values, threads
         )  # each thread its own part: on several sockets the memory lies where it is read
-        _sum(values, threads)  # compiles
-        rates = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            _sum(values, threads)
-            rates.append(values.nbytes / (time.perf_counter() - started))
+        rates = max((_rates(read, values, threads, repeats) for read in (_sum, _sum_of_eight)), key=max)
     finally:
         numba.set_num_threads(before)
     return Bandwidth(max(rates), statistics.median(rates), threads, values.nbytes, repeats)
+
+
+def _rates(
+    read: Callable[[npt.NDArray[np.int64], int], int],
+    values: npt.NDArray[np.int64],
+    threads: int,
+    repeats: int,
+) -> list[float]:
+    read(values, threads)  # compiles
+    rates = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        read(values, threads)
+        rates.append(values.nbytes / (time.perf_counter() - started))
+    return rates
 
 
 def matmul_rate(

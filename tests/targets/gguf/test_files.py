@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets import LOAD_MODES
 from kl_lens.targets.gguf import export, library, open_session, paging, session as session_module, trial
-from kl_lens.targets.gguf.header import check_file, read_header
+from kl_lens.targets.gguf.header import TensorEntry, check_file, read_header
 from tests.targets.gguf.support import tiny
 
 gguf = pytest.importorskip("gguf")
@@ -57,6 +58,28 @@ def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch:
         assert np.array_equal(found[load], found["read"]), load
     assert np.array_equal(found["mapped-plain"], found["read-plain"])
     assert np.abs(found["read-plain"] - found["read"]).max() < 0.02 * size
+
+
+@pytest.mark.skipif(not paging.can_give_back, reason="pages are given back on Linux only")
+def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_path: Path) -> None:
+    """So that a small tensor brings nothing back but itself; not a byte of the file changes."""
+    path, size = tmp_path / "file", 4 << 20
+    path.write_bytes(bytes(range(256)) * (size >> 8))
+    matrix = TensorEntry("blk.0.ssm_in.weight", (1, 1), "Q8_0", offset=5000, bytes=(2 << 20))
+    norm = TensorEntry("blk.0.attn_norm.weight", (1,), "F32", offset=5000 + matrix.bytes, bytes=8000)
+    embedding = TensorEntry("token_embd.weight", (1, 1), "Q8_0", offset=size - (1 << 20), bytes=1 << 20)
+    # llama.cpp maps shared and read-only, from a page of the file on
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), size - 4096, mmap.MAP_SHARED, mmap.PROT_READ, offset=4096) as view,
+    ):
+        paging.set_apart(path, [matrix, norm, embedding])
+        pieces = paging._mappings(path)
+        assert (pieces[1][2], pieces[2][2]) == (8192, (5000 + matrix.bytes) // 4096 * 4096)
+        assert len(pieces) == 3 + 16
+        assert view[:] == path.read_bytes()[4096:]
+        paging.give_back(path)
+        assert view[:] == path.read_bytes()[4096:]
 
 
 def _blocks(kind: str) -> tuple[dict[str, np.ndarray], object]:

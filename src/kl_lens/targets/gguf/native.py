@@ -18,6 +18,7 @@ from pathlib import Path
 from kl_lens.environment import for_child, processors
 from kl_lens.errors import TargetError
 from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, find_library, library_in, runtime_folder
+from kl_lens.targets.gguf.source import improve
 
 TRIAL = "kl_lens.targets.gguf.trial"
 SOURCE = "llama-cpp-python"  # its sdist carries llama.cpp
@@ -27,8 +28,6 @@ _OPTIONS = (
     "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # they find each other wherever they are
 )  # fmt: skip
 _FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")  # CUDA's libraries, wherever they are
-_AHEAD, _LINE = 4096, 64  # bytes: how far ahead weights are asked for, and how many come at once
-_KERNELS = (("quants.c", "void ggml_vec_dot_", "x"), ("repack.cpp", "static void gemv_", "b_ptr"))
 Advanced = Callable[[int, str], None]  # percent, what is being done
 
 
@@ -51,8 +50,7 @@ def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool 
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         source = next(path.parent for path in sorted(folder.glob("*/vendor/llama.cpp/CMakeLists.txt")))
-        mend_tiles(source)
-        fetch_ahead(source)
+        without = improve(source)
         build = folder / "build"
         options = [*_OPTIONS, *(_FOR_GPU if gpu else ())]
         _call(["cmake", "-S", str(source), "-B", str(build), *options], "cmake cannot configure llama.cpp")
@@ -61,7 +59,8 @@ def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool 
             "llama.cpp cannot be built",
             lambda line: _percent(line, advanced),
         )
-        return install_libraries(build, f"built from {sdist.name}")
+        missing = f", without {', '.join(without)}" if without else ""
+        return install_libraries(build, f"built from {sdist.name}{missing}")
 
 
 def install_libraries(folder: Path, origin: str = "") -> Path:
@@ -83,37 +82,6 @@ def install_libraries(folder: Path, origin: str = "") -> Path:
         copy.rename(place)
     find_library.cache_clear()
     return place / main.name
-
-
-def mend_tiles(source: Path) -> None:
-    """Keeps the whole configuration of AMX's tiles, of which GCC 12 drops rows and columns.
-
-    Its header says that `ldtilecfg` reads 8 bytes, so it takes the stores of the other 56 for dead, and the first
-    product of a prompt with quantized weights is an illegal instruction. Source without that line is left as it is.
-    """
-    file = source / "ggml/src/ggml-cpu/amx/mmq.cpp"
-    if file.is_file():
-        text, call = file.read_text(encoding="utf-8"), "_tile_loadconfig(&tc);"
-        file.write_text(text.replace(call, f'__asm__ volatile("" : : "m"(tc)); {call}'), encoding="utf-8")
-
-
-def fetch_ahead(source: Path) -> None:
-    """Has the x86 kernels ask for weights before they need them; not a bit of what they compute changes.
-
-    A token reads every weight once, from memory, and a core of a Xeon that waits for its own prefetching gets half of
-    what it could read (docs/performance.md). A loop that does not read blocks by their index stays as it is.
-    """
-    for name, first, blocks in _KERNELS:
-        file = source / "ggml/src/ggml-cpu/arch/x86" / name
-        if not file.is_file():
-            continue
-        before, kernels, after = file.read_text(encoding="utf-8").partition(first)
-        loop = rf"(?m)^ +for \((?:\w+ \w+ = 0)?; ?(\w+)(?: \+ 1)? < nb; .*\{{$(?=(?:.*\n){{,40}}.*\b{blocks}\[\1\])"
-        ask = (
-            rf"\g<0> for (size_t at = 0; at < sizeof({blocks}[0]); at += {_LINE}) "
-            rf"__builtin_prefetch((const char *)({blocks} + \1) + {_AHEAD} + at);"
-        )
-        file.write_text(before + kernels + re.sub(loop, ask, after), encoding="utf-8")
 
 
 def remove_libraries() -> bool:

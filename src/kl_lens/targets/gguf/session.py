@@ -17,7 +17,7 @@ from kl_lens.errors import TargetError, printable
 from kl_lens.targets.base import LOAD_MODES
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
-from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back
+from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
 from kl_lens.targets.session import Logits, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
@@ -91,6 +91,7 @@ class GGUFSession:
         self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
         if lean is not None:
             give_back(self.path)
+            set_apart(self.path, self.file.tensors)
         if not self._model:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
