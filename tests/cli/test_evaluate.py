@@ -89,9 +89,9 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
     scored: list[int] = []
     original = Evaluator._score
 
-    def counting(self, subject, session, text, index, divergence):
+    def counting(self, subject, logits, text, index, *rest):
         scored.append(index)
-        return original(self, subject, session, text, index, divergence)
+        return original(self, subject, logits, text, index, *rest)
 
     monkeypatch.setattr(Evaluator, "_score", counting)
     assert evaluated(capsys, *command)["scores"] == first["scores"]
@@ -105,11 +105,11 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
     original = Evaluator._score
     scored: list[int] = []
 
-    def interrupted(self, subject, session, text, index, divergence):
+    def interrupted(self, subject, logits, text, index, *rest):
         if len(scored) == 6:
             signal.raise_signal(signal.SIGINT)
         scored.append(index)
-        return original(self, subject, session, text, index, divergence)
+        return original(self, subject, logits, text, index, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "_score", interrupted)

@@ -14,13 +14,19 @@ from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
-from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
-from kl_lens.evaluation.scoring import LIKELIHOOD_VALUES, WindowScore, divergence_values, score_window
+from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
+from kl_lens.evaluation.scoring import (
+    LIKELIHOOD_VALUES,
+    WindowScore,
+    divergence_values,
+    score_logits,
+)
+from kl_lens.evaluation.side_by_side import lanes_for, side_by_side
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.records import Score, Subject
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
-from kl_lens.targets import Session
+from kl_lens.targets.session import Logits, Session
 
 
 @dataclass
@@ -35,10 +41,6 @@ class Outcome:
         self.scores += other.scores
         self.agreements += other.agreements
         self.failures |= other.failures
-
-
-# What a damaged or vanished file makes its runtime raise, besides our own errors.
-RUNTIME_ERRORS = (KLLensError, OSError, RuntimeError)
 
 
 class Evaluator:
@@ -89,6 +91,9 @@ class Evaluator:
             for window in self._known(judged, text, divergence and judged is not self.original).values()
         )
         self.progress.started(float(text.targets * len(order)), float(done))
+        if self.original is not None:  # what every other is compared with
+            self._windows(self.original, text, divergence=False)
+        self._side_by_side([j for j in order if isinstance(j, JudgedArtifact)], text, divergence)
         windows: dict[str, list[WindowScore]] = {}  # by identity
         for judged in order:
             try:
@@ -126,6 +131,22 @@ class Evaluator:
                 scores[index] = score
         return scores
 
+    def _side_by_side(self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool) -> None:
+        """Puts into the journal what several files at once give; what is missing then, each is asked for alone."""
+        every, missing = range(len(text.items)), {}
+        for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
+            known = self._known(judged, text, divergence)
+            if len(known) < len(every):
+                missing[judged] = [index for index in every if index not in known]
+        lanes, suitable = lanes_for(list(missing))
+        chosen = {judged: missing[judged] for judged in suitable}
+        for item in side_by_side(chosen, text, lanes) if chosen else ():
+            self.journal.store(RUNTIME, item.judged, "", item.runtime)
+            try:
+                self._score(item.judged, item.logits, text, item.window, divergence, item.seconds)
+            except RUNTIME_ERRORS:
+                continue  # it fails again when it is its turn, and is named
+
     def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
         """The scores of all windows: those the journal has, and the others now."""
         scores = self._known(judged, text, divergence)
@@ -136,21 +157,30 @@ class Evaluator:
             try:
                 self.journal.store(RUNTIME, judged, "", session.description)
                 for index in missing:
-                    scores[index] = self._score(judged, session, text, index, divergence)
+                    begin = time.perf_counter()
+                    logits = session.logits(text.items[index].ids)
+                    seconds = time.perf_counter() - begin
+                    # A file that is gone or has changed may still be mapped in part: its numbers do not count.
+                    judged.check()
+                    scores[index] = self._score(judged, logits, text, index, divergence, seconds)
             finally:
                 if session is not self._teacher:
                     session.close()
         return [scores[index] for index in range(len(text.items))]
 
     def _score(
-        self, judged: Judged, session: Session, text: EvaluationText, index: int, divergence: bool
+        self,
+        judged: Judged,
+        logits: Logits,
+        text: EvaluationText,
+        index: int,
+        divergence: bool,
+        seconds: float,
     ) -> WindowScore:
-        begin = time.perf_counter()
-        item = text.items[index]
-        score = score_window(session, item, self._teacher_session() if divergence else None)
-        # A file that is gone or has changed meanwhile may still be mapped in part: its numbers do not count.
-        judged.check()
-        score = replace(score, seconds=time.perf_counter() - begin)
+        item, begin = text.items[index], time.perf_counter()
+        teacher = self._teacher_session().logits(item.ids) if divergence else None
+        score = score_logits(logits, item, teacher)
+        score = replace(score, seconds=seconds + time.perf_counter() - begin)
         self.journal.store(WINDOW, judged, item.key, score.to_json())
         self.progress.advanced(float(item.targets), f"{judged.label}, window {index + 1}")
         return score

@@ -10,13 +10,14 @@ from __future__ import annotations
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import FormatError, TargetError
+from kl_lens.errors import FormatError, KLLensError, TargetError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
@@ -27,6 +28,8 @@ from kl_lens.targets.registry import get_target, locate, target_of
 
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9
+# What a damaged or vanished file makes its runtime raise, besides our own errors.
+RUNTIME_ERRORS = (KLLensError, OSError, RuntimeError)
 
 
 class Judged(ABC):
@@ -132,9 +135,10 @@ class JudgedArtifact(Judged):
     def identity(self) -> str:
         return self._identity
 
-    def open(self) -> Session:
+    def open(self, threads: int | None = None) -> Session:
+        """`threads`: in place of those of its settings, which say nothing."""
         self._check_content()
-        return self.target.open(self.path, self.settings)
+        return self.target.open(self.path, replace(self.settings, threads=threads or self.settings.threads))
 
     def check(self) -> None:
         if _stamps(self.label, self.files) != self._seen:

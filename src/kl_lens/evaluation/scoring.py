@@ -44,8 +44,14 @@ Window = TextWindow | ImageWindow
 
 def score_window(session: Session, window: Window, teacher: Session | None = None) -> WindowScore:
     """Scores a window; with a teacher (the original model) also how far its distributions are from the teacher's."""
+    own = session.logits(window.ids)
+    return score_logits(own, window, None if teacher is None else teacher.logits(window.ids))
+
+
+def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) -> WindowScore:
+    """The same, from what sessions gave for the window's tokens."""
     targets = torch.tensor(window.answers)
-    student = _rows(session, window)
+    student = _rows(logits, window)
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
     nll = float(likelihood.cross_entropy.sum())
     correct = float((likelihood.top == targets).sum())
@@ -69,9 +75,9 @@ def score_window(session: Session, window: Window, teacher: Session | None = Non
     )
 
 
-def _rows(session: Session, window: Window) -> Logits:
+def _rows(logits: Logits, window: Window) -> Logits:
     """The logits that predict the scored tokens or classes."""
-    logits = session.logits(window.ids)[window.rows]
+    logits = logits[window.rows]
     # The kernels below are compiled for finite numbers.
     if not (np.isfinite(logits.max()) and np.isfinite(logits.min())):
         raise TargetError("it gives logits that are not finite; its weights or scales are damaged")

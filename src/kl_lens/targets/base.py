@@ -263,6 +263,10 @@ class Target(ABC):
         """The device that a profile names."""
         return settings.device
 
+    def fewest_threads(self, place: Path) -> int:
+        """With fewer it computes in another precision; threads change nothing but speed otherwise."""
+        return 1
+
     def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
         """The same with float32 arithmetic; None where the runtime has none, or these are it."""
         return None

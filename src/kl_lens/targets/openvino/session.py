@@ -105,8 +105,7 @@ def open_session(
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
         chosen.update(deployment_settings({tensor.realised for tensor in artifact.tensors}))
-        if (threads or processors()) == 1 and computes_in_bfloat16() and is_gated(graph):
-            # Its fused kernel halves the number of threads and divides by the result, which ends the process.
+        if (threads or processors()) < fewest_threads(graph):
             chosen["INFERENCE_PRECISION_HINT"] = "f32"
     compiled = compile_graph(
         graph,
@@ -264,6 +263,15 @@ def _choose_rows(graph: ov.Model) -> None:
 def core() -> ov.Core:
     """One for all: each new one looks for plugins and devices again."""
     return ov.Core()
+
+
+def fewest_threads(graph: ov.Model) -> int:
+    """For what its CPU plugin would choose to compute in.
+
+    In bfloat16, the fused kernel of gated parts halves the number of threads and divides by the result: with one, it
+    ends the process.
+    """
+    return 2 if computes_in_bfloat16() and is_gated(graph) else 1
 
 
 def computes_in_bfloat16() -> bool:

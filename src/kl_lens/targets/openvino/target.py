@@ -169,6 +169,11 @@ class OpenVINOTarget(Target):
         require_device(settings.device)
         return None
 
+    def fewest_threads(self, place: Path) -> int:
+        from kl_lens.targets.openvino.session import fewest_threads, graph_file, read_graph
+
+        return fewest_threads(read_graph(graph_file(place)))
+
     def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
         return None if settings.exact else replace(settings, exact=True)
 
