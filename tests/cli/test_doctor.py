@@ -14,6 +14,7 @@ import pytest
 from kl_lens.cli.main import main
 from kl_lens.errors import TargetError
 from kl_lens.targets.gguf import instructions, library, native, trial
+from kl_lens.targets.gguf.session import GGUFSession
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 
@@ -27,7 +28,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.delenv(library.ENVIRONMENT_VARIABLE, raising=False)
     yield
-    library.find_library.cache_clear()
+    library.forget_library()
     instructions.processor_instructions.cache_clear()
 
 
@@ -37,7 +38,7 @@ def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> N
     info.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\n")
     monkeypatch.setattr(instructions, "_CPU_INFO", info)
     instructions.processor_instructions.cache_clear()
-    library.find_library.cache_clear()
+    library.forget_library()
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
@@ -123,15 +124,31 @@ def test_a_library_that_ends_the_process_at_a_product_takes_no_ones_place(
 def test_the_trial_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the blocks of another matrix in the file, as if kernels had misread them."""
     path = tmp_path / "tiny.gguf"
-    trial._try("Q4_K", path)
+    trial._try("mamba", "Q4_K", path)
     write = trial._write
 
-    def misread(path: Path, products: dict[str, np.ndarray], kind: object) -> None:
-        write(path, {n: d[::-1] if d.dtype == np.uint8 else d for n, d in products.items()}, kind)
+    def misread(path: Path, model: str, products: dict[str, np.ndarray], kind: object) -> None:
+        write(path, model, {n: d[::-1] if d.dtype == np.uint8 else d for n, d in products.items()}, kind)
 
     monkeypatch.setattr(trial, "_write", misread)
     with pytest.raises(TargetError, match="its products are wrong"):
-        trial._try("Q4_K", path)
+        trial._try("mamba", "Q4_K", path)
+
+
+@pytest.mark.parametrize("model", ["mamba", "mamba2"])
+def test_the_trial_refuses_states_that_are_lost(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trial._try(model, "Q8_0", tmp_path / "tiny.gguf")
+    step = GGUFSession.step
+
+    def forgetful(session: GGUFSession, token: int) -> np.ndarray:
+        session.reset()
+        return step(session, token)
+
+    monkeypatch.setattr(GGUFSession, "step", forgetful)
+    with pytest.raises(TargetError, match="its states are wrong"):
+        trial._try(model, "Q8_0", tmp_path / "tiny.gguf")
 
 
 def test_what_a_gpu_has_is_no_instruction_of_the_processor() -> None:
@@ -149,7 +166,7 @@ def test_a_native_build_uses_all_that_there_is(
         monkeypatch.setenv("XDG_DATA_HOME", USERS)
     if library.library_in(library.runtime_folder()) is None:
         pytest.skip("no library was put in place: kl-lens runtime build")
-    library.find_library.cache_clear()
+    library.forget_library()
     code, parts = doctor(capsys)
     assert "from kl-lens runtime" in str(parts["llama.cpp"]["facts"])
     assert parts["llama.cpp"]["problem"] == ""

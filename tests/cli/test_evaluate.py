@@ -87,13 +87,13 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
     command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
     first = evaluated(capsys, *command)
     scored: list[int] = []
-    original = Evaluator._score
+    original = Evaluator._scored
 
-    def counting(self, subject, logits, text, index, *rest):
+    def counting(self, logits, text, index, *rest):
         scored.append(index)
-        return original(self, subject, logits, text, index, *rest)
+        return original(self, logits, text, index, *rest)
 
-    monkeypatch.setattr(Evaluator, "_score", counting)
+    monkeypatch.setattr(Evaluator, "_scored", counting)
     assert evaluated(capsys, *command)["scores"] == first["scores"]
     assert scored == []
     evaluated(capsys, *command, "--again")
@@ -102,17 +102,17 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
 
 def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
-    original = Evaluator._score
+    original = Evaluator._scored
     scored: list[int] = []
 
-    def interrupted(self, subject, logits, text, index, *rest):
+    def interrupted(self, logits, text, index, *rest):
         if len(scored) == 6:
             signal.raise_signal(signal.SIGINT)
         scored.append(index)
-        return original(self, subject, logits, text, index, *rest)
+        return original(self, logits, text, index, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "_score", interrupted)
+        patch.setattr(Evaluator, "_scored", interrupted)
         assert main(["evaluate", *command, *SHORT]) == 130
     assert "goes on from there" in capsys.readouterr().err
     with Run.open(run_folder) as run:

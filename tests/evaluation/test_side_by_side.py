@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kl_lens.checkpoints import LoadedModel
@@ -19,7 +22,7 @@ from kl_lens.evaluation import (
     RuntimeSettings,
     side_by_side as module,
 )
-from kl_lens.evaluation.side_by_side import lanes_for, side_by_side
+from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 
@@ -31,67 +34,123 @@ Exported = Callable[[str], Path]
 
 @pytest.fixture
 def files(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> list[JudgedArtifact]:
+    """More than there are lanes, of two targets in turns."""
     monkeypatch.setattr(module, "processors", lambda: 2)
-    return [JudgedArtifact(exported(target), RuntimeSettings()) for target in ("openvino", "gguf")]
+    return [JudgedArtifact(exported(target), RuntimeSettings()) for target in ("gguf", "openvino", "gguf")]
 
 
 def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     files: list[JudgedArtifact], model: LoadedModel, text: EvaluationText, tmp_path: Path
 ) -> None:
-    assert lanes_for(files) == (2, files)
+    """Each on one thread there, each on two here."""
+    assert lanes_for(files, 0) == (2, files)
     found = {}
-    for name, together in (("together", True), ("alone", False)):
+    for name, settings in (("together", RuntimeSettings()), ("alone", RuntimeSettings(threads=2))):
         heard: list[str] = []
+        progress = Progress(advanced=lambda work, what, heard=heard: heard.append(what))
         with Run.create(tmp_path / name) as run:
-            evaluator = Evaluator(
-                Journal(run),
-                JudgedModel(model),
-                Progress(advanced=lambda work, what, heard=heard: heard.append(what)),
-            )
-            chosen = (
-                files if together else [JudgedArtifact(f.path, RuntimeSettings(threads=1)) for f in files]
-            )
-            outcome = evaluator.judge_text(chosen, text)
+            evaluator = Evaluator(Journal(run), JudgedModel(model), progress)
+            outcome = evaluator.judge_text([JudgedArtifact(f.path, settings) for f in files], text)
         assert not outcome.failures
-        found[name] = {(s.subject.target, s.kind): s.values for s in outcome.scores}
-        every = [what.partition(",")[0] for what in heard]
-        assert every[:6] == ["original"] * len(text.items)
-        assert sorted(every[6:]) == sorted(file.label for file in files for _ in text.items)
+        found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
+        every, windows = [what.partition(",")[0] for what in heard], len(text.items)
+        assert every[:windows] == ["original"] * windows
+        assert len(every) == 3 * windows  # two of the files are the same, and judged once
     assert found["together"] == found["alone"]
 
 
 def test_what_was_settled_by_hand_is_left_as_it_is(
     files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = files
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(threads=2))])[1] == []
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(gpu_layers=1))])[1] == []
-    assert lanes_for([one])[1] == []
-    monkeypatch.setattr(type(one.target), "fewest_threads", lambda target, place: 2)
-    assert lanes_for(files)[1] == []  # one thread each would compute otherwise
+    one, other, _ = files
+    alone = (1, [])
+    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(threads=2))], 0) == alone
+    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(gpu_layers=1))], 0) == alone
+    assert lanes_for([one], 0) == alone
+    assert lanes_for(files, 1 << 60) == alone  # no room for logits
+
+
+def test_what_needs_more_threads_waits_for_its_turn(
+    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, openvino, other = files
+    for least, chosen in ((2, [gguf, other]), (None, [gguf, other]), (1, files)):
+        monkeypatch.setattr(type(openvino.target), "fewest_threads", lambda target, place, n=least: n)
+        assert lanes_for(files, 0) == (2, chosen)
+    monkeypatch.setattr(type(openvino.target), "fewest_threads", lambda target, place: 2)
     monkeypatch.setattr(module, "processors", lambda: 4)
-    assert lanes_for(files) == (2, files)
-    monkeypatch.setattr(module, "_FREE_SHARE", 0.0)
-    assert lanes_for(files)[1] == []
+    assert lanes_for(files, 0) == (2, files)  # two threads each for all, rather than one each for some
 
 
-def test_a_file_that_fails_is_left_to_whoever_judges_it_alone(
+def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(
     files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, sound = files
+    broken, unwanted, sound = files
 
     def gone() -> None:
         raise TargetError("it is gone")
 
     monkeypatch.setattr(broken, "check", gone)
-    missing = {judged: [0, 1] for judged in files}
-    found = [(item.judged, item.window) for item in side_by_side(missing, text, 2)]
-    assert found == [(sound, 0), (sound, 1)]
+    lanes = SideBySide({judged: [0, 1, 2, 3] for judged in files}, text, 2)
+    found = []
+    for item in lanes:
+        found.append((item.judged, item.window))
+        if item.judged is unwanted:
+            lanes.drop(unwanted)
+    assert [window for judged, window in found if judged is sound] == [0, 1, 2, 3]
+    assert [window for judged, window in found if judged is unwanted] == [0]
+    assert all(judged is not broken for judged, _ in found)
+
+
+def test_a_file_whose_numbers_are_none_is_named_after_one_window(
+    files: list[JudgedArtifact],
+    model: LoadedModel,
+    text: EvaluationText,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, asked = JudgedArtifact.open, []
+
+    def damaged(judged: JudgedArtifact, threads: int | None = None) -> object:
+        session = opened(judged, threads)
+        if judged.target.name == "openvino":
+            logits = session.logits
+            session.logits = lambda ids: asked.append(1) or logits(ids) * np.nan
+        return session
+
+    monkeypatch.setattr(JudgedArtifact, "open", damaged)
+    with Run.create(tmp_path / "run") as run:
+        outcome = Evaluator(Journal(run), JudgedModel(model)).judge_text(files, text)
+    assert list(outcome.failures) == [files[1].label]
+    assert "not finite" in outcome.failures[files[1].label]
+    assert len(asked) <= 4  # those that were under way, and one more when it was judged alone
 
 
 def test_nothing_goes_on_when_nobody_listens(files: list[JudgedArtifact], text: EvaluationText) -> None:
     before = threading.active_count()
-    arriving = side_by_side({judged: [0, 1, 2, 3] for judged in files}, text, 2)
+    arriving = iter(SideBySide({judged: [0, 1, 2, 3] for judged in files}, text, 2))
     next(arriving)
-    arriving.close()  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        arriving.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+def test_a_mistake_of_ours_is_not_swallowed(
+    files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files[0], "open", lambda threads: {}["nothing"])
+    with pytest.raises(KeyError, match="nothing"):
+        list(SideBySide({judged: [0] for judged in files}, text, 2))
+
+
+def test_several_threads_find_one_library(exported: Exported) -> None:
+    """In a fresh process, where nobody has looked for llama.cpp before."""
+    script = """
+import sys, threading
+from kl_lens.targets.gguf.library import find_library
+found = []
+threads = [threading.Thread(target=lambda: found.append(find_library())) for _ in range(8)]
+[each.start() for each in threads], [each.join() for each in threads]
+assert len(found) == 8 and len(set(map(id, found))) == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

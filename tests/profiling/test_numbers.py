@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kl_lens.profiling import machine as machine_module
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound, prefill_seconds
 from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
 from kl_lens.profiling.spread import ratios, spread_of, spreads
@@ -101,6 +103,12 @@ def test_caches_are_read_from_the_system(tmp_path: Path) -> None:
                 (folder / name).write_text(text + "\n")
     assert last_level_cache(tmp_path) == 2 * (32 << 20)
     assert last_level_cache(tmp_path / "nowhere") is None
+
+
+def test_what_is_timed_reads_every_byte() -> None:
+    values = np.arange(8 * 3 * 1000, dtype=np.int64)
+    for read in (machine_module._sum, machine_module._sum_of_eight):
+        assert read(values, 1) == read(values, 3) == values.sum()
 
 
 def test_the_machine_is_measured() -> None:

@@ -21,12 +21,14 @@ from kl_lens.evaluation.scoring import (
     divergence_values,
     score_logits,
 )
-from kl_lens.evaluation.side_by_side import lanes_for, side_by_side
+from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.records import Score, Subject
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 from kl_lens.targets.session import Logits, Session
+
+_MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # a vocabulary, where no model says how large it is
 
 
 @dataclass
@@ -138,14 +140,20 @@ class Evaluator:
             known = self._known(judged, text, divergence)
             if len(known) < len(every):
                 missing[judged] = [index for index in every if index not in known]
-        lanes, suitable = lanes_for(list(missing))
-        chosen = {judged: missing[judged] for judged in suitable}
-        for item in side_by_side(chosen, text, lanes) if chosen else ():
-            self.journal.store(RUNTIME, item.judged, "", item.runtime)
+        if len(missing) < 2:
+            return
+        longest = max(len(item.ids) for item in text.items)
+        columns = _MANY_COLUMNS if self.original is None else self._teacher_session().vocabulary
+        lanes, suitable = lanes_for(list(missing), longest * columns * _FLOAT_BYTES)
+        lane = SideBySide({judged: missing[judged] for judged in suitable}, text, lanes)
+        for item in lane:
             try:
-                self._score(item.judged, item.logits, text, item.window, divergence, item.seconds)
+                score = self._scored(item.logits, text, item.window, divergence, item.seconds)
             except RUNTIME_ERRORS:
-                continue  # it fails again when it is its turn, and is named
+                lane.drop(item.judged)  # it fails again when it is its turn, and is named
+                continue
+            self.journal.store(RUNTIME, item.judged, "", item.runtime)
+            self._keep(item.judged, score, text, item.window)
 
     def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
         """The scores of all windows: those the journal has, and the others now."""
@@ -162,28 +170,26 @@ class Evaluator:
                     seconds = time.perf_counter() - begin
                     # A file that is gone or has changed may still be mapped in part: its numbers do not count.
                     judged.check()
-                    scores[index] = self._score(judged, logits, text, index, divergence, seconds)
+                    scores[index] = self._scored(logits, text, index, divergence, seconds)
+                    self._keep(judged, scores[index], text, index)
             finally:
                 if session is not self._teacher:
                     session.close()
         return [scores[index] for index in range(len(text.items))]
 
-    def _score(
-        self,
-        judged: Judged,
-        logits: Logits,
-        text: EvaluationText,
-        index: int,
-        divergence: bool,
-        seconds: float,
+    def _scored(
+        self, logits: Logits, text: EvaluationText, index: int, divergence: bool, seconds: float
     ) -> WindowScore:
+        """`seconds`: what the logits took."""
         item, begin = text.items[index], time.perf_counter()
         teacher = self._teacher_session().logits(item.ids) if divergence else None
         score = score_logits(logits, item, teacher)
-        score = replace(score, seconds=seconds + time.perf_counter() - begin)
+        return replace(score, seconds=seconds + time.perf_counter() - begin)
+
+    def _keep(self, judged: Judged, score: WindowScore, text: EvaluationText, index: int) -> None:
+        item = text.items[index]
         self.journal.store(WINDOW, judged, item.key, score.to_json())
         self.progress.advanced(float(item.targets), f"{judged.label}, window {index + 1}")
-        return score
 
     def _teacher_session(self) -> Session:
         assert self.original is not None

@@ -136,9 +136,11 @@ class JudgedArtifact(Judged):
         return self._identity
 
     def open(self, threads: int | None = None) -> Session:
-        """`threads`: in place of those of its settings, which say nothing."""
+        """`threads`: a share of the processors; what it compiles for those is not kept."""
         self._check_content()
-        return self.target.open(self.path, replace(self.settings, threads=threads or self.settings.threads))
+        if threads is None:
+            return self.target.open(self.path, self.settings)
+        return self.target.open(self.path, replace(self.settings, threads=threads), cold=True)
 
     def check(self) -> None:
         if _stamps(self.label, self.files) != self._seen:

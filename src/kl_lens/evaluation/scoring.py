@@ -1,7 +1,7 @@
 """One window through one session: the likelihood of its tokens or classes and, beside the original, the divergence.
 
-The only place where logits become numbers, whatever runtime they come from. At most one window's logits of each of the
-two models exist at a time.
+The only place where logits become numbers, whatever runtime they come from. One window's logits of each of the two
+models are enough.
 """
 
 from __future__ import annotations

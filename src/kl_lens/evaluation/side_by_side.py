@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,78 +37,108 @@ class Arrived:
     runtime: dict[str, Any]
 
 
-def lanes_for(files: Sequence[JudgedArtifact]) -> tuple[int, list[JudgedArtifact]]:
-    """How many to run at once, and which of them; none where somebody said how to run them, or memory is short."""
+def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, list[JudgedArtifact]]:
+    """How many to run at once, and which of them; none where somebody said how to run them, or memory is short.
+
+    Args:
+        files: those that are wanted.
+        logits_bytes: what a window's logits take; every lane has two of them, and whoever asked one more.
+    """
     free = [
         f for f in files if f.settings.device == "CPU" and not (f.settings.threads or f.settings.gpu_layers)
     ]
-    lanes = min(len(free), processors(), MOST)
-    sizes = sorted(map(_size, free), reverse=True)
+    fewest = {judged: _fewest_threads(judged) for judged in free} if len(free) > 1 else {}
     room = _FREE_SHARE * psutil.virtual_memory().available
-    while lanes > 1 and sum(sizes[:lanes]) * _MEMORY_PER_FILE_BYTE > room:
-        lanes -= 1
-    suitable = [f for f in free if lanes > 1 and _fewest_threads(f) <= processors() // lanes]
-    return lanes, suitable if len(suitable) > 1 else []
+    for lanes in range(min(len(fewest), processors(), MOST), 1, -1):
+        suitable = [judged for judged, least in fewest.items() if least and least <= processors() // lanes]
+        largest = sorted(map(_size, suitable), reverse=True)[:lanes]
+        need = sum(largest) * _MEMORY_PER_FILE_BYTE + (2 * lanes + 1) * logits_bytes
+        if len(suitable) >= lanes and need < room:
+            return lanes, suitable
+    return 1, []
 
 
 def _size(judged: JudgedArtifact) -> int:
     return sum(path.stat().st_size for path in judged.files if path.is_file())
 
 
-def _fewest_threads(judged: JudgedArtifact) -> int:
+def _fewest_threads(judged: JudgedArtifact) -> int | None:
     try:
+        judged.target.prepare()  # its libraries are loaded here, not by several threads at once
         return judged.target.fewest_threads(judged.path)
     except RUNTIME_ERRORS:
-        return processors() + 1  # whoever judges it alone will say what is wrong
+        return None  # whoever judges it alone will say what is wrong
 
 
-def side_by_side(
-    missing: Mapping[JudgedArtifact, Sequence[int]], text: EvaluationText, lanes: int
-) -> Iterator[Arrived]:
-    """The logits of these windows of each file, as they come. A file that fails is left out from there on."""
-    arrived: queue.Queue[Arrived | None] = queue.Queue(maxsize=lanes)  # each as large as a window's logits
-    stopped = threading.Event()
+class SideBySide:
+    """The logits of some windows of each file, as they come.
 
-    def hand_over(item: Arrived | None) -> None:
-        while not stopped.is_set():
+    A file that fails is left out from there on; so is one that is dropped. Every file has a thread that has run nothing
+    else: llama.cpp's tiles do not survive OpenVINO's in the same one (docs/traps.md).
+    """
+
+    def __init__(
+        self, missing: Mapping[JudgedArtifact, Sequence[int]], text: EvaluationText, lanes: int
+    ) -> None:
+        self._missing, self._text, self._lanes = missing, text, lanes
+        self._arrived: queue.Queue[Arrived | JudgedArtifact | BaseException] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        self._dropped: set[JudgedArtifact] = set()
+
+    def drop(self, judged: JudgedArtifact) -> None:
+        """Nothing more of this one is wanted."""
+        self._dropped.add(judged)
+
+    def __iter__(self) -> Iterator[Arrived]:
+        waiting, running = list(self._missing), dict[JudgedArtifact, threading.Thread]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._lanes:
+                    judged = waiting.pop(0)
+                    running[judged] = threading.Thread(target=self._run, args=(judged,), daemon=True)
+                    running[judged].start()
+                item = self._arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, JudgedArtifact):
+                    running.pop(item).join()
+                elif item.judged not in self._dropped:
+                    yield item
+        finally:
+            self._stopped.set()
+            for thread in running.values():
+                if thread.ident is not None:
+                    thread.join()
+
+    def _run(self, judged: JudgedArtifact) -> None:
+        try:
+            self._compute(judged)
+        except RUNTIME_ERRORS:
+            pass  # whoever judges it alone will say what is wrong
+        except BaseException as error:
+            self._hand_over(error)
+        finally:
+            self._hand_over(judged)
+
+    def _compute(self, judged: JudgedArtifact) -> None:
+        judged.check()
+        session = judged.open(processors() // self._lanes)
+        try:
+            for window in self._missing[judged]:
+                if self._stopped.is_set() or judged in self._dropped:
+                    return
+                begin = time.perf_counter()
+                logits = session.logits(self._text.items[window].ids)
+                seconds = time.perf_counter() - begin
+                judged.check()  # a file that is gone may still be mapped in part: its numbers do not count
+                self._hand_over(Arrived(judged, window, logits, seconds, session.description))
+        finally:
+            session.close()
+
+    def _hand_over(self, item: Arrived | JudgedArtifact | BaseException) -> None:
+        while not self._stopped.is_set():
             try:
-                arrived.put(item, timeout=_PATIENCE)
+                self._arrived.put(item, timeout=_PATIENCE)
                 return
             except queue.Full:
                 continue
-
-    def judge(judged: JudgedArtifact) -> None:
-        try:
-            if stopped.is_set():
-                return
-            judged.check()
-            session = judged.open(processors() // lanes)
-            try:
-                for window in missing[judged]:
-                    if stopped.is_set():
-                        return
-                    begin = time.perf_counter()
-                    logits = session.logits(text.items[window].ids)
-                    seconds = time.perf_counter() - begin
-                    judged.check()  # a file that is gone may still be mapped in part: its numbers do not count
-                    hand_over(Arrived(judged, window, logits, seconds, session.description))
-            finally:
-                session.close()
-        except RUNTIME_ERRORS:
-            pass  # whoever judges it alone will say what is wrong
-        finally:
-            hand_over(None)
-
-    with ThreadPoolExecutor(lanes) as pool:
-        working = [pool.submit(judge, judged) for judged in missing]
-        try:
-            left = len(working)
-            while left:
-                if (item := arrived.get()) is None:
-                    left -= 1
-                else:
-                    yield item
-        finally:
-            stopped.set()
-    for each in working:
-        each.result()  # an error of ours is not swallowed

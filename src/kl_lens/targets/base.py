@@ -263,9 +263,12 @@ class Target(ABC):
         """The device that a profile names."""
         return settings.device
 
-    def fewest_threads(self, place: Path) -> int:
-        """With fewer it computes in another precision; threads change nothing but speed otherwise."""
-        return 1
+    def fewest_threads(self, place: Path) -> int | None:
+        """With how many, at least, it may run beside others in a thread of this process; None: alone.
+
+        With fewer it would compute otherwise; more change speed only.
+        """
+        return None
 
     def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
         """The same with float32 arithmetic; None where the runtime has none, or these are it."""

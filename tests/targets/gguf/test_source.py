@@ -28,6 +28,13 @@ def test_a_configuration_of_tiles_is_kept_whole(tmp_path: Path) -> None:
     assert '"m"(tc)); _tile_loadconfig(&tc);\n    done' in file.read_text()
 
 
+def test_tiles_are_configured_for_every_product(tmp_path: Path) -> None:
+    text = "inline void ggml_tile_config_init(void) {\n    if (done) {\n        return;\n    }\n"
+    file = write(tmp_path, PRODUCTS, text)
+    assert source.configure_tiles_anew(tmp_path)
+    assert "if (done)" not in file.read_text()
+
+
 def test_kernels_ask_for_weights_ahead(tmp_path: Path) -> None:
     """Every loop over the blocks of a row of weights, and no other."""
     assert not source.fetch_ahead(tmp_path)

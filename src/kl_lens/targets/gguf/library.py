@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,7 @@ from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES
 from kl_lens.targets.gguf.instructions import unused_instructions
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
+_FINDING = threading.Lock()
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
 _VERSIONED = re.compile(
     r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
@@ -265,14 +267,24 @@ def candidates() -> Iterator[tuple[str, Path]]:
         yield from (("xllamacpp", path) for path in sorted(folder.glob("xllamacpp*.pyd")))
 
 
-@cache
 def find_library() -> LlamaLibrary:
-    """The llama.cpp library to use; the same one for the life of the process.
+    """The llama.cpp library to use; the same one for the life of the process, whichever thread asks first.
 
     Looked for in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), what `kl-lens runtime` put in place,
     llama-cpp-python, the system's library path, beside llama.cpp's tools on PATH, and xllamacpp (which is in the extra
     `gguf`: right everywhere, slow on ARM).
     """
+    with _FINDING:  # opened twice, it would log into a callback that is gone
+        return _found()
+
+
+def forget_library() -> None:
+    """Another may be in place now."""
+    _found.cache_clear()
+
+
+@cache
+def _found() -> LlamaLibrary:
     reasons = []
     for origin, path in candidates():
         if path.is_absolute() and not path.is_file():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kl_lens.environment import for_child, processors
 from kl_lens.errors import TargetError
-from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, find_library, library_in, runtime_folder
+from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, forget_library, library_in, runtime_folder
 from kl_lens.targets.gguf.source import improve
 
 TRIAL = "kl_lens.targets.gguf.trial"
@@ -80,7 +80,7 @@ def install_libraries(folder: Path, origin: str = "") -> Path:
         if place.exists():
             place.rename(Path(temporary) / "old")
         copy.rename(place)
-    find_library.cache_clear()
+    forget_library()
     return place / main.name
 
 
@@ -89,7 +89,7 @@ def remove_libraries() -> bool:
     place = runtime_folder()
     if place.exists():
         shutil.rmtree(place)
-        find_library.cache_clear()
+        forget_library()
         return True
     return False
 

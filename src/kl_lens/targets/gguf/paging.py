@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from kl_lens.targets.gguf.header import TensorEntry
@@ -23,6 +24,8 @@ _LARGE, _PIECE = (
     1 << 20,
     64 << 10,
 )  # bytes: tensors apart from others, and what one row of the embedding may bring back
+# Of an embedding: a process may have 65,530 mappings, and threads and buffers need some.
+_MOST_PIECES = 2048
 _EMBEDDING = "token_embd.weight"
 # Between two times: of the file, and bytes, since looking for its pages takes time.
 _STEP, _LEAST = 0.02, 32 << 20
@@ -40,16 +43,22 @@ def give_back(path: Path) -> None:
 
 def set_apart(path: Path, tensors: Iterable[TensorEntry]) -> None:
     """Large tensors in mappings of their own, and the embedding, of which a token needs a row, in many."""
-    mappings = _mappings(path)
-    for tensor in tensors:
-        if tensor.bytes < _LARGE:
-            continue
-        piece, step = (_PIECE, 2 * _PIECE) if tensor.name == _EMBEDDING else (tensor.bytes, tensor.bytes)
-        for at in range(tensor.offset, tensor.offset + tensor.bytes, step):
-            for start, end, offset in mappings:
-                if offset <= at < offset + end - start:
-                    first = start + at - offset
-                    _advise(first, min(first + piece, end), _DONT_DUMP)
+    stretches = [stretch for tensor in tensors if tensor.bytes >= _LARGE for stretch in _stretches(tensor)]
+    for start, end, offset in _mappings(path):
+        for first, last in stretches:
+            if not _advise(max(start, start + first - offset), min(end, start + last - offset), _DONT_DUMP):
+                return  # the system has enough of them; the rest stays as it is
+
+
+def _stretches(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Of the file's bytes, those of a tensor that get a mapping of their own: all, or every other piece."""
+    end = tensor.offset + tensor.bytes
+    if tensor.name != _EMBEDDING:
+        yield tensor.offset, end
+        return
+    piece = max(_PIECE, tensor.bytes // _MOST_PIECES)
+    for first in range(tensor.offset, end, 2 * piece):
+        yield first, min(first + piece, end)
 
 
 def _mappings(path: Path) -> list[tuple[int, int, int]]:
@@ -63,13 +72,17 @@ def _mappings(path: Path) -> list[tuple[int, int, int]]:
     return found
 
 
-def _advise(start: int, end: int, what: int) -> None:
-    """On the whole pages of a stretch of memory."""
+def _advise(start: int, end: int, what: int) -> bool:
+    """On the whole pages of a stretch of memory; whether the system took it."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    return first >= last or _madvise()(first, last - first, what) == 0
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last:
-        advise(first, last - first, what)
+    return advise
 
 
 def giving_back(path: Path) -> Callable[[float, object], bool]:

@@ -1,4 +1,6 @@
-"""What `kl-lens runtime build` changes in llama.cpp's source before it compiles: speed and memory, never a result.
+"""What `kl-lens runtime build` changes in llama.cpp's source before it compiles: how fast and where, not what.
+
+A matrix that moves to other kernels is summed up in another order; nothing else changes a bit of a result.
 
 A release in which a change has nothing to hold on to is built without it: all of a change is made, or nothing of it.
 What each is worth is in docs/performance.md.
@@ -28,6 +30,7 @@ def improve(source: Path) -> list[str]:
     """Makes every change that this release and its processor can take; the names of those that found no place."""
     changes: dict[str, Callable[[Path], bool]] = {
         "whole tile configurations": mend_tiles,
+        "tiles configured anew": configure_tiles_anew,
         "requests ahead": fetch_ahead,
         "tiles for rows in sixteens": tile_sixteens,
         "more tiles at once": read_tiles_ahead,
@@ -46,6 +49,15 @@ def mend_tiles(source: Path) -> bool:
     """
     call = "_tile_loadconfig(&tc);"
     return _edit(source, {f"{_CPU}/amx/mmq.cpp": [("", call, f'__asm__ volatile("" : : "m"(tc)); {call}')]})
+
+
+def configure_tiles_anew(source: Path) -> bool:
+    """Before every product, and not once in the life of a thread.
+
+    After OpenVINO has multiplied in the same one, the tiles are not configured any more: an illegal instruction.
+    """
+    once = ("void ggml_tile_config_init", "if (done) {", "if (false) {")
+    return _edit(source, {f"{_CPU}/amx/mmq.cpp": [once]})
 
 
 def fetch_ahead(source: Path) -> bool:
@@ -103,14 +115,22 @@ def read_tiles_ahead(source: Path) -> bool:
     A core reads faster from eight places of memory than from four.
     """
     tile = "const char * b_ptr = B + PACKED_INDEX(col, i, KB, TILE_SIZE);"
+    tiles, width, first = (
+        "constexpr int kTilesN = 4;",
+        "constexpr int BLOCK_N = TILE_N * kTilesN;",
+        "switch (nb_size) {",
+    )
     ask = f" for (int at = 0; at < TILE_SIZE; at += {_LINE}) {{ __builtin_prefetch(b_ptr + {_TILES_AHEAD} + at); }}"
     file = source / _CPU / "amx/mmq.cpp"
     if not _edit(
         source,
         {
             f"{_CPU}/amx/mmq.cpp": [
-                (_TOKEN, "constexpr int kTilesN = 4;", "constexpr int kTilesN = 8;"),
-                (_TOKEN, "switch (nb_size) {", "switch (nb_size) {" + _cases(80, 112)),
+                # Four where eight would leave threads without work.
+                (_TOKEN, tiles, "const int kTilesN = N >= TILE_N * 8 * 4 * params->nth ? 8 : 4;"),
+                (_TOKEN, width, width.replace("constexpr", "const")),
+                (_TOKEN, first, first + _cases(80, 112)),
+                *((_TOKEN, f"case {every}:", f"case {every}:") for every in (96, 128)),
                 ("struct tinygemm_kernel_vnni", tile, tile),
             ]
         },
@@ -188,7 +208,8 @@ _FUSION = """
                 continue;
             }
             const struct ggml_tensor * states = copy->src[0];
-            if (copy->op == GGML_OP_CPY && states->view_src == node && states->type == GGML_TYPE_F32 &&
+            if (copy->op == GGML_OP_CPY && (copy->flags & GGML_TENSOR_FLAG_COMPUTE) &&
+                states->view_src == node && states->type == GGML_TYPE_F32 &&
                 states->view_offs == outputs * sizeof(float) && ggml_is_contiguous(states) &&
                 copy->type == GGML_TYPE_F32 && ggml_is_contiguous(copy) &&
                 ggml_nelements(copy) == ggml_nelements(node) - outputs) {

@@ -246,6 +246,9 @@ class GGUFTarget(Target):
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         return 2 * len(storable(self, table, recipes))
 
+    def fewest_threads(self, place: Path) -> int:
+        return 1
+
     # -- what its kernels do -------------------------------------------------------------------------------
 
     def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Tries a llama.cpp library out on a tiny Mamba in every format that plans use, in a process of its own.
+"""Tries a llama.cpp library out on tiny models in every format that plans use, in a process of its own.
 
 python -m kl_lens.targets.gguf.trial, with LLAMA_CPP_LIB set. Prints each format before it is multiplied with, so that
 whoever started it knows which one ended the process. Needs numpy and gguf, like running a file, and not torch.
@@ -24,14 +24,26 @@ _FACTORS: dict[str, dict[int, float]] = {
     "Q8_0": {0: 1}, "Q4_0": {0: 1}, "IQ4_XS": {0: 1}, "Q3_K": {108: 1}, "Q4_K": {0: 1, 2: 7.5}, "Q5_K": {0: 1, 2: 15.5},
     "Q6_K": {208: 1},
 }  # fmt: skip
-_TILE = 16  # rows; the last ones of the head fill no pair
-_WIDTH, _INNER, _STATE, _RANK, _VOCABULARY = 256, 512, 16, 32, 33 * _TILE
+_TILE = 16  # rows; the last ones of the head, and of Mamba-2's input, fill no pair
+_WIDTH, _INNER, _VOCABULARY = 256, 512, 33 * _TILE
+_STATE, _RANK = (
+    {"mamba": 16, "mamba2": 64},
+    {"mamba": 32, "mamba2": 16},
+)  # Mamba-2's rank is its number of heads
+_CHANNELS = {"mamba": _INNER, "mamba2": _INNER + 2 * _STATE["mamba2"]}  # of the convolution
 _PRODUCTS = {
-    "token_embd.weight": (_VOCABULARY, _WIDTH), "blk.0.ssm_in.weight": (2 * _INNER, _WIDTH),
-    "blk.0.ssm_x.weight": (_RANK + 2 * _STATE, _INNER), "blk.0.ssm_out.weight": (_WIDTH, _INNER),
+    "mamba": {
+        "token_embd.weight": (_VOCABULARY, _WIDTH), "blk.0.ssm_in.weight": (2 * _INNER, _WIDTH),
+        "blk.0.ssm_x.weight": (_RANK["mamba"] + 2 * _STATE["mamba"], _INNER), "blk.0.ssm_out.weight": (_WIDTH, _INNER),
+    },
+    "mamba2": {
+        "token_embd.weight": (_VOCABULARY, _WIDTH), "blk.0.ssm_out.weight": (_WIDTH, _INNER),
+        "blk.0.ssm_in.weight": (_INNER + _CHANNELS["mamba2"] + _RANK["mamba2"], _WIDTH),
+    },
 }  # fmt: skip
 _PROMPT, _STEPS = 40, (3, 5, 8)  # more than one row of AMX's tiles; tokens that go on from the state before
 _MOST_ERROR = 0.3  # of the logits' size; activations in 8 bits give 0.01 to 0.11, other values about 1.4
+_MOST_DRIFT = 0.1  # between tokens in a prompt and one by one; a state that is lost gives 1.1 to 1.9
 
 
 def main() -> int:
@@ -39,28 +51,37 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             for kind in ("F16", *_FACTORS):
                 print(kind, flush=True)
-                _try(kind, Path(folder) / "tiny.gguf")
+                for model in _PRODUCTS:
+                    _try(model, kind, Path(folder) / "tiny.gguf")
     except KLLensError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _try(kind: str, path: Path) -> None:
-    """The same values as blocks and in float32 must give the same logits."""
+def _try(model: str, kind: str, path: Path) -> None:
+    """The same values as blocks and in float32 must give the same logits, and steps what a prompt gives."""
     gguf = gguf_module()
     random = np.random.default_rng(0)
-    stored = {name: _blocks(kind, shape, random) for name, shape in _PRODUCTS.items()}
+    stored = {name: _blocks(kind, shape, random) for name, shape in _PRODUCTS[model].items()}
     type_of = gguf.GGMLQuantizationType
     plain = {
         name: gguf.quants.dequantize(data, type_of[kind]).astype(np.float32) for name, data in stored.items()
     }
-    expected = _logits(path, plain, type_of.F32)
-    error = _logits(path, stored, type_of[kind]) - expected
-    tiles = (error**2).reshape(len(error), -1, _TILE).mean(axis=(0, 2))
-    share = float(np.sqrt(tiles.max() / (expected**2).mean()))
-    if not share < _MOST_ERROR:
-        raise TargetError(f"its products are wrong, by {share:.0%} of the logits")
+    _write(path, model, plain, type_of.F32)
+    expected, _ = _logits(path)
+    _write(path, model, stored, type_of[kind])
+    logits, stepped = _logits(path)
+    size = float((expected**2).mean())
+    if not (share := _largest(logits - expected) / size) < _MOST_ERROR**2:
+        raise TargetError(f"its products are wrong, by {share**0.5:.0%} of the logits")
+    if not (share := _largest(stepped - logits[-len(_STEPS) :]) / size) < _MOST_DRIFT**2:
+        raise TargetError(f"its states are wrong, by {share**0.5:.0%} of the logits")
+
+
+def _largest(error: Logits) -> float:
+    """The mean square of the tile that is worst."""
+    return float((error**2).reshape(len(error), -1, _TILE).mean(axis=(0, 2)).max())
 
 
 def _blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> npt.NDArray[Any]:
@@ -80,34 +101,48 @@ def _blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> n
     return rows
 
 
-def _logits(path: Path, products: dict[str, npt.NDArray[Any]], kind: Any) -> Logits:
-    _write(path, products, kind)
-    with open_session(path, threads=1) as session:
-        tokens = [(7 * index) % _VOCABULARY for index in range(_PROMPT)]
-        return np.concatenate([session.logits(tokens), [session.step(token) for token in _STEPS]])
+def _logits(path: Path) -> tuple[Logits, Logits]:
+    """Of a prompt and some tokens at once, and of those tokens one by one behind it."""
+    with open_session(path, threads=2) as session:
+        prompt = [(7 * index) % _VOCABULARY for index in range(_PROMPT)]
+        whole = session.logits([*prompt, *_STEPS])
+        session.reset()
+        session.prefill(prompt)
+        return whole, np.stack([session.step(token) for token in _STEPS])
 
 
-def _write(path: Path, products: dict[str, npt.NDArray[Any]], kind: Any) -> None:
+def _write(path: Path, model: str, products: dict[str, npt.NDArray[Any]], kind: Any) -> None:
     gguf = gguf_module()
-    writer = gguf.GGUFWriter(path, "mamba")
+    writer = gguf.GGUFWriter(path, model)
     numbers = {
         "context_length": 512, "embedding_length": _WIDTH, "feed_forward_length": 0, "attention.head_count": 0,
-        "block_count": 1, "ssm.conv_kernel": 4, "ssm.inner_size": _INNER, "ssm.state_size": _STATE,
-        "ssm.time_step_rank": _RANK, "vocab_size": _VOCABULARY,
+        "block_count": 1, "ssm.conv_kernel": 4, "ssm.inner_size": _INNER, "ssm.state_size": _STATE[model],
+        "ssm.time_step_rank": _RANK[model], "vocab_size": _VOCABULARY, "ssm.group_count": 1,
     }  # fmt: skip
     for name, number in numbers.items():
-        writer.add_uint32(f"mamba.{name}", number)
-    writer.add_bool("mamba.ssm.dt_b_c_rms", False)
-    writer.add_float32("mamba.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_uint32(f"{model}.{name}", number)
+    writer.add_bool(f"{model}.ssm.dt_b_c_rms", False)
+    writer.add_float32(f"{model}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model("no_vocab")
     random = np.random.default_rng(1)
     others = {
         "output_norm.weight": np.ones(_WIDTH), "blk.0.attn_norm.weight": np.ones(_WIDTH),
-        "blk.0.ssm_conv1d.weight": random.standard_normal((_INNER, 4)), "blk.0.ssm_conv1d.bias": np.zeros(_INNER),
-        "blk.0.ssm_dt.weight": random.standard_normal((_INNER, _RANK)) * _RANK**-0.5,
-        "blk.0.ssm_dt.bias": np.zeros(_INNER), "blk.0.ssm_d": np.ones(_INNER),
-        "blk.0.ssm_a": -np.tile(np.arange(1.0, _STATE + 1), (_INNER, 1)),
+        "blk.0.ssm_conv1d.weight": random.standard_normal((_CHANNELS[model], 4)),
+        "blk.0.ssm_conv1d.bias": np.zeros(_CHANNELS[model]),
     }  # fmt: skip
+    if model == "mamba":
+        rank, state = _RANK[model], _STATE[model]
+        others |= {
+            "blk.0.ssm_dt.weight": random.standard_normal((_INNER, rank)) * rank**-0.5,
+            "blk.0.ssm_dt.bias": np.zeros(_INNER), "blk.0.ssm_d": np.ones(_INNER),
+            "blk.0.ssm_a": -np.tile(np.arange(1.0, state + 1), (_INNER, 1)),
+        }  # fmt: skip
+    else:
+        heads = _RANK[model]
+        others |= {
+            "blk.0.ssm_dt.bias": np.zeros(heads), "blk.0.ssm_d": np.ones((heads, 1)),
+            "blk.0.ssm_a": -np.linspace(0.1, 1.0, heads)[:, None], "blk.0.ssm_norm.weight": np.ones((1, _INNER)),
+        }  # fmt: skip
     for name, values in others.items():
         writer.add_tensor(name, values.astype(np.float32))
     for name, data in products.items():
