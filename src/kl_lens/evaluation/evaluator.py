@@ -15,12 +15,7 @@ from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
-from kl_lens.evaluation.scoring import (
-    LIKELIHOOD_VALUES,
-    WindowScore,
-    divergence_values,
-    score_logits,
-)
+from kl_lens.evaluation.scoring import LIKELIHOOD_VALUES, WindowScore, divergence_values, score_logits
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.records import Score, Subject

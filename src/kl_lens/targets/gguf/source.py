@@ -14,11 +14,8 @@ from pathlib import Path
 
 Places = list[tuple[str, str, str]]  # the first `text` behind `behind` becomes `new`
 
-_AHEAD, _TILES_AHEAD, _LINE = (
-    4096,
-    1024,
-    64,
-)  # bytes: how far ahead weights are asked for, and how many come at once
+# Bytes: how far ahead weights are asked for, in rows and in tiles, and how many come at once.
+_AHEAD, _TILES_AHEAD, _LINE = 4096, 1024, 64
 _TOKEN = "if (M == 1)"  # what AMX's products do with a single token stands behind it
 _KERNELS = (("quants.c", "void ggml_vec_dot_", "x"), ("repack.cpp", "static void gemv_", "b_ptr"))
 _CPU = "ggml/src/ggml-cpu"
@@ -27,7 +24,7 @@ _PAGE = 2 << 20
 
 
 def improve(source: Path) -> list[str]:
-    """Makes every change that this release and its processor can take; the names of those that found no place."""
+    """Makes every change that this release can take; the names of those that found no place."""
     changes: dict[str, Callable[[Path], bool]] = {
         "whole tile configurations": mend_tiles,
         "tiles configured anew": configure_tiles_anew,
@@ -115,11 +112,8 @@ def read_tiles_ahead(source: Path) -> bool:
     A core reads faster from eight places of memory than from four.
     """
     tile = "const char * b_ptr = B + PACKED_INDEX(col, i, KB, TILE_SIZE);"
-    tiles, width, first = (
-        "constexpr int kTilesN = 4;",
-        "constexpr int BLOCK_N = TILE_N * kTilesN;",
-        "switch (nb_size) {",
-    )
+    tiles, first = "constexpr int kTilesN = 4;", "switch (nb_size) {"
+    width = "constexpr int BLOCK_N = TILE_N * kTilesN;"
     ask = f" for (int at = 0; at < TILE_SIZE; at += {_LINE}) {{ __builtin_prefetch(b_ptr + {_TILES_AHEAD} + at); }}"
     file = source / _CPU / "amx/mmq.cpp"
     if not _edit(
