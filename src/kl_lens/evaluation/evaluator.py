@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Evaluator:
         self.original = original
         self.progress = progress or Progress()
         self._teacher: Session | None = None
+        self._exact: dict[str, JudgedArtifact | None] = {}  # by identity; a file's digest takes time
 
     @property
     def model(self) -> LoadedModel | None:
@@ -102,6 +104,9 @@ class Evaluator:
                 continue
             windows[judged.identity] = scores
             outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence)
+        if doubtful := self._doubtful(order, windows):
+            self.progress.started(float(text.targets * len(doubtful)), 0.0)
+            self._side_by_side(doubtful, text, divergence)
         subjects_of = {judged.identity: judged.subject for judged in order}
         for judged in order:
             if isinstance(judged, JudgedArtifact) and judged.identity in windows:
@@ -235,13 +240,8 @@ class Evaluator:
         divergence: bool,
     ) -> Agreement | None:
         """`windows` and `subjects` are those of all that was judged, by identity."""
-        if self.model is None:
-            return None
-        try:
-            counterpart = judged.counterpart(self.model)
-        except UnlearntError:  # its weights cannot be made here; who chose it has said so
-            return None
-        if counterpart is None or counterpart.identity not in windows:
+        counterpart = self._counterpart(judged, windows)
+        if counterpart is None or self.model is None:
             return None
         same_weights = subjects.get(counterpart.identity, counterpart.subject)
         ours, theirs = windows[judged.identity], windows[counterpart.identity]
@@ -254,13 +254,45 @@ class Evaluator:
                 again = self._compared_anew(judged, emulated, same_weights, text, divergence)
                 differences, decided_by = rule.differences(ours, again), emulated.subject
                 verdict = rule.AS_DEPLOYED if rule.within(differences) else verdict
-            exact = None if verdict == rule.AS_DEPLOYED else judged.in_float32()
+            exact = None if verdict == rule.AS_DEPLOYED else self._in_float32(judged)
             if exact is not None:
                 again = self._compared_anew(judged, exact, same_weights, text, divergence)
                 differences, decided_by = rule.differences(again, theirs), exact.subject
                 verdict = rule.IN_FLOAT32 if rule.within(differences) else verdict
         changes = {name: change for name, (change, _) in differences.items()}
         return Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
+
+    def _counterpart(
+        self, judged: JudgedArtifact, windows: dict[str, list[WindowScore]]
+    ) -> JudgedModel | None:
+        """The same weights in PyTorch, if those were judged."""
+        try:
+            counterpart = None if self.model is None else judged.counterpart(self.model)
+        except UnlearntError:  # its weights cannot be made here; who chose it has said so
+            return None
+        return counterpart if counterpart is not None and counterpart.identity in windows else None
+
+    def _doubtful(
+        self, order: Sequence[Judged], windows: dict[str, list[WindowScore]]
+    ) -> list[JudgedArtifact]:
+        """In float32, the files that will be asked for it: their own arithmetic is modelled nowhere."""
+        wanted = []
+        for judged in order:
+            if not isinstance(judged, JudgedArtifact) or judged.identity not in windows or self.model is None:
+                continue
+            with suppress(*RUNTIME_ERRORS):  # said when its agreement is looked for
+                counterpart = self._counterpart(judged, windows)
+                if counterpart is None or judged.emulated(self.model) is not None:
+                    continue
+                differences = rule.differences(windows[judged.identity], windows[counterpart.identity])
+                if not rule.within(differences) and (exact := self._in_float32(judged)) is not None:
+                    wanted.append(exact)
+        return wanted
+
+    def _in_float32(self, judged: JudgedArtifact) -> JudgedArtifact | None:
+        if judged.identity not in self._exact:
+            self._exact[judged.identity] = judged.in_float32()
+        return self._exact[judged.identity]
 
     def _compared_anew(
         self, judged: Judged, other: Judged, same_weights: Subject, text: EvaluationText, divergence: bool
