@@ -19,22 +19,27 @@ from pathlib import Path
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 PROMPT, STEPS = 75, 6
+_INSIDE = "--inside"  # in the process that has one of the libraries
 
 
 def main() -> None:
-    if len(sys.argv) == 2:
+    if sys.argv[1:] == [_INSIDE]:
         print(json.dumps(logits()))
         return
-    one, other = (_run(library) for library in sys.argv[1:3])
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    one, other = (_run(library) for library in sys.argv[1:])
     for name, values in one.items():
         largest = max(abs(a - b) for a, b in zip(values, other[name], strict=True))
-        print(f"{name:28s} {'the same bits' if largest == 0 else f'differs by at most {largest:.1e}'}")
+        print(
+            f"{name:28s} {'the same bits' if values == other[name] else f'differs by {largest:.1e} at most'}"
+        )
 
 
 def _run(library: str) -> dict[str, list[float]]:
-    command = [sys.executable, __file__, "inside"]
+    command = [sys.executable, __file__, _INSIDE]
     done = subprocess.run(
-        command, env={**os.environ, "LLAMA_CPP_LIB": library}, capture_output=True, check=True
+        command, env={**os.environ, "LLAMA_CPP_LIB": library}, stdout=subprocess.PIPE, check=True
     )
     return json.loads(done.stdout)
 

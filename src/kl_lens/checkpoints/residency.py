@@ -145,10 +145,8 @@ def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
     """
     try:
         modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except (
-        NotImplementedError
-    ):  # code of others need not say which they are; then the two stay two components
-        return
+    except NotImplementedError:
+        return  # code of others need not say which they are; then the two stay two components
     first, second = (getattr(module, "weight", None) for module in modules)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if (

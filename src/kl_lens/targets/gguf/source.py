@@ -170,7 +170,8 @@ def drop_tile_sums(source: Path) -> bool:
 def keep_states_in_place(source: Path) -> bool:
     """Has the scan of one sequence write its states where they are kept, instead of into a copy that is copied back.
 
-    Only where nothing but that copying reads them, and nothing runs between the two. Each element is read before it
+    Only where nothing runs between the two, and two things use what the scan gives: that copying and, in all models of
+    llama.cpp, its outputs. Each element is read before it
     is written, so it may be the place that the old one came from. Operations that a callback watches run one by one,
     and copy as before.
     """

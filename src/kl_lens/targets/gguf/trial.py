@@ -26,10 +26,8 @@ _FACTORS: dict[str, dict[int, float]] = {
 }  # fmt: skip
 _TILE = 16  # rows; the last ones of the head, and of Mamba-2's input, fill no pair
 _WIDTH, _INNER, _VOCABULARY = 256, 512, 33 * _TILE
-_STATE, _RANK = (
-    {"mamba": 16, "mamba2": 64},
-    {"mamba": 32, "mamba2": 16},
-)  # Mamba-2's rank is its number of heads
+_STATE = {"mamba": 16, "mamba2": 64}
+_RANK = {"mamba": 32, "mamba2": 16}  # Mamba-2's is its number of heads
 _CHANNELS = {"mamba": _INNER, "mamba2": _INNER + 2 * _STATE["mamba2"]}  # of the convolution
 _PRODUCTS = {
     "mamba": {
