@@ -2,12 +2,12 @@
 
 Example:
     >>> import kl_lens as kl
-    >>> model = kl.load("reference:mamba")
-    >>> table = kl.measure(model, text=kl.text.wikitext2("train"), formats=["int4", "int8"], windows=8)
-    >>> plan = kl.plan(table, max_bytes="4MB")
-    >>> artifact = kl.export(model, plan, target="openvino", folder="out/mamba-4mb")
-    >>> print(kl.evaluate(artifact, text=kl.text.wikitext2("test"), limit=20).values["token_perplexity"])
-    >>> kl.benchmark(artifact).timings["tokens_per_second"].median
+    >>> study = kl.Study("reference:mamba", target="gguf", folder="runs/mamba")
+    >>> study.calibrate(); study.measure()
+    >>> plan = study.plan(max_bytes="4.5MB")
+    >>> file = study.export(plan)
+    >>> study.evaluate(file)[-1].values["kl_mean"]
+    >>> study.report()
 """
 
 from __future__ import annotations
@@ -21,18 +21,7 @@ if TYPE_CHECKING:
     from kl_lens import text as text
     from kl_lens.checkpoints import load as load
     from kl_lens.errors import KLLensError as KLLensError
-    from kl_lens.pipeline import (
-        benchmark as benchmark,
-        calibrate as calibrate,
-        evaluate as evaluate,
-        export as export,
-        generate as generate,
-        measure as measure,
-        plan as plan,
-        rank as rank,
-        report as report,
-        verify as verify,
-    )
+    from kl_lens.pipeline.study import Study as Study
     from kl_lens.targets import open_session as open_session
 else:
     __getattr__, __all__ = lazy_names(__name__)

@@ -190,6 +190,21 @@ class SensitivityTable:
         """Formats that were measured, in the order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
 
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each component and recipe: every metric, and its standard error as `…_se`."""
+        import pandas  # only who wants a DataFrame needs it
+
+        components = {c.name: c for c in self.components}
+        rows = []
+        for m in self.measurements:
+            about = components[m.component]
+            row: dict[str, Any] = {"component": m.component, "recipe": m.format}
+            row |= {name: getattr(about, name) for name in ("kind", "family", "block", "parameters")}
+            for name, metric in m.metrics.items():
+                row |= {name: metric.value, f"{name}_se": metric.standard_error}
+            rows.append(row)
+        return pandas.DataFrame(rows)
+
 
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.
 METRICS = {

@@ -2,6 +2,6 @@
 
 from kl_lens.calibration.gathering import gather
 from kl_lens.calibration.in_order import gather_in_order
-from kl_lens.calibration.stored import StoredStatistics
+from kl_lens.calibration.stored import IN_ORDER, RunOrder, RunStatistics, StoredStatistics
 
-__all__ = ["StoredStatistics", "gather", "gather_in_order"]
+__all__ = ["IN_ORDER", "RunOrder", "RunStatistics", "StoredStatistics", "gather", "gather_in_order"]

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from kl_lens.calibration.gathering import experts_one_by_one, in_batches
-from kl_lens.calibration.stored import StoredStatistics
+from kl_lens.calibration.stored import IN_ORDER, StoredStatistics
 from kl_lens.calibration.watching import ProductWatch
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.checkpoints.chain import BlockCalls
@@ -31,7 +31,6 @@ from kl_lens.records import Component
 from kl_lens.text import Windows
 from kl_lens.weights.store import Statistics
 
-FOLDER = "in-order"  # in the run's
 RIDGE = 1.0  # ρ, of the mean square of the inputs
 _MOVED = 0.1  # by how much a weight is moved, of itself
 _STRAIGHT = 0.01  # what its outputs may leave unexplained of the change where they are added straight
@@ -59,7 +58,7 @@ def gather_in_order(
         progress: called with (blocks done, blocks).
     """
     model.require_memory("putting a plan in order")
-    stored = StoredStatistics.begun(run / FOLDER, model, windows, plan_key(assignment))
+    stored = StoredStatistics.begun(run / IN_ORDER, model, windows, plan_key(assignment))
     model.weights.learn_in_order(stored)
     with experts_one_by_one(model.model):
         _Ordering(model, windows, stored, plain, assignment).run(progress)

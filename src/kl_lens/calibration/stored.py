@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import FormatError, RunError
+from kl_lens.errors import FormatError, RunError, UnlearntError
 from kl_lens.quantizers import InputStatistics
 from kl_lens.text import Windows
 from kl_lens.writing import whole, write_text
 
 FOLDER = "statistics"
+IN_ORDER = "in-order"  # folder of a run: the statistics of one plan, gathered in order
 # Say here what changed when the same text begins to give other statistics.
 VERSION = 1
 _INDEX = "statistics.json"
@@ -54,7 +56,8 @@ class StoredStatistics:
         missing = [c.name for c in model.anatomy.candidates if c.name not in stored._components]
         if missing:
             raise RunError(
-                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); run it again"
+                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); go on with: "
+                f"kl-lens calibrate --run {run}"
             )
         return stored
 
@@ -213,6 +216,52 @@ class StoredStatistics:
     def _write_index(self) -> None:
         index = {"identity": self.identity, "digest": self.digest, "components": self._components}
         write_text(self.folder / _INDEX, json.dumps(index, indent=1) + "\n")
+
+
+class RunStatistics:
+    """The statistics that a run holds, opened when a recipe first learns from them: a `weights.Statistics`."""
+
+    def __init__(self, run: Path, model: LoadedModel) -> None:
+        self._run, self._model = run, model
+
+    @cached_property
+    def _stored(self) -> StoredStatistics:
+        if StoredStatistics.held_by(self._run) is None:
+            raise UnlearntError(
+                f"{self._run} has no statistics to learn from; gather them with: "
+                f"kl-lens calibrate {self._model.source or self._model.name} --run {self._run}"
+            )
+        return StoredStatistics.open(self._run, self._model)
+
+    @property
+    def digest(self) -> str:
+        return self._stored.digest
+
+    def of(self, component: str) -> InputStatistics:
+        return self._stored.of(component)
+
+
+class RunOrder:
+    """The statistics of a run's plan in order, opened when an `ordered` recipe is first met: `weights.Statistics`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    @cached_property
+    def _stored(self) -> StoredStatistics:
+        held = StoredStatistics.held_by(self._run / IN_ORDER)
+        if held is None:
+            raise UnlearntError(
+                f"{self._run} has no plan in order; make one with: kl-lens calibrate --run {self._run} --in-order PLAN"
+            )
+        return held
+
+    @property
+    def digest(self) -> str:
+        return self._stored.digest
+
+    def of(self, component: str) -> InputStatistics:
+        return self._stored.of(component)
 
 
 def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +95,16 @@ class LoadedModel:
     def weights(self) -> WeightStore:
         """The quantized weights of this model: where everything that needs one takes it."""
         return WeightStore(ModelWeights(self))
+
+    def with_store(self, **store: Any) -> LoadedModel:
+        """The same model with a weight store of its own; `store`: what `WeightStore` takes besides the source.
+
+        One opened model serves several runs this way, and none changes what another one computes with.
+        """
+        assert self.anatomy  # found once, for both
+        twin = copy(self)
+        twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **store)
+        return twin
 
     @property
     def config(self) -> Any:

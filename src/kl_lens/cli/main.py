@@ -21,7 +21,8 @@ from kl_lens.cli.console import Terminal, print_json  # noqa: E402
 from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
 from kl_lens.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
-from kl_lens.pipeline.verbs import perform, settings_of  # noqa: E402
+from kl_lens.pipeline.study import Study  # noqa: E402
+from kl_lens.pipeline.verbs import settings_of  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
 
 # In the order of the pipeline. The settings are in `kl_lens.pipeline`; the file here has show(result) and, for --json,
@@ -124,7 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from kl_lens.cli.screen import Screen
 
         terminal = Screen(settings.verb, _show)
-    result = perform(settings, None, terminal)
+    result = Study(events=terminal).do(settings)
     _show(terminal, result, wants_json)
     return int(getattr(result, "exit_code", 0))
 

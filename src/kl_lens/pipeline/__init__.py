@@ -1,12 +1,9 @@
-"""The verbs as settings and functions.
-
-`perform(MeasureSettings(...))` does what `kl-lens measure ...` does, into a run folder, and returns the result. The
-functions below it (`measure`, `plan`, `export`, …) are the same stages on opened models and records, for notebooks.
+"""The verbs, each as settings and a function, and `Study`, through which all of them are called.
 
 Example:
-    >>> bench = Workbench()
-    >>> perform(MeasureSettings(model="reference:mamba", windows=8, run="runs/mine"), bench)
-    >>> perform(RankSettings(run="runs/mine", evaluation_windows=8), bench)
+    >>> study = Study("reference:mamba", folder="runs/mine")
+    >>> study.measure(windows=8)
+    >>> study.do(RankSettings(run="runs/mine", evaluation_windows=8))
 """
 
 from __future__ import annotations
@@ -16,18 +13,6 @@ from typing import TYPE_CHECKING
 from kl_lens.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kl_lens.pipeline.api import (
-        benchmark as benchmark,
-        calibrate as calibrate,
-        evaluate as evaluate,
-        export as export,
-        generate as generate,
-        measure as measure,
-        plan as plan,
-        rank as rank,
-        report as report,
-        verify as verify,
-    )
     from kl_lens.pipeline.benchmarking import BenchmarkSettings as BenchmarkSettings
     from kl_lens.pipeline.calibrating import CalibrateSettings as CalibrateSettings
     from kl_lens.pipeline.evaluating import EvaluateSettings as EvaluateSettings
@@ -43,6 +28,7 @@ if TYPE_CHECKING:
     from kl_lens.pipeline.reporting import ReportSettings as ReportSettings
     from kl_lens.pipeline.running import RunSettings as RunSettings
     from kl_lens.pipeline.settings import command_of as command_of
+    from kl_lens.pipeline.study import Study as Study
     from kl_lens.pipeline.verbs import perform as perform
     from kl_lens.pipeline.workbench import Workbench as Workbench
 else:

@@ -1,19 +1,17 @@
 """`calibrate`: what text shows of every component's inputs, for methods that learn from it.
 
-Any other verb that meets a recipe whose method learns takes the run's statistics, or gathers them first.
+It is a step of its own: a verb that meets a recipe whose method learns takes the run's statistics, and where there are
+none it stops and names this command.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from kl_lens.calibration import StoredStatistics, gather
-from kl_lens.calibration.in_order import FOLDER as IN_ORDER
+from kl_lens.calibration import IN_ORDER, StoredStatistics, gather
 from kl_lens.calibration.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
@@ -30,14 +28,11 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.quantizers import InputStatistics
+from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.text import Windows, refuse_overlap
-
-if TYPE_CHECKING:  # it gives every model its run's statistics, and so loads this module
-    from kl_lens.pipeline.workbench import Workbench
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
 RESCALED_FOR = "int4-g64+gptq"  # whose error says whether rescaling pays
@@ -139,13 +134,14 @@ def _calibrated(
     run.note_command(["kl-lens", *command_of(settings)])
     if settings.again:
         forget(run)
-    statistics = statistics_of(run, model, settings, bench, events, thorough=True)
+    statistics = _gathered(run, model, settings, bench, events)
+    bench.learnt_anew()
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
     ordered = None
     if settings.in_order is not None:
-        bench.furnish(model, run)
-        ordered = put_in_order(run, model, settings.in_order, statistics, settings, bench, events)
+        learnt = bench.in_run(model, run.folder)
+        ordered = put_in_order(run, learnt, settings.in_order, statistics, settings, bench, events)
     rescaled = None if settings.rescaled is None else _rescaled(model, statistics, Path(settings.rescaled))
     return CalibrateResult(run.folder, model.source or model.name, statistics, ordered, rescaled or ())
 
@@ -169,33 +165,18 @@ def forget(run: Run) -> None:
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 
 
-def statistics_of(
-    run: Run,
-    model: LoadedModel,
-    text: LearningText,
-    bench: Workbench,
-    events: Events,
-    *,
-    thorough: bool = False,
+def _gathered(
+    run: Run, model: LoadedModel, text: LearningText, bench: Workbench, events: Events
 ) -> StoredStatistics:
-    """The run's statistics, gathered where they are not there or not whole; refused when they are of another text.
-
-    `thorough` reads them all, and gathers what is damaged.
-    """
+    """The run's statistics. What is missing or damaged is gathered; other text than theirs is refused."""
     stored = StoredStatistics.held_by(run.folder)
-    is_whole = stored is not None and stored.covers(model)
-    if is_whole and not thorough and not text.is_given:
-        return StoredStatistics.open(run.folder, model)
     if stored is None or text.is_given:
         windows = text.drawn(run, model, bench)
     else:  # what was begun goes on with its own text
         windows = bench.drawn_again(stored.identity["text"], model.task)
-    if is_whole and not thorough:
-        return StoredStatistics.open(run.folder, model, windows)
-    if is_whole:
+    if stored is not None and stored.covers(model):
         return gather(model, windows, run.folder)
     _refuse_judging_text(run, windows, model, bench)
-    run.identify(model_identity(model))
     events.note(
         f"gathering statistics on {windows.label}, {len(windows)} windows of {windows.length} {model.task.unit}, "
         f"into {run.folder / 'statistics'}"
@@ -207,12 +188,6 @@ def statistics_of(
         )
 
 
-def text_of(run: Path) -> Mapping[str, Any] | None:
-    """Which text a run's statistics are of."""
-    stored = StoredStatistics.held_by(run)
-    return None if stored is None else stored.identity["text"]
-
-
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
     """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
     texts = bench.judging
@@ -221,25 +196,6 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: 
         texts = [*texts, model.task.in_order(known["source"], split=known["split"], **how)]
     for judging in texts:
         refuse_overlap(windows, judging)
-
-
-class RunStatistics:
-    """A run's statistics, opened or gathered when a recipe first learns: `weights.Statistics`."""
-
-    def __init__(self, run: Path, model: LoadedModel, text: LearningText, bench: Workbench) -> None:
-        self._run, self._model, self._text, self._bench = run, model, text, bench
-
-    @cached_property
-    def _stored(self) -> StoredStatistics:
-        with Run.open(self._run) as run:
-            return statistics_of(run, self._model, self._text, self._bench, self._bench.events)
-
-    @property
-    def digest(self) -> str:
-        return self._stored.digest
-
-    def of(self, component: str) -> InputStatistics:
-        return self._stored.of(component)
 
 
 def for_streaming(run: Run, fingerprint: str | None) -> StoredStatistics:

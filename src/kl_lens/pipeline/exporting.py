@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel, load_tokenizer, model_folder
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.pipeline.calibrating import LearningText, for_streaming
+from kl_lens.pipeline.calibrating import for_streaming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
-    HeldOut,
     Kind,
     Loading,
     Option,
     command_of,
-    grouped,
     new_run_folder,
     option,
 )
@@ -27,14 +25,11 @@ from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.subjects import own_artifact, plan_digest
+from kl_lens.subjects import plan_digest
 from kl_lens.targets import TARGETS, describe_target, export as write_files, get_target
 from kl_lens.units import parse_names
 
-_mapped = grouped("formats of other targets")
-Measured = dict[str, Any]  # KL and perplexity of a mapped plan, as planned and as exported
 _KINDS = {
     "switch": Kind(str),
     "text": Kind(str, metavar="NAME"),
@@ -73,7 +68,7 @@ def _target_options(within: str) -> list[Option]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(LearningText, HeldOut, Loading):
+class ExportSettings(Loading):
     verb: ClassVar[str] = "export"
 
     model: str | None = option(
@@ -88,8 +83,8 @@ class ExportSettings(LearningText, HeldOut, Loading):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     format: str | None = option(
         None,
-        "one format for everything, instead of a plan; int4-g64+gptq also names the method, and one that learns first "
-        "gathers statistics into the run",
+        "one format for everything, instead of a plan; int4-g64+gptq also names the method, and one that learns needs "
+        "a run with statistics (kl-lens calibrate)",
         metavar="FORMAT",
     )
     out: Path | None = option(None, "where to write (default: RUN/artifacts/TARGET)", metavar="DIR")
@@ -100,13 +95,6 @@ class ExportSettings(LearningText, HeldOut, Loading):
         "not compared with the run's (--format always streams where it can); methods that learn need the run's "
         "statistics",
     )
-    map: bool = _mapped(
-        False,
-        "export formats that the target does not have as its own (int8 as q8_0, int4 as q4_0); the numerics change, so "
-        "the plan is measured again as the runtime computes it",
-    )
-    held_out: str = _mapped("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _mapped(8, kind=COUNT)
 
     @property
     def run_folder(self) -> Path:
@@ -116,14 +104,12 @@ class ExportSettings(LearningText, HeldOut, Loading):
     def target_options(self) -> dict[str, Any]:
         """The options that the target knows, as its export takes them."""
         target = get_target(self.target)
-        known = {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
-        return known | ({"format_map": target.translations} if self.map and target.translations else {})
+        return {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
 
 
 @dataclass(frozen=True)
 class ExportResult:
     artifacts: list[tuple[Path, Artifact]]
-    measured: dict[str, Measured] = field(default_factory=dict)  # by plan
 
 
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
@@ -158,7 +144,7 @@ def _named_model(settings: ExportSettings) -> str:
 def _learnt_model(
     settings: ExportSettings, recipe: str, bench: Workbench, events: Events
 ) -> tuple[Path, Artifact]:
-    """One recipe that learns for everything, with the statistics of a run: gathered, where it has none."""
+    """One recipe that learns for everything, with the statistics of a run."""
     name = _named_model(settings)
     if settings.stream:
         folder = new_run_folder(settings.run, name)
@@ -167,11 +153,12 @@ def _learnt_model(
             plan = get_target(settings.target).uniform_plan(source, recipe)
             return _written(run, settings, source, plan, settings.out)
     model = bench.model(settings)
-    with Run.create(new_run_folder(settings.run, model.name)) as run:
+    folder = new_run_folder(settings.run, model.name)
+    model = bench.in_run(model, folder)
+    learnt = model.weights.learnt_by([recipe])
+    with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *command_of(settings)])
-        bench.furnish(model, run, settings)
-        learnt = model.weights.learnt_by([recipe])
         plan = replace(_uniform(model, recipe), statistics=learnt)
         _quantize(model, plan, settings, events)
         return _written(run, settings, model, plan, settings.out)
@@ -212,20 +199,14 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
             )
     plans = [planning.read_plan(planning.plan_path(folder, name), components) for name in names]
     model = _source(run, settings, bench)
-    meters = _meters(run, settings, model, bench, events)
     run.note_command(["kl-lens", *command_of(settings)])
     made = []
-    if isinstance(model, LoadedModel):
-        bench.furnish(model, run, settings)
     for plan in plans:
         if isinstance(model, LoadedModel):
             _quantize(model, plan, settings, events)
         events.note(f"exporting {plan.name} to {settings.target}")
         made.append(_written(run, settings, model, plan))
-    if meters is None:
-        return ExportResult(made)
-    artifacts = [artifact for _, artifact in made]
-    return ExportResult(made, _measured(run, meters, plans, artifacts, events))
+    return ExportResult(made)
 
 
 def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel | Path:
@@ -282,50 +263,3 @@ def _written(
     }
     run.store("artifact", f"{settings.target}/{plan.name}", artifact.to_json() | about)
     return folder, artifact
-
-
-def _meters(
-    run: Run, settings: ExportSettings, model: LoadedModel | Path, bench: Workbench, events: Events
-) -> tuple[PlanMeter, PlanMeter] | None:
-    """With --map the file holds other numbers than were measured: what measures the plan as made, and as the runtime
-    computes it. Made before anything is written, so that unfit text is refused first."""
-    if not settings.map or not get_target(settings.target).translations:
-        return None
-    if isinstance(model, Path):
-        events.warn(
-            "--stream does not open the model, so the mapped formats are not measured; "
-            "kl-lens evaluate --divergence does that"
-        )
-        return None
-    windows = bench.held_out(settings, run, model.task)
-    return bench.meter(model, windows), bench.meter(model, windows, settings.target)
-
-
-def _measured(
-    run: Run,
-    meters: tuple[PlanMeter, PlanMeter],
-    plans: Sequence[Plan],
-    artifacts: Sequence[Artifact],
-    events: Events,
-) -> dict[str, Measured]:
-    by_plan: dict[str, Measured] = {}
-    as_planned, as_exported = meters
-    windows = as_planned.text
-    quantizable = {c.name for c in as_planned.model.anatomy.candidates}
-    for plan, artifact in zip(plans, artifacts, strict=True):
-        events.note(f"measuring {plan.name} as exported")
-        realised = {t.component: t.realised for t in artifact.tensors if t.component in quantizable}
-        results = {
-            "planned": as_planned.measure(plan.assignment),
-            "exported": as_exported.measure(realised),
-        }
-        measured: Measured = {"original_perplexity": results["planned"].original_perplexity}
-        for name, result in results.items():
-            measured[f"{name}_kl"] = result.kl.value
-            measured[f"{name}_kl_standard_error"] = result.kl.standard_error
-            measured[f"{name}_perplexity"] = result.perplexity.value
-        measured["measured_on"] = f"{windows.label}, {len(windows)} windows"
-        by_plan[plan.name] = measured
-        subject = own_artifact(plan.name, artifact.target, artifact)
-        run.store_result("mapped", subject, measured["measured_on"], measured)
-    return by_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.cluster.processes import threads_here
 from kl_lens.cluster.worker import use_threads
-from kl_lens.errors import KLLensError
+from kl_lens.errors import KLLensError, UnlearntError
 from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
+from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -50,9 +52,10 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.precision import PRECISIONS
 from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine, work_of
-from kl_lens.targets import TARGETS, deployed
+from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
 from kl_lens.text import Windows
 
+DEFAULT_FORMATS = ("int4", "int8")
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
 
 
@@ -73,8 +76,15 @@ class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    formats: tuple[str, ...] = _what(
-        ("int4", "int8"), "comma-separated; int4-g64+gptq names its method", kind=NAMES
+    target: str | None = _what(
+        None,
+        "measure for this target: its formats, with activations as its kernels quantize them",
+        choices=TARGETS,
+    )
+    formats: tuple[str, ...] | None = _what(
+        None,
+        "comma-separated; int4-g64+gptq names its method (default: the target's menu, or int4,int8)",
+        kind=NAMES,
     )
     methods: tuple[str, ...] = _what(
         (),
@@ -96,11 +106,6 @@ class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
         "given: tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
         choices=PRECISIONS,
     )
-    as_deployed: str | None = _how(
-        None,
-        "also quantize the activations as this target's kernels do: the KL of the file that will run",
-        choices=TARGETS,
-    )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
     settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
     shard: str | None = several(
@@ -117,6 +122,13 @@ class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
     legacy_json: Path | None = _how(
         None, "also write the published layout, one file per bit width", metavar="FILE"
     )
+
+    @property
+    def menu(self) -> tuple[str, ...]:
+        """What is measured of every component."""
+        if self.formats is not None:
+            return self.formats
+        return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
 
 
 @dataclass(frozen=True)
@@ -158,10 +170,10 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         raise KLLensError(
             f"--shard and {other}: workers share the whole sweep among themselves; give one of them"
         )
-    if not settings.formats:
-        raise KLLensError("--formats names no format; `int4,int8` is the default")
+    if not settings.menu:
+        raise KLLensError("--formats names no format; write something like int4,int8")
     model = bench.model(here(settings))
-    recipes, unsuited = wanted_recipes(settings.formats, settings.methods)
+    recipes, unsuited = wanted_recipes(settings.menu, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
@@ -171,15 +183,16 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         seed=settings.seed,
         split=None,
     )
+    target = None if settings.target is None else computed_as(get_target(settings.target))
     if settings.estimate:
         engine = chosen_engine(
             model, candidates, windows.ids, settings.engine, settings.memory_budget,
-            deployed(settings.as_deployed), settings.precision, say=events.note,
+            deployed(target), settings.precision, say=events.note,
         )  # fmt: skip
         return _estimated(settings, engine, candidates, windows, begin, events)
     whole = new_run_folder(settings.run, model.name)
     folder = whole / SHARDS / shard_name(*share) if share else whole
-    target = settings.as_deployed
+    model = bench.in_run(model, folder, learn_from=whole)
     with Run.create(folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
         sweep = Sweep(
@@ -194,9 +207,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
         for reason in unsuited:
             events.note(f"not measured: {reason}")
-        bench.furnish(model, run)
-        if share and StoredStatistics.held_by(whole):  # gathered once for all shares
-            model.weights.learn_from(StoredStatistics.open(whole, model))
+        _require_statistics(candidates, whole, settings)
         with going_on(folder):
             sweep.bind(candidates)
             choice = chosen_methods(model, candidates, settings.methods, events)
@@ -219,6 +230,18 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             events.note(f"wrote {path}")
     shard = None if share is None else f"{share[0]}/{share[1]}"
     return MeasureResult(folder, measurements, noise, result, model.task.unit, shard)
+
+
+def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: MeasureSettings) -> None:
+    """Refused at once where a method learns and there is nothing to learn from."""
+    learns = next((c.format for c in candidates if Recipe.parse(c.format).quantizer.learns), None)
+    if learns is None or StoredStatistics.held_by(run) is not None:
+        return
+    given = {name: getattr(settings, name) for name in ("model", "text", "window_length", *settings.how)}
+    command = command_of(CalibrateSettings(run=str(run), **given))
+    raise UnlearntError(
+        f"{learns} learns from text and {run} has no statistics; gather them with: kl-lens {shlex.join(command)}"
+    )
 
 
 def _estimated(

@@ -8,24 +8,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kl_lens import planning
-from kl_lens.calibration import StoredStatistics, gather_in_order
-from kl_lens.calibration.in_order import FOLDER
+from kl_lens.calibration import IN_ORDER, StoredStatistics, gather_in_order
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import FormatError, PlanError, RunError, UnlearntError
+from kl_lens.errors import FormatError, PlanError, RunError
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import HeldOut
-from kl_lens.quantizers import InputStatistics
+from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Measured, Plan
 from kl_lens.runs import Run
-
-if TYPE_CHECKING:
-    from kl_lens.pipeline.workbench import Workbench
 
 METHOD = "ordered"
 
@@ -70,7 +64,7 @@ def put_in_order(
     after = meter.measure(assignment)
     difference = planning.paired_difference(after.windows, before.windows)
     if difference.mean >= 0:
-        shutil.rmtree(run.folder / FOLDER)
+        shutil.rmtree(run.folder / IN_ORDER)
         return Ordered(plan, before.kl.value, difference)
     measured = Measured(
         after.kl, after.perplexity, after.original_perplexity, judging.label, len(after.windows)
@@ -99,28 +93,5 @@ def _gathered(run: Path, gathering: Callable[[], StoredStatistics]) -> StoredSta
     try:
         return gathering()
     except RunError:
-        shutil.rmtree(run / FOLDER)
+        shutil.rmtree(run / IN_ORDER)
         return gathering()
-
-
-class RunOrder:
-    """The statistics of a run's plan in order, opened when an `ordered` recipe is first met: `weights.Statistics`."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-
-    @cached_property
-    def _stored(self) -> StoredStatistics:
-        held = StoredStatistics.held_by(self._run / FOLDER)
-        if held is None:
-            raise UnlearntError(
-                f"{self._run} has no plan in order; make one with: kl-lens calibrate --run {self._run} --in-order PLAN"
-            )
-        return held
-
-    @property
-    def digest(self) -> str:
-        return self._stored.digest
-
-    def of(self, component: str) -> InputStatistics:
-        return self._stored.of(component)

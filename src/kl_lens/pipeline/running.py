@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
+from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
@@ -24,12 +25,13 @@ from kl_lens.evaluation.tasks import require_lm_eval
 from kl_lens.formats import get_format
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
+from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings, computed_as
+from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
 from kl_lens.pipeline.settings import (
@@ -52,7 +54,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.targets import get_target, read_artifact
+from kl_lens.targets import get_target, menu_of, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -119,7 +121,7 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
             return self.formats or PAPER_FORMATS
         chosen = get_target(target)
         if self.formats is None:
-            return [r for r in (chosen.short_menu if self.menu == SHORT else chosen.menu) if r != "fp16"]
+            return menu_of(chosen, full=self.menu == FULL)
         held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
         if not held:
             raise PlanError(
@@ -199,6 +201,7 @@ class _Course:
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]
+        self._calibrate(usable)
         for target in aims:
             self._measure(target)
             self._plan(target)
@@ -220,13 +223,34 @@ class _Course:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
 
+    def _calibrate(self, targets: Sequence[str]) -> None:
+        """The statistics that recipes of these targets learn from, the stock ones beside ours included."""
+        recipes = {recipe for target in targets for recipe in self.settings.menu_of(target)}
+        if self.settings.rivals != NONE:
+            for stock in (one for target in targets for one in get_target(target).stock_recipes(self.model)):
+                recipes |= set(stock.assignment.values())
+        if not any(Recipe.parse(recipe).quantizer.learns for recipe in recipes):
+            return
+        stored = StoredStatistics.held_by(self.folder)
+        self.stages.do(
+            CalibrateSettings(
+                text=self.settings.text,
+                window_length=self.settings.window_length,
+                seed=self.settings.seed + 1,  # another than the sweep's: what was learnt from does not judge
+                **self.held_out,
+                **self.of_run,
+            ),
+            key="calibrate",
+            lost=stored is None or not stored.covers(self.model),
+        )
+
     def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
         """A target's menu, as it computes."""
         shared = ("model", "text", "windows", "window_length", "seed")
         self.stages.do(
             MeasureSettings(
                 formats=tuple(formats or self.settings.menu_of(target)),
-                as_deployed=None if target is None else computed_as(get_target(target)),
+                target=target,
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.spread,
                 **self.of_run,

@@ -148,6 +148,28 @@ class Option:
         """For people and YAML: one text."""
         return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
 
+    def from_python(self, value: Any) -> Any:
+        """A Python caller's value, or the words that mean it on a command line."""
+        if self.is_switch:
+            return (True if self.bare is None else self.bare) if value else None
+        if self.has_many or self.repeated:
+            each = [value] if isinstance(value, str | Path) else value
+            return tuple(self._one(one) for one in each)
+        if isinstance(value, list | tuple) and self.kind is NAMES:
+            value = ",".join(map(str, value))
+        return tuple(value) if isinstance(value, list) else self._one(value)
+
+    def _one(self, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+            word = value if isinstance(value, str) else self.kind.spell(value)
+            try:
+                value = self.kind.parse(word)
+            except (ValueError, KLLensError) as error:
+                raise KLLensError(f"{self.name}={value!r} does not fit: {error}") from None
+        if self.choices and value not in self.choices:
+            raise KLLensError(f"{self.name}={value!r} is none of {', '.join(self.choices)}")
+        return value
+
     def words(self, value: Any) -> list[str]:
         """What gives this value on a command line."""
         front = [self.flag] if self.flag else []
@@ -195,6 +217,17 @@ def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
     for each in options_of(type(settings)):
         held = getattr(settings, each.within or each.name)
         yield each, held.get(each.name) if each.within else held
+
+
+def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from a Python caller's keywords: values, or words as a command line has them ("4.5MB", "int4,int8")."""
+    known = {each.name: each for each in options_of(settings)}
+    if unknown := [name for name in values if name not in known]:
+        raise KLLensError(f"{settings.verb} takes no {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
+    if missing := [each.name for each in known.values() if each.required and each.name not in given]:
+        raise KLLensError(f"{settings.verb} needs {missing[0]}: {known[missing[0]].help}")
+    return with_values(settings, given)
 
 
 def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
@@ -262,10 +295,10 @@ class Loading(Settings):
     @property
     def how(self) -> dict[str, Any]:
         """The loading settings alone, to hand on to another verb's."""
-        return {name: getattr(self, name) for name in _LOADING_NAMES}
+        return {name: getattr(self, name) for name in LOADING_NAMES}
 
 
-_LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
+LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code", "task", "images")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What verbs share: models opened once, texts cut into windows once, one teacher for a text."""
+"""What the verbs of a study share: models opened once, texts cut into windows once, one teacher for a text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from kl_lens.calibration import RunOrder, RunStatistics, StoredStatistics
 from kl_lens.checkpoints import LoadedModel, Task, load, own_images
 from kl_lens.checkpoints.residency import AUTO, MEMORY
 from kl_lens.errors import RunError
-from kl_lens.pipeline.calibrating import LearningText, RunStatistics, text_of
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.ordering import RunOrder
 from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
@@ -36,7 +36,10 @@ class Workbench:
     """
 
     def __init__(self, events: Events | None = None) -> None:
-        self.events = events or Events()  # hears of what verbs did not ask for by name, such as statistics
+        self.events = events or Events()
+        self.given: LoadedModel | None = (
+            None  # a model that was opened elsewhere: the one that all settings mean
+        )
         self._kept: dict[tuple[Hashable, ...], Any] = {}
         self._meters: OrderedDict[Hashable, PlanMeter] = OrderedDict()
 
@@ -47,6 +50,8 @@ class Workbench:
 
     def model(self, loading: Loading) -> LoadedModel:
         """The model that these settings name."""
+        if self.given is not None:
+            return self.given
         name = loading.model
         assert name is not None
         loading = replace(loading, images=loading.images or own_images(name))
@@ -79,14 +84,23 @@ class Workbench:
         model = self.model(replace(loading, model=place, **how))
         if known.get("model_fingerprint") != model.fingerprint:
             raise RunError(f"{place} is not the model of {run.folder}: its weights differ")
-        self.furnish(model, run)
-        return model
+        return self.in_run(model, run.folder)
 
-    def furnish(self, model: LoadedModel, run: Run, text: LearningText | None = None) -> None:
-        """The model's weights are kept in the run, and learn from its statistics: gathered when first asked for."""
-        model.weights.keep_in(run.folder / WEIGHTS)
-        model.weights.learn_from(RunStatistics(run.folder, model, text or LearningText(), self))
-        model.weights.learn_in_order(RunOrder(run.folder))
+    def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:
+        """The model with the weight store of a run: it keeps what is expensive there and learns from what
+        `calibrate` gathered there (in `learn_from`, for a share of that run)."""
+        learnt = learn_from or folder
+        return self._once(
+            ("in run", id(model), folder.resolve(), learnt.resolve()),
+            lambda: model.with_store(
+                folder=folder / WEIGHTS, statistics=RunStatistics(learnt, model), in_order=RunOrder(learnt)
+            ),
+        )
+
+    def learnt_anew(self) -> None:
+        """After `calibrate`: statistics that were opened before no longer count."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] != "in run"}
+        self._meters.clear()
 
     def drawn(self, text: str, task: Task, **how: Any) -> Windows:
         """Windows at random places of a text, as `Task.drawn` takes them."""
@@ -126,7 +140,8 @@ class Workbench:
 
     def refuse_overlap(self, run: Run, windows: Windows, task: Task) -> None:
         """Raises when a run was measured on, or learnt from, some of this text; each pair is compared once."""
-        for identity in (run.text_identity(CALIBRATION), text_of(run.folder)):
+        learnt = StoredStatistics.held_by(run.folder)
+        for identity in (run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]):
             if identity is not None:
                 self._compare(self.drawn_again(identity, task), windows)
 

@@ -178,11 +178,6 @@ class Target(ABC):
 
         return tuple(preferred(name, self.methods) for name in formats)
 
-    @property
-    def translations(self) -> Mapping[str, str]:
-        """What recipes of other targets become here (int8 → q8_0): other numbers, to be measured again."""
-        return {}
-
     def unsupported(self, model_type: str) -> str | None:
         """Why this runtime cannot run such models; None also where only trying shows it (`UnsupportedError`)."""
         return None

@@ -96,6 +96,17 @@ def open_session(
     return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact, load))
 
 
+def menu_of(target: Target, *, full: bool = False) -> tuple[str, ...]:
+    """The recipes that plans for a target choose from besides FP16: those that matter most, or all."""
+    return tuple(recipe for recipe in (target.menu if full else target.short_menu) if recipe != "fp16")
+
+
+def computed_as(target: Target) -> str | None:
+    """The target's name where it is known what its kernels do to activations here; None: weights alone."""
+    recipes = dict(zip(target.menu, target.menu, strict=True))
+    return target.name if target.models_activations(RuntimeSettings(), recipes) else None
+
+
 def deployed(target: str | None) -> Target | None:
     """What a PyTorch model needs to compute as the target's kernels do: `kernel_values` and `activations`."""
     return get_target(target) if target else None

@@ -72,11 +72,12 @@ class WeightStore:
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
         memory_budget: int = MEMORY_BUDGET,
+        in_order: Statistics | None = None,
     ) -> None:
         self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
-        self._in_order: Statistics | None = None
+        self._in_order = in_order
         self._shelf = None if folder is None else Shelf(folder, disk_budget)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
@@ -148,7 +149,7 @@ class WeightStore:
             )
         raise UnlearntError(
             f"{recipe}: {recipe.method} learns from text and this model has no statistics; gather them with: "
-            "kl-lens calibrate MODEL --run DIR (in Python: kl_lens.calibrate(model))"
+            "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
         )
 
     def quantized(self, component: str, recipe: Recipe | str, factors: Factors = 1.0) -> Quantized:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kl_lens.lazy import lazy_names
 from kl_lens.targets.gguf.export import (
-    DEFAULT_MAP as DEFAULT_MAP,
     FORMATS as FORMATS,
     export as export,
     uniform_plan as uniform_plan,

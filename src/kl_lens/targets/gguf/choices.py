@@ -13,11 +13,11 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
-from kl_lens.targets.gguf.export import ALIASES, DEFAULT_MAP, FORMATS, STAND_INS
+from kl_lens.targets.gguf.export import ALIASES, FORMATS, STAND_INS
 from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 
 
-def choose_recipes(plan: Plan, tensors: TensorSource, format_map: Mapping[str, str]) -> dict[str, str]:
+def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, str]:
     """Component → recipe, checked: known components, formats that GGUF has, one recipe per tied weight."""
     shapes = tensors.shapes
     components = {component_name(name, len(shape)) for name, shape in shapes.items()}
@@ -31,15 +31,12 @@ def choose_recipes(plan: Plan, tensors: TensorSource, format_map: Mapping[str, s
         raise PlanError(f"plan {plan.name}: the model has no component {', '.join(unknown[:3])}{more}")
     chosen: dict[str, str] = {}
     for component, planned in plan.assignment.items():
-        # A method goes with its format: int4+gptq becomes q4_0+gptq.
-        own, plus, method = planned.partition("+")
-        mapped = format_map.get(planned, format_map.get(own, own) + plus + method)
-        name, plus, method = ALIASES.get(mapped, mapped).partition("+")
+        name, plus, method = ALIASES.get(planned, planned).partition("+")
         wanted = name if name == FLOAT32 or name not in STAND_INS else str(Recipe.parse(name + plus + method))
         if name not in STAND_INS:
-            hint = "; map int8 → q8_0 and int4 → q4_0 with --map" if planned in DEFAULT_MAP else ""
             raise PlanError(
-                f"plan {plan.name}: GGUF has no format {wanted!r} ({component}); it has {', '.join(FORMATS)}{hint}"
+                f"plan {plan.name}: GGUF has no format {wanted!r} ({component}); it has {', '.join(FORMATS)}. Make a "
+                "plan for it with: kl-lens plan --target gguf"
             )
         owner = tied.get(component, component)
         if chosen.setdefault(owner, wanted) != wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,6 @@ FORMATS = (  # what a plan for this target may ask for
 )  # fmt: skip
 STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # and what else may be in a file: fallbacks, exact copies
 ALIASES = {"f16": "fp16", "f32": FLOAT32}  # llama.cpp's own spelling
-# What the OpenVINO formats of the paper's plans become. Other numbers: measure again.
-DEFAULT_MAP = {"int8": "q8_0", "int4": "q4_0"}
 
 
 def export(
@@ -39,7 +36,6 @@ def export(
     folder: Path | str,
     *,
     fallback: bool = True,
-    format_map: Mapping[str, str] | None = None,
     include_tokenizer: bool = True,
     tokenizer: Any | None = None,
     fingerprint: str | None = None,
@@ -55,8 +51,6 @@ def export(
         folder: where to write; made when it is not there.
         fallback: where a format does not fit (columns that do not divide into blocks), store what llama.cpp would
             store and record it. False: refuse instead.
-        format_map: formats of the plan to replace, such as `DEFAULT_MAP`. KL measured for one format is not KL
-            of another: measure the artifact again.
         include_tokenizer: False writes a file that works with token ids only.
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
         fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
@@ -96,7 +90,6 @@ def export(
             Path(folder) / f"{tag_of(name)}-{tag_of(plan.name)}.gguf",
             name=name,
             fallback=fallback,
-            format_map=format_map,
             tokenizer=(tokenizer or own_tokenizer) if include_tokenizer else None,
             fingerprint=fingerprint or "",
         )
@@ -135,7 +128,6 @@ def export_weights(
     *,
     name: str,
     fallback: bool = True,
-    format_map: Mapping[str, str] | None = None,
     tokenizer: Any | None = None,
     fingerprint: str = "",
 ) -> Artifact:
@@ -144,7 +136,7 @@ def export_weights(
     from kl_lens.targets.gguf.choices import planned_bytes
 
     architecture = get_architecture(config.model_type)
-    header, decided = _prepared(tensors, config, plan, name, fallback, format_map, tokenizer, fingerprint)
+    header, decided = _prepared(tensors, config, plan, name, fallback, tokenizer, fingerprint)
     text = header.tokenizer
     jobs = header.jobs
     learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
@@ -167,7 +159,6 @@ def export_weights(
             "tokenizer": text.pre if text else "none",
             "tensor_bytes": sum(job.bytes for job in jobs),
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
-            "format_map": dict(format_map or {}),
             HEADER_DIGEST: header_digest(path),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
             **({"statistics": learnt} if learnt else {}),
@@ -181,7 +172,6 @@ def _prepared(
     plan: Plan,
     name: str,
     fallback: bool,
-    format_map: Mapping[str, str] | None,
     tokenizer: Any | None,
     fingerprint: str,
 ) -> tuple[Header, list[tuple[TensorJob, ExportedTensor]]]:
@@ -193,7 +183,7 @@ def _prepared(
     architecture.require(config)
     rules = architecture.tensors(config, tensors.shapes)
     check_complete(rules, tensors.shapes)
-    assignment = choose_recipes(plan, tensors, format_map or {})
+    assignment = choose_recipes(plan, tensors)
     decided = [decide(rule, tensors.shapes, assignment, fallback) for rule in rules]
     decided.sort(key=lambda item: tensors.place(item[0].rule.parameter) if item[0].rule.parameter else 0)
     jobs = [job for job, _ in decided]
@@ -217,7 +207,7 @@ def file_bytes(model: LoadedModel, plan: Plan) -> int:
     tensors = ModelTensors(model.model)
     try:
         header, _ = _prepared(
-            tensors, model.config, plan, model.name, True, None, model.tokenizer, model.fingerprint
+            tensors, model.config, plan, model.name, True, model.tokenizer, model.fingerprint
         )
         return size_on_disk(header)
     finally:

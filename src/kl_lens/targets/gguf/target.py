@@ -57,12 +57,6 @@ class GGUFTarget(Target):
     def short_menu(self) -> tuple[str, ...]:
         return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), "q8_0")
 
-    @property
-    def translations(self) -> Mapping[str, str]:
-        from kl_lens.targets.gguf.export import DEFAULT_MAP
-
-        return DEFAULT_MAP
-
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.gguf.architectures import supported_architectures
 

@@ -1,0 +1,202 @@
+"""`Study`: one model, one run folder, every verb a method. The command line and notebooks use the same one."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.settings import (
+    DEFAULT_MODEL,
+    LOADING_NAMES,
+    Settings,
+    from_python,
+    new_run_folder,
+    options_of,
+)
+from kl_lens.pipeline.verbs import perform, settings_of
+
+if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
+    from kl_lens.calibration import StoredStatistics
+    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.pipeline.generating import GenerateResult
+    from kl_lens.pipeline.inspecting import InspectResult
+    from kl_lens.pipeline.running import RunResult
+    from kl_lens.pipeline.workbench import Workbench
+    from kl_lens.planning import Frontier
+    from kl_lens.records import Plan, Profile, Score, SensitivityTable
+    from kl_lens.sensitivity.correlation import Ranking
+
+
+class Study:
+    """One model, one run folder, one target.
+
+    A method takes the flags of the verb of its name (`kl-lens measure --help-all`) as keywords, with underscores. It
+    does what the command does, keeps its results in the run folder, and prints nothing. What the study knows, such as
+    the folder and the target, need not be said again.
+
+    Args:
+        model: a folder, a hub id, `reference:mamba`, or a model from `kl_lens.load`.
+        target: the runtime to measure, plan and export for, such as `gguf` or `openvino`.
+        folder: the run folder (default: runs/<model>). What it holds already is not done again.
+        events: hears notes, warnings and progress.
+        loading: how the model is opened: `device`, `dtype`, `revision`, `tokenizer`, `trust_remote_code`, …
+
+    Example:
+        >>> study = Study("reference:mamba", target="gguf", folder="runs/mamba")
+        >>> study.calibrate(); study.measure()
+        >>> plan = study.plan(max_bytes="4.5MB")
+        >>> file = study.export(plan)
+        >>> study.evaluate(file); study.report()
+        >>> study.table.to_pandas()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = DEFAULT_MODEL,
+        target: str | None = None,
+        folder: str | Path | None = None,
+        *,
+        events: Events | None = None,
+        **loading: Any,
+    ) -> None:
+        self._model, self._folder = model, folder
+        self.events = events or Events()
+        if target is not None:
+            from kl_lens.targets import describe_target
+
+            describe_target(target)
+        self.target = target
+        self._loading = loading
+        if unknown := sorted(set(loading) - set(LOADING_NAMES)):
+            raise KLLensError(
+                f"Study takes no {unknown[0]!r}; there are model, target, folder, events, {', '.join(LOADING_NAMES)}"
+            )
+
+    @cached_property
+    def bench(self) -> Workbench:
+        """What the verbs share: the opened model, windows of texts, the original's outputs."""
+        from kl_lens.pipeline.workbench import Workbench
+
+        bench = Workbench(self.events)
+        if not isinstance(self._model, str | Path):
+            bench.given = self._model
+        return bench
+
+    @property
+    def model(self) -> LoadedModel:
+        """The opened model."""
+        return self.bench.model(self.settings("inspect"))  # type: ignore[arg-type]
+
+    @cached_property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self._folder) if self._folder is not None else new_run_folder(None, self.model.name)
+
+    @property
+    def table(self) -> SensitivityTable:
+        """What was measured for the target, one row for each component and recipe."""
+        from kl_lens.runs import Run
+
+        with Run.open(self.folder) as run:
+            return run.table(target=self.target)
+
+    # -- every verb goes through these two --------------------------------------------------------------------
+
+    def settings(self, verb: str, **given: Any) -> Settings:
+        """A verb's settings: what is given, and where the verb asks for it what the study knows."""
+        kind = settings_of(verb)
+        name = self._model if isinstance(self._model, str | Path) else self._model.source or self._model.name
+        known = {"model": str(name), "target": self.target, **self._loading}
+        if verb == "run" and self.target is not None:
+            known["targets"] = (self.target,)
+        names = {option.name for option in options_of(kind)}
+        if "run" in names:
+            known["run"] = str(self.folder) if self._folder is None and verb != "run" else self._folder
+        own = {name: value for name, value in known.items() if name in names}
+        return from_python(kind, own | given)
+
+    def do(self, settings: Settings) -> Any:
+        """Does what settings say and returns all that the verb found; the methods below return the main part of it."""
+        return perform(settings, self.bench if settings.opens_models else None, self.events)
+
+    # -- the verbs --------------------------------------------------------------------------------------------
+
+    def run(self, **flags: Any) -> RunResult:
+        """Everything in order, for the study's target or for all of them."""
+        return self.do(self.settings("run", **flags))
+
+    def inspect(self, **flags: Any) -> InspectResult:
+        """What the model is made of."""
+        return self.do(self.settings("inspect", **flags))
+
+    def calibrate(self, **flags: Any) -> StoredStatistics:
+        """Gathers what a text shows of every component's inputs: what recipes such as `q4_k+gptq` learn from."""
+        return self.do(self.settings("calibrate", **flags)).statistics
+
+    def measure(self, **flags: Any) -> SensitivityTable:
+        """How much each component suffers from each format of the target. Goes on where it was stopped."""
+        self._complete(self.do(self.settings("measure", **flags)))
+        return self.table
+
+    def rank(self, **flags: Any) -> Ranking:
+        """Which metric predicts the damage on held-out text."""
+        return self.do(self.settings("rank", **flags))
+
+    def plan(self, **flags: Any) -> Plan:
+        """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; of several, the last."""
+        if flags.get("frontier"):
+            raise KLLensError("plan(frontier=True): Study.frontier() gives the frontier")
+        return self.do(self.settings("plan", **flags)).plans[-1]
+
+    def frontier(self, **flags: Any) -> Frontier:
+        """Every plan that no other one beats in both bytes and KL."""
+        return self.do(self.settings("plan", frontier=True, **flags)).frontier
+
+    def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
+        """Writes a plan, or with `format="q8_0"` the whole model, as files of the target. Returns their folder.
+
+        A plan that was changed in Python is written to the run folder first.
+        """
+        if plan is not None:
+            flags["plan"] = plan if isinstance(plan, str) else self._kept(plan)
+        return self.do(self.settings("export", **flags)).artifacts[-1][0]
+
+    def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
+        """Perplexity and KL from the original, of these files or of all that the run has; tasks too, if asked."""
+        result = self._complete(self.do(self.settings("evaluate", artifact=files, **flags)))
+        return result.outcome.scores
+
+    def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
+        """How fast these files, or all that the run has, load and write text, and how much memory they take."""
+        return self._complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
+
+    def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+        """Text from an exported model."""
+        return self.do(self.settings("generate", artifact=file, prompt=prompt, **flags))
+
+    def report(self, **flags: Any) -> Path:
+        """The run as one HTML file. Returns where it is."""
+        return self.do(self.settings("report", **flags)).path
+
+    def _kept(self, plan: Plan) -> str:
+        """The plan's name in the run folder, which holds it from here on as it is."""
+        from kl_lens import planning
+        from kl_lens.runs import Run
+
+        path = planning.plan_path(self.folder / "plans", plan.name)
+        with Run.open(self.folder) as run:
+            components = run.table().components
+        if not path.exists() or planning.read_plan(path, components) != plan:
+            planning.write_plan(plan, path, components)
+        return plan.name
+
+    @staticmethod
+    def _complete(result: Any) -> Any:
+        """A command ends with exit code 1 where a part of it failed; a caller in Python hears of it as an error."""
+        if failures := getattr(result, "failures", None):
+            subject, reason = next(iter(failures.items()))
+            raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")
+        return result
