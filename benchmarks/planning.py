@@ -23,7 +23,7 @@ from pathlib import Path
 from common import machine
 from kl_lens import paper, planning
 from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.pipeline import measure
+from kl_lens.pipeline import Study
 from kl_lens.records import SensitivityTable
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.text import evaluation_windows
@@ -67,7 +67,8 @@ def random_entries(table: SensitivityTable, seed: int) -> list[tuple[str, str]]:
 
 
 def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> dict[str, object]:
-    table = measure(model, windows=arguments.windows)
+    with tempfile.TemporaryDirectory() as folder:
+        table = Study(model, folder=folder).measure(windows=arguments.windows)
     tokenizer = model.require_tokenizer()
     judge = PlanMeter(
         model, evaluation_windows("wikitext2:test", tokenizer, length=512, limit=arguments.test_windows)

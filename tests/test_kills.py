@@ -35,7 +35,7 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 
 COMMAND = "tests.test_kills:command"
 WARM = (
-    "tests.test_kills", "kl_lens.pipeline.running", "kl_lens.pipeline.api", "kl_lens.reporting.page", "openvino",
+    "tests.test_kills", "kl_lens.pipeline.running", "kl_lens.reporting.page", "openvino",
     "kl_lens.targets.openvino.convert", "kl_lens.targets.openvino.stock", "kl_lens.targets.gguf.export", "gguf",
     "kl_lens.sensitivity.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
 )  # fmt: skip

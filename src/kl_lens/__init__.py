@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from kl_lens import text as text
     from kl_lens.checkpoints import load as load
     from kl_lens.errors import KLLensError as KLLensError
-    from kl_lens.pipeline.study import Study as Study
+    from kl_lens.pipeline.study import (
+        Study as Study,
+        benchmark as benchmark,
+        evaluate as evaluate,
+        generate as generate,
+    )
     from kl_lens.targets import open_session as open_session
 else:
     __getattr__, __all__ = lazy_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import kl_lens as kl
 from kl_lens import planning
+from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.errors import FormatError, KLLensError
@@ -88,8 +90,11 @@ def test_what_is_lost_or_was_begun_is_gathered_with_the_same_text(
     known = json.loads(index.read_text())
     begun = {name: entry for name, entry in known["components"].items() if "layers.1." not in name}
     index.write_text(json.dumps(known | {"components": begun}))
-    assert main([*measure, "--formats", "int4+gptq"]) == 0
+    assert main([*measure, "--formats", "int4+gptq"]) == 1
+    assert f"go on with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
+    assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
     assert json.loads(index.read_text())["digest"] == known["digest"]
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -125,32 +130,46 @@ def test_statistics_of_another_model_are_refused(
     assert "statistics of another model" in capsys.readouterr().err
 
 
-def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
+def test_without_statistics_measure_names_the_command_that_gathers_them(
     measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = ["--formats", "int4,q4_0,int8+gptq", "--methods", "rtn,search,gptq"]
-    assert main([*measure, *wanted]) == 0
-    err = capsys.readouterr().err
-    assert err.count("q4_0+search") == 1
-    assert "gathering statistics on" in err
-    assert _formats(tmp_path / "run") == {
-        "int4", "int4+search", "int4+gptq", "q4_0", "q4_0+gptq", "int8+gptq",
-    }  # fmt: skip
+    assert main([*measure, "--formats", "int4+gptq"]) == 1
+    err = capsys.readouterr().err.strip()
+    assert "has no statistics; gather them with: kl-lens calibrate" in err
+    assert err.count("\n") == 0
+    command = shlex.split(err.partition("kl-lens calibrate")[2])
+    assert main(["calibrate", *command, "--windows", "4"]) == 0
+    assert main([*measure, "--formats", "int4+gptq"]) == 0
     with Run.open(tmp_path / "run") as run:
         measured, learnt = (
             run.text_identity("calibration"),
             json.loads((tmp_path / "run/statistics/statistics.json").read_text())["identity"]["text"],
         )
-        assert run.table().statistics == run.statistics
     # The same text, but other windows: what was learnt from does not judge the learning.
     assert measured is not None
     assert (learnt["source"], learnt["length"]) == (measured["source"], measured["length"])
     assert learnt["seed"] != measured["seed"]
 
 
-def test_auto_measures_the_least_layer_error_and_checks_itself(
-    measure: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
+    measure: list[str], calibrate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(calibrate) == 0
+    wanted = ["--formats", "int4,q4_0,int8+gptq", "--methods", "rtn,search,gptq"]
+    assert main([*measure, *wanted]) == 0
+    err = capsys.readouterr().err
+    assert err.count("q4_0+search") == 1
+    assert _formats(tmp_path / "run") == {
+        "int4", "int4+search", "int4+gptq", "q4_0", "q4_0+gptq", "int8+gptq",
+    }  # fmt: skip
+    with Run.open(tmp_path / "run") as run:
+        assert run.table().statistics == run.statistics
+
+
+def test_auto_measures_the_least_layer_error_and_checks_itself(
+    measure: list[str], calibrate: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(calibrate) == 0
     monkeypatch.setattr("kl_lens.sensitivity.methods.VERIFIED", 1)
     assert main([*measure, "--formats", "int4", "--methods", "auto"]) == 0
     err = capsys.readouterr().err
@@ -208,19 +227,6 @@ def test_a_text_that_judges_is_not_learnt_from(
     measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main([*measure, "--formats", "int4"]) == 0
-    # Here the plan is the first that learns, and the text that it is to be judged by is open already.
-    learning = [
-        "plan",
-        "--run",
-        str(tmp_path / "run"),
-        "--uniform",
-        "int4+gptq",
-        "--verify",
-        "--held-out-windows",
-        "9",
-    ]
-    assert main([*learning, "--held-out", texts["measured"]]) == 1
-    assert "share" in capsys.readouterr().err
     rank = ["rank", "--run", str(tmp_path / "run"), "--evaluation-windows", "2"]
     assert main([*rank, "--evaluation-text", texts["judging"]]) == 0
     capsys.readouterr()
@@ -292,19 +298,22 @@ def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
 
 
 def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
-    tiny_folder: Path, texts: dict[str, str], tmp_path: Path, capsys
+    tiny_folder: Path, texts: dict[str, str], calibrate: list[str], tmp_path: Path, capsys
 ) -> None:
     pytest.importorskip("openvino", reason="needs the extra openvino")
     export = [
         "export", str(tiny_folder), "--target", "openvino", "--format", "int4+gptq", "--run", str(tmp_path / "run"),
-        "--text", texts["learnt"], "--windows", "4", "--window-length", "32", "--fallback",
+        "--fallback",
     ]  # fmt: skip
+    assert main(export) == 1
+    assert f"kl-lens calibrate {tiny_folder} --run {tmp_path / 'run'}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(calibrate) == 0
     assert main(export) == 0
-    assert "gathering statistics" in capsys.readouterr().err
     artifact = read_artifact(tmp_path / "run/artifacts/openvino/uniform_int4.gptq")
     learnt = [t for t in artifact.tensors if t.realised == "int4+gptq"]
     model = load(tiny_folder)
-    model.weights.learn_from(kl.calibrate(model, texts["learnt"], 4, window_length=32))
+    model.weights.learn_from(StoredStatistics.open(tmp_path / "run", model))
     assert learnt
     assert {t.component: t.weights for t in learnt} == {
         t.component: model.weights.digest(t.component, "int4+gptq") for t in learnt
@@ -334,8 +343,6 @@ def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
     ]
     assert main([*alone, "--limit", "2", "--divergence"]) == 0
     assert "is not set beside the same weights in PyTorch: int4+gptq" in "".join(capsys.readouterr())
-    assert main([*export, "--seed", "5"]) == 1
-    assert "another text" in capsys.readouterr().err
 
 
 # Kills itself when it has put the nth file into a folder.
@@ -376,23 +383,26 @@ def test_killed_while_learning_no_layer_is_done_twice(
     """A real kill in the middle of gathering, another in the middle of quantizing."""
     run, whole = tmp_path / "run", tmp_path / "whole"
 
-    def arguments(folder: Path) -> list[str]:
-        few = ["--text", texts["measured"], "--windows", "2", "--window-length", "32"]
-        return ["measure", str(tiny_folder), "--run", str(folder), *few, "--formats", "int4+gptq"]
+    def arguments(folder: Path) -> list[list[str]]:
+        few = [str(tiny_folder), "--run", str(folder), "--text", texts["measured"], "--window-length", "32"]
+        measure = ["measure", *few, "--windows", "2", "--formats", "int4+gptq"]
+        return [["calibrate", *few, "--windows", "4"], measure]
 
     places = run / "statistics", run / "weights/names"
     done: dict[Path, int] = {}
-    for place, files, layers in zip(places, (4, 5), (2, 5), strict=True):
-        command = [sys.executable, "-c", KILLED, str(place), str(files), *arguments(run)]
+    for place, files, layers, words in zip(places, (4, 5), (2, 5), arguments(run), strict=True):
+        command = [sys.executable, "-c", KILLED, str(place), str(files), *words]
         assert subprocess.run(command).returncode == -signal.SIGKILL
         there = _inodes(*places)
         assert {path: there[path] for path in done} == done
         # The index of the statistics is written again with every block.
         done = {path: inode for path, inode in there.items() if path.suffix != ".json"}
         assert sum(path.parent == place for path in done) == layers
+        if place == places[0]:
+            assert main(words) == 0
     statistics, layers_done, tables = [], [], []
     for folder in (run, whole):
-        assert main(arguments(folder)) == 0
+        assert [main(words) for words in arguments(folder)] == [0, 0]
         layers_done.append({path.name for path in (folder / "weights/names").iterdir()})
         with Run.open(folder) as journal:
             statistics.append(journal.identity["statistics"])
@@ -421,7 +431,8 @@ def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsy
     assert "--stream does not open the model" in err
     assert "kl-lens calibrate" in err
     assert err.strip().count("\n") == 0
-    assert main([*export, *few, "--out", str(tmp_path / "opened")]) == 0
+    assert main(["calibrate", "reference:mamba", "--run", str(run), *few]) == 0
+    assert main([*export, "--out", str(tmp_path / "opened")]) == 0
     kept = _inodes(run / "weights/objects")
     assert main([*export, "--stream", "--out", str(tmp_path / "streamed")]) == 0
     opened, streamed = (read_artifact(tmp_path / name) for name in ("opened", "streamed"))
@@ -433,34 +444,35 @@ def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsy
 
 
 def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path: Path) -> None:
-    model = load(tiny_folder)
-    few = {"windows": 2, "window_length": 32, "components": r"layers\.1\."}
-    table = kl.measure(model, texts["measured"], ["int4"], methods=["rtn", "gptq"], **few)
+    study = kl.Study(tiny_folder, folder=tmp_path / "run")
+    few = {"text": texts["measured"], "windows": 2, "window_length": 32, "components": r"layers\.1\."}
+    with pytest.raises(KLLensError, match="has no statistics; gather them with: kl-lens calibrate"):
+        study.measure(formats=["int4"], methods=["rtn", "gptq"], **few)
+    statistics = study.calibrate(text=texts["learnt"], windows=4, window_length=32)
+    table = study.measure(formats=["int4"], methods=["rtn", "gptq"], **few)
     assert set(table.formats) == {"int4", "int4+gptq"}
-    assert model.weights.statistics is not None
-    assert table.statistics == model.weights.statistics.digest
-    plan = kl.plan(table, max_kl=10.0)
+    assert table.statistics == statistics.digest
+    plan = study.plan(max_kl=10.0, name="small")
     assert plan.statistics == table.statistics
-    with pytest.raises(KLLensError, match="has no statistics"):
-        kl.verify(load(tiny_folder), plan, table, texts["judging"], windows=2, window_length=32)
-    other = kl.calibrate(model, texts["learnt"], 4, window_length=32)
+    other = study.calibrate(text=texts["learnt"], windows=4, window_length=32, seed=7, again=True)
     assert other.digest != table.statistics
     with pytest.raises(FormatError, match="made from statistics"):
-        kl.verify(model, plan, table, texts["judging"], windows=2, window_length=32)
-    kept = kl.measure(model, texts["measured"], ["int4+gptq"], run=tmp_path / "run", **few)
-    assert kept.statistics == other.digest  # what `calibrate` gathered
+        study.plan(plan="small", verify=True, held_out=texts["judging"], held_out_windows=2)
+    assert study.measure(formats="int4+gptq", **few).statistics == other.digest
 
 
 @pytest.mark.parametrize("helps", [True, False])
 def test_a_plan_is_put_in_order_and_kept_only_where_held_out_text_says_so(
     helps: bool,
     measure: list[str],
+    calibrate: list[str],
     texts: dict[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
+    assert main(calibrate) == 0
     assert main([*measure, "--formats", "int4", "--methods", "gptq"]) == 0
     with Run.open(run) as opened:
         table = opened.table()

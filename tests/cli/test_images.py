@@ -15,6 +15,7 @@ from kl_lens.evaluation import TorchSession
 from kl_lens.pipeline.settings import command_of
 from kl_lens.records import Plan
 from kl_lens.runs import Run
+from kl_lens.targets import export
 from tests.classifiers import classifier, image_folder, save
 
 
@@ -94,7 +95,7 @@ def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
 ) -> None:
     pytest.importorskip("openvino")
     plan = Plan("mixed", {c.name: "int8" for c in opened.anatomy.candidates if c.family == "mlp"}, "by hand")
-    kl.export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
+    export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
     ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
     given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
     expected = TorchSession(opened, plan.assignment).logits(ids)
@@ -104,9 +105,12 @@ def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
 
 def test_evaluate_in_python_needs_only_the_file(opened: LoadedModel, images: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
-    kl.export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
-    alone = kl.evaluate(tmp_path / "out", f"{images}:test", window=8, exact=True)
-    beside = kl.evaluate(tmp_path / "out", original=opened, window=8, exact=True)
+    export(opened, Plan("fp16", {}, "fp16"), "openvino", tmp_path / "out")
+    judged = {"perplexity": f"{images}:test", "window": 8, "exact": True}
+    (alone,) = kl.evaluate(tmp_path / "out", **judged)
+    beside = kl.evaluate(
+        tmp_path / "out", model=str(opened.source), images=str(images), divergence="", **judged
+    )[-1]
     assert alone.values["top1"] == beside.values["top1"]
     assert beside.values["kl_mean"].value < 1e-4
 

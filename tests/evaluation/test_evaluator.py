@@ -376,14 +376,14 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
 
 
-def test_a_model_in_python(model: LoadedModel, exported: Callable[[str], Path], tiny_folder: Path) -> None:
-    options = {"text": str(tiny_folder / "text.txt"), "window": 48, "limit": 4}
-    original = kl.evaluate(model, **options)
+def test_files_in_python(model: LoadedModel, exported: Callable[[str], Path], tiny_folder: Path) -> None:
+    options = {"perplexity": str(tiny_folder / "text.txt"), "window": 48, "limit": 4}
+    folder = exported("openvino")
+    (alone,) = kl.evaluate(folder, exact=True, threads=1, **options)
+    own = {"model": str(model.source), "divergence": "", "exact": True, "threads": 1}
+    original, beside = kl.evaluate(str(folder), **own, **options)
     assert original.subject.label == "original"
     assert original.values["token_perplexity"].value > 1
-    folder = exported("openvino")
-    alone = kl.evaluate(folder, exact=True, threads=1, **options)
-    beside = kl.evaluate(str(folder), original=model, exact=True, threads=1, **options)
     assert alone.values["token_perplexity"] == beside.values["token_perplexity"]
     assert beside.values["kl_mean"].value > 0
     assert alone.protocol["tokens"] == 4 * 47

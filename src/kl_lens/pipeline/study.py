@@ -138,7 +138,7 @@ class Study:
 
     def measure(self, **flags: Any) -> SensitivityTable:
         """How much each component suffers from each format of the target. Goes on where it was stopped."""
-        self._complete(self.do(self.settings("measure", **flags)))
+        _complete(self.do(self.settings("measure", **flags)))
         return self.table
 
     def rank(self, **flags: Any) -> Ranking:
@@ -166,12 +166,12 @@ class Study:
 
     def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
         """Perplexity and KL from the original, of these files or of all that the run has; tasks too, if asked."""
-        result = self._complete(self.do(self.settings("evaluate", artifact=files, **flags)))
+        result = _complete(self.do(self.settings("evaluate", artifact=files, **flags)))
         return result.outcome.scores
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """How fast these files, or all that the run has, load and write text, and how much memory they take."""
-        return self._complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
+        return _complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
         """Text from an exported model."""
@@ -193,10 +193,32 @@ class Study:
             planning.write_plan(plan, path, components)
         return plan.name
 
-    @staticmethod
-    def _complete(result: Any) -> Any:
-        """A command ends with exit code 1 where a part of it failed; a caller in Python hears of it as an error."""
-        if failures := getattr(result, "failures", None):
-            subject, reason = next(iter(failures.items()))
-            raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")
-        return result
+
+# -- files that stand alone, without a run --------------------------------------------------------------------------
+
+
+def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
+    """Scores of exported folders or `.gguf` files; with `model=…` also their KL from the original."""
+    return _alone("evaluate", artifact=files, **flags).outcome.scores
+
+
+def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
+    """How fast exported folders or `.gguf` files load and write text."""
+    return _alone("benchmark", artifacts=files, **flags).report.profiles
+
+
+def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
+    """Text from an exported folder or a `.gguf` file."""
+    return _alone("generate", artifact=file, prompt=prompt, **flags)
+
+
+def _alone(verb: str, **given: Any) -> Any:
+    return _complete(Study().do(from_python(settings_of(verb), given)))
+
+
+def _complete(result: Any) -> Any:
+    """A command ends with exit code 1 where a part of it failed; a caller in Python hears of it as an error."""
+    if failures := getattr(result, "failures", None):
+        subject, reason = next(iter(failures.items()))
+        raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")
+    return result

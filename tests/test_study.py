@@ -1,0 +1,117 @@
+"""One front door: the command line and `Study` do the same, and bad arguments get the same clear errors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kl_lens as kl
+from kl_lens.cli.main import main, parse, settings_from
+from kl_lens.targets import read_artifact
+from tests.docs.markdown import README, blocks, commands
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+FEW = {"calibrate": {"windows": 2, "window_length": 64}, "measure": {"windows": 1, "window_length": 64}}
+BUDGET, COMPONENTS = "9.5MB", r"layers\.[89]\."
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Every file of an exported folder but our own record, which names the versions and the time."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != "artifact.json"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> kl.Study:
+    """Calibrated and measured: two blocks, with recipes that learn."""
+    study = kl.Study("reference:mamba", target="gguf", folder=tmp_path_factory.mktemp("study") / "python")
+    study.calibrate(**FEW["calibrate"])
+    study.measure(**FEW["measure"], components=COMPONENTS, formats=["q4_k+gptq", "q8_0"])
+    return study
+
+
+def test_both_languages_write_the_same_bytes(study: kl.Study, tmp_path: Path) -> None:
+    file = study.export(study.plan(max_bytes=BUDGET, name="small"))
+    run = str(tmp_path / "words")
+    few = {
+        verb: [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+        for verb, flags in FEW.items()
+    }
+    chosen = ["--target", "gguf", "--components", COMPONENTS, "--formats", "q4_k+gptq,q8_0"]
+    assert main(["calibrate", "reference:mamba", "--run", run, *few["calibrate"]]) == 0
+    assert main(["measure", "reference:mamba", "--run", run, *few["measure"], *chosen]) == 0
+    assert main(["plan", "--run", run, "--target", "gguf", "--max-bytes", BUDGET, "--name", "small"]) == 0
+    assert main(["export", "--run", run, "--target", "gguf", "--plan", "small"]) == 0
+    ours, theirs = digests(file), digests(Path(run) / "artifacts/gguf/small")
+    assert ours == theirs
+    assert {t.realised for t in read_artifact(file).tensors} >= {"q4_k+gptq", "q8_0"}
+
+
+def test_the_readme_shows_the_same_job_in_both_languages() -> None:
+    """Every line of the Python example means the settings of the command in the same place."""
+    words = [
+        w[1:] for block in blocks(README) if block.tag == "bash" for w in commands(block) if w[0] == "kl-lens"
+    ]
+    typed = {w[0]: settings_from(parse(w)) for w in words}
+    (example,) = [block.body for block in blocks(README) if block.tag == "python"]
+    seen: dict[str, object] = {}
+
+    class Listening(kl.Study):
+        def do(self, settings: kl.pipeline.settings.Settings) -> object:
+            seen[settings.verb] = settings
+            raise StopIteration
+
+    for line in example.splitlines():
+        if "study." in line and "table" not in line:
+            names = {
+                "study": Listening("reference:mamba", target="gguf", folder="runs/mamba"),
+                "plan": "small",
+            }
+            with pytest.raises(StopIteration):
+                exec(line, names)
+    assert set(seen) == set(typed)
+    for verb, settings in seen.items():
+        known = {"model": None} if verb in ("plan", "export", "evaluate") else {}
+        assert replace(settings, **known) == typed[verb], verb  # type: ignore[type-var]
+
+
+def test_a_table_is_a_data_frame(study: kl.Study) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = study.table.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == len(study.table.measurements)
+    assert {"component", "recipe", "kind", "block", "kl_teacher_to_student", "mse_se"} <= set(frame.columns)
+
+
+def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) -> None:
+    plan = study.plan(max_bytes=BUDGET, name="edited")
+    name = next(iter(plan.assignment))
+    changed = replace(plan, assignment=plan.assignment | {name: "q8_0"})
+    realised = {t.component: t.realised for t in read_artifact(study.export(changed)).tensors}
+    assert realised[name] == "q8_0"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.measure(engine="reference"), "engine='reference' is none of fast, plain"),
+        (lambda s: s.measure(windows="many"), "windows='many' does not fit"),
+        (lambda s: s.measure(windows=-1), "windows=-1 does not fit"),
+        (lambda s: s.plan(max_bytes="4 stones"), "max_bytes='4 stones' does not fit"),
+        (lambda s: s.plan(budgets=3), "plan takes no 'budgets'; there are"),
+        (lambda s: s.plan(minimise="speed"), "minimise='speed' is none of bytes, kl, latency"),
+        (lambda s: s.plan(), "say what to plan"),
+        (lambda s: s.export("nothing-of-the-kind"), "nothing-of-the-kind"),
+        (lambda s: kl.Study(target="onnx"), "no target is called 'onnx'"),
+        (lambda s: kl.Study(precision="int3"), "Study takes no 'precision'"),
+        (lambda s: kl.generate("nowhere.gguf", "x"), "nowhere.gguf"),
+    ],
+)
+def test_python_callers_get_the_clear_errors_of_the_command_line(study: kl.Study, call, message: str) -> None:
+    with pytest.raises(kl.KLLensError) as raised:
+        call(study)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
