@@ -139,6 +139,44 @@ def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None
     assert "no ratio is given" in section(page, "speed").words
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "brief", "words"),
+    [
+        (1.31, 1.47, "1.39 (1.31–1.47)", "1.39 (1.31–1.47) times"),
+        (0.25, 2.12, "not measurable", "not measurable here: the machine was busy (42 % stolen)"),
+    ],
+)
+def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
+    tmp_path: Path, low: float, high: float, brief: str, words: str
+) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
+    ratio = Spread(1.39, low, high, 24).to_json()
+    with Run.open(folder) as run:
+        for subject, name, value in run.results("profile"):
+            if value["protocol"] == "use":
+                changed = {"ratios": {"tokens_per_second": ratio}, "load": {"stolen": 0.42}}
+                run.store_result("profile", subject, name, value | changed)
+        page = write_report(run).read_text(encoding="utf-8")
+        view = collect(run)
+    assert words in section(page, "answer").words
+    assert brief in section(page, "speed").words
+    profiles = [p for p in view.profiles if p.protocol == "use"]
+    told = as_json(BenchmarkResult(Report(MACHINE, profiles), folder))["profiles"][0]["ratios"]
+    memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
+    complete = [replace(p, settings=p.settings | memory) for p in profiles]
+    out = Console(width=400, record=True, file=StringIO())
+    out.print(_use_table(complete))
+    assert brief in out.export_text()
+    assert closing_ratio(view, profiles[0].subject) == brief
+    if brief == "not measurable":
+        assert "1.39" not in page
+        expected = {"low": low, "high": high, "repeats": 24}
+        expected["not_measurable"] = "the machine was busy (42 % stolen)"
+        assert told == {"tokens_per_second": expected}
+    else:
+        assert told == {"tokens_per_second": ratio}
+
+
 def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate"))
     with Run.open(folder) as run:
