@@ -1,10 +1,10 @@
-"""Are ratios of speed right on a busy machine? Three files of reference:mamba for each runtime, alone and beside a load.
+"""Are ratios of speed right on a busy machine? Three files of reference:mamba per runtime, alone and beside a load.
 
     python benchmarks/speeds.py                  # OpenVINO and llama.cpp, one thread, two busy processes
     python benchmarks/speeds.py --threads 2      # where the load leaves no processor free: expect "not measurable"
 
-Start it on a quiet machine. It prints the ratio of each quantized file to the FP16 file, first alone and then beside the
-busy processes, and whether the second interval contains the first ratio. Exit code 1: an interval was shown and did not.
+Start it on a quiet machine. It prints the ratio of each quantized file to the FP16 file, first alone and then beside
+the busy processes, and whether the second interval contains the first ratio. Exit code 1: one that was shown did not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import common  # noqa: F401  (before torch: it sets what torch reads when it is loaded)
-
 import kl_lens as kl
 from kl_lens.profiling import Benchmark, Ratio, UseSettings, ratio_of
 from kl_lens.records import Plan
@@ -56,7 +55,9 @@ def measured(places: list[Path], settings: UseSettings) -> tuple[dict[str, Ratio
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--busy", type=int, default=2, help="processes of the load")
