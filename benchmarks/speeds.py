@@ -24,11 +24,13 @@ from kl_lens.records import Plan
 
 FORMATS = {"openvino": ("fp16", "int8", "int4"), "gguf": ("fp16", "q8_0", "q4_0")}
 TIMING = "tokens_per_second"
+# Ends with its parent, however that ends.
+SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(processes)]
     try:
         yield
     finally:

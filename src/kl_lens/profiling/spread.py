@@ -2,8 +2,8 @@
 
 Whatever disturbs a token makes it slower, never faster. So a turn of a few tokens counts as its quickest one, and a
 file as the low quantile of its turns. The interval of a ratio is a bootstrap over turns: files are drawn together,
-because what lasts longer than a turn is in both. It is stretched to the ratio of the very quickest turns: where those tell
-another story than the low quantile, most turns were disturbed.
+because what lasts longer than a turn is in both. It is stretched to the ratio of the very quickest turns: where those
+tell another story than the low quantile, most turns were disturbed.
 """
 
 from __future__ import annotations
