@@ -337,9 +337,14 @@ class Profile(Record):
     # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
     # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
     timings: dict[str, Spread]
-    ratios: dict[str, Spread]  # to the FP16 subject of the same session, same names; larger is better
+    # To the FP16 subject of the same session, same names; larger is better. Low and high are a 95 % interval.
+    # Whether one may be shown is for `profiling.ratio_of` to say.
+    ratios: dict[str, Spread]
     peak_memory_bytes: int | None
     file_bytes: int
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
+    # Shares of all processors while it was timed: stolen (by the host), used by others, asked (threads over
+    # processors); those that are not known are missing.
+    load: dict[str, float] = field(default_factory=dict)

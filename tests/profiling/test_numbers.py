@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,16 @@ import pytest
 
 from kl_lens.profiling import machine as machine_module
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound, prefill_seconds
-from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
-from kl_lens.profiling.spread import ratios, spread_of, spreads
-from kl_lens.records import Spread
+from kl_lens.profiling.machine import (
+    Bandwidth,
+    LoadMeter,
+    Machine,
+    last_level_cache,
+    matmul_rate,
+    read_bandwidth,
+)
+from kl_lens.profiling.spread import compared, ratio_of, spread_of, spreads
+from kl_lens.records import ARTIFACT, Profile, Spread, Subject
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 
 
@@ -38,20 +46,85 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
     assert spread_of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
 
 
-def test_ratios_are_taken_within_each_round_and_more_is_better() -> None:
-    # The machine was half as fast in the second round: the ratio does not notice.
-    base = [
-        {"seconds_per_token": 2.0, "tokens_per_second": 0.5},
-        {"seconds_per_token": 4.0, "tokens_per_second": 0.25},
-    ]
-    fast = [
-        {"seconds_per_token": 1.0, "tokens_per_second": 1.0},
-        {"seconds_per_token": 2.0, "tokens_per_second": 0.5},
-    ]
-    found = ratios(fast, base)
-    assert found["seconds_per_token"] == Spread(2.0, 2.0, 2.0, 2)
-    assert found["tokens_per_second"] == Spread(2.0, 2.0, 2.0, 2)
-    assert spreads(fast)["seconds_per_token"] == Spread(1.5, 1.25, 1.75, 2)
+def test_spreads_are_of_rounds() -> None:
+    assert spreads([{"s": 1.0}, {"s": 2.0}]) == {"s": Spread(1.5, 1.25, 1.75, 2)}
+    assert spreads([]) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("disturbed", [0.0, 0.3, 0.6])
+def test_disturbances_leave_the_true_ratio_in_the_interval(seed: int, disturbed: float) -> None:
+    """Turns of which any share is slowed up to fifteen times, and a machine whose own speed drifts by a tenth."""
+    random = np.random.default_rng(seed)
+    drift = 1 + 0.1 * np.sin(np.arange(48) / 8)
+
+    def seconds(true: float) -> list[float]:
+        slowed = 1 + (random.random(48) < disturbed) * random.exponential(5, 48).clip(0, 14)
+        return list(true * drift * random.uniform(1, 1.03, 48) * slowed)
+
+    found = compared(seconds(2.0), seconds(3.0))
+    assert found is not None
+    assert found.low <= found.median <= found.high
+    assert 0.99 * found.low <= 1.5 <= 1.01 * found.high
+    if not disturbed:
+        assert found.high < 1.1 * found.low
+
+
+def test_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> None:
+    assert compared([1.0] * 4, [2.0] * 4) is None
+    assert compared([2.0] * 5, [2.0] * 5) == Spread(1.0, 1.0, 1.0, 5)
+
+
+def profile(low: float, high: float, **load: float) -> Profile:
+    ratios = {"tokens_per_second": Spread((low + high) / 2, low, high, 24)}
+    return Profile(Subject(ARTIFACT, "p", "gguf"), "use", "CPU", 2, {}, ratios, None, 1, {}, {}, {}, load)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (profile(1.2, 1.3, stolen=0.2, others=0.05, asked=1.0), "1.25 (1.20–1.30)"),
+        (
+            profile(0.25, 2.12, stolen=0.42, others=0.1),
+            "not measurable here: the machine was busy (42 % stolen)",
+        ),
+        (profile(0.25, 2.12, others=0.3), "not measurable here: the machine was busy (30 % used by others)"),
+        (profile(0.25, 2.12, stolen=0.01), "not measurable here: the machine was busy"),
+        # Every token was disturbed alike: a narrow interval around nothing.
+        (
+            profile(1.0, 1.02, others=0.5, asked=1.0),
+            "not measurable here: the machine was busy (50 % used by others)",
+        ),
+        (profile(1.0, 1.0, others=0.5, asked=1.0), "1.00"),  # the base itself
+        (profile(1.2, 1.3), "1.25 (1.20–1.30)"),  # where the load is not known
+    ],
+)
+def test_a_ratio_is_shown_with_its_interval_or_not_at_all(found: Profile, words: str) -> None:
+    ratio = ratio_of(found, "tokens_per_second")
+    assert ratio.words == words
+    shown = ratio.to_json()
+    assert ("median" in shown) == ("not_measurable" not in shown) == (ratio.brief != "not measurable")
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_load_is_what_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("user", "nice", "system", "idle", "iowait", "steal", "guest", "guest_nice")
+    times = namedtuple("times", names)  # type: ignore[misc]
+    own = namedtuple("own", ("user", "system"))
+    now = [times(10, 0, 0, 50, 0, 5, 3, 0), times(60, 0, 0, 58, 2, 45, 13, 0)]
+    used = [own(1, 1), own(31, 1)]
+    monkeypatch.setattr(machine_module.psutil, "cpu_times", lambda: now.pop(0))
+    monkeypatch.setattr(machine_module.psutil.Process, "cpu_times", lambda self: used.pop(0))
+    # 50 s of users, of which 10 are a guest's and 30 ours; 10 idle, 40 stolen; 100 in all.
+    assert LoadMeter().read() == pytest.approx({"stolen": 0.4, "others": 0.2})
+
+
+def test_load_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise FileNotFoundError("/proc/stat")
+
+    monkeypatch.setattr(machine_module.psutil, "cpu_times", missing)
+    assert LoadMeter().read() == {}
 
 
 def test_a_token_reads_weights_state_and_keys() -> None:

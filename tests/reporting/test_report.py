@@ -6,15 +6,23 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kl_lens import planning
+from kl_lens.cli.benchmark import _use_table, as_json
+from kl_lens.cli.run import _ratio as closing_ratio
 from kl_lens.errors import RunError
+from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.planning import build_problem
-from kl_lens.records import ARTIFACT, Subject
+from kl_lens.profiling import Machine, Report
+from kl_lens.profiling.machine import Bandwidth
+from kl_lens.records import ARTIFACT, Spread, Subject
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
@@ -53,7 +61,9 @@ def test_the_answer_comes_first_in_plain_words_with_its_command(sample_page: str
     assert "Store sample-mamba as plan recommended:" in words
     assert re.search(r"\d+ % of FP16", words)
     assert re.search(r"Perplexity (rises|falls|goes)", words)
-    assert re.search(r"Speed against the FP16 file on CPU: [\d.]+ times \(openvino\)", words)
+    assert re.search(
+        r"Speed against the FP16 file on CPU: [\d.]+ \([\d.]+–[\d.]+\) times \(openvino\)", words
+    )
     assert "kl-lens plan --run runs/sample --max-bytes 80kB --name recommended --verify" in words
     assert "kl-lens measure sample-mamba --run runs/sample" in words
 
@@ -137,6 +147,45 @@ def test_a_ratio_that_is_not_to_fp16_is_not_shown_as_one(tmp_path: Path) -> None
         page = write_report(run).read_text(encoding="utf-8")
     assert "Speed against the FP16 file" not in section(page, "answer").words
     assert "no ratio is given" in section(page, "speed").words
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "brief", "words"),
+    [
+        (1.31, 1.47, "1.39 (1.31–1.47)", "1.39 (1.31–1.47) times"),
+        (0.25, 2.12, "not measurable", "not measurable here: the machine was busy (42 % stolen)"),
+    ],
+)
+def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
+    tmp_path: Path, low: float, high: float, brief: str, words: str
+) -> None:
+    folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
+    ratio = Spread(1.39, low, high, 24).to_json()
+    with Run.open(folder) as run:
+        for subject, name, value in run.results("profile"):
+            if value["protocol"] == "use":
+                changed = {"ratios": {"tokens_per_second": ratio}, "load": {"stolen": 0.42}}
+                run.store_result("profile", subject, name, value | changed)
+        page = write_report(run).read_text(encoding="utf-8")
+        view = collect(run)
+    assert words in section(page, "answer").words
+    assert brief in section(page, "speed").words
+    profiles = [p for p in view.profiles if p.protocol == "use"]
+    machine = Machine(Bandwidth(1e9, 1e9, 2, 1 << 20, 3), 1e9, None)
+    told = as_json(BenchmarkResult(Report(machine, profiles), folder))["profiles"][0]["ratios"]
+    memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
+    complete = [replace(p, settings=p.settings | memory) for p in profiles]
+    out = Console(width=400, record=True, file=StringIO())
+    out.print(_use_table(complete))
+    assert brief in out.export_text()
+    assert closing_ratio(view, profiles[0].subject) == brief
+    if brief == "not measurable":
+        assert not re.search(r"1\.39 (\(0\.25|times)|FP16: 1\.39", page)
+        expected = {"low": low, "high": high, "repeats": 24}
+        expected["not_measurable"] = "the machine was busy (42 % stolen)"
+        assert told == {"tokens_per_second": expected}
+    else:
+        assert told == {"tokens_per_second": ratio}
 
 
 def test_a_change_within_twice_its_error_is_called_chance(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.pipeline.settings import spell_layers
 from kl_lens.records import Profile, Spread
-from kl_lens.reporting.answer import libraries
+from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.units import human_bytes, human_seconds
 
 
 def as_json(result: BenchmarkResult) -> dict[str, Any]:
     report = result.report
     return {
-        "profiles": [p.to_json() | {"subject": p.subject.label} for p in report.profiles],
+        "profiles": [_profile_json(p) for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
         "curves": [curve.to_json() | {"recommended": curve.best.value} for curve in report.curves],
@@ -26,6 +26,13 @@ def as_json(result: BenchmarkResult) -> dict[str, Any]:
         "latency_protocol": {profile.name: profile.protocol for profile in report.latency},
         "csv": None if report.csv is None else str(report.csv),
     }
+
+
+def _profile_json(profile: Profile) -> dict[str, Any]:
+    """The record, with ratios as they are shown."""
+    names = profile.ratios.keys() | {"tokens_per_second" if profile.protocol == "use" else "latency_ms"}
+    ratios = {name: profiling.ratio_of(profile, name).to_json() for name in sorted(names)}
+    return profile.to_json() | {"subject": profile.subject.label, "ratios": ratios}
 
 
 def show(result: BenchmarkResult) -> None:
@@ -96,9 +103,9 @@ def _use_table(profiles: list[Profile]) -> Table:
     lengths = profiles[0].settings["prompt_lengths"]
     numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
                "× FP16", "peak memory", "of it model", "bound tokens/s", "share")  # fmt: skip
-    table = new_table("In use: median (quartiles)", ("artifact",), numbers)
+    table = new_table("In use: median (quartiles; of × FP16 the 95 % interval)", ("artifact",), numbers)
     for p in profiles:
-        ratio = p.ratios["tokens_per_second"]
+        ratio = profiling.ratio_of(p, "tokens_per_second")
         table.add_row(
             p.subject.label,
             human_bytes(p.file_bytes),
@@ -106,7 +113,7 @@ def _use_table(profiles: list[Profile]) -> Table:
             *(f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}" for n in lengths),
             _spread(p.timings["seconds_per_token"], 1e3, 2),
             f"{p.timings['tokens_per_second'].median:.1f}",
-            _spread(ratio, 1, 2) + ("" if p.settings["ratios_to_fp16"] else " *"),
+            ratio.brief + ("" if p.settings["ratios_to_fp16"] else " *"),
             human_bytes(p.peak_memory_bytes or 0),
             human_bytes(p.settings["memory"]["model_bytes"]),
             f"{p.bound['tokens_per_second']:.0f}" if p.bound else "–",
@@ -130,7 +137,7 @@ def _app_table(profiles: list[Profile]) -> Table:
             f"{s['min_ms']:.2f}",
             f"{s['max_ms']:.2f}",
             f"{p.timings['throughput_fps'].median:.1f}",
-            f"{p.ratios['latency_ms'].median:.2f}" + ("" if s["ratios_to_fp16"] else " *"),
+            profiling.ratio_of(p, "latency_ms").brief + ("" if s["ratios_to_fp16"] else " *"),
             f"{s['reached_iterations']}",
             f"{s['reached_seconds']:.1f}",
             f"{p.bound['share']:.2f}" if p.bound else "–",
@@ -180,6 +187,11 @@ def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]
             f"time; {first.settings['repeats']} round(s); {first.settings['interleaving']}. Peak memory is that of a "
             f"fresh process; interpreter and libraries take {base} of it before the model is loaded."
         )
+        if shares := [
+            f"{first.load[name]:.0%} {name}" for name in ("stolen", "others") if name in first.load
+        ]:
+            lines.append(f"Of the processors' time meanwhile: {', '.join(shares)}.".replace("%", " %"))
+    lines += unmeasurable(used)
     lines += libraries(used)
     if any(p.settings["quick"] for p in report.profiles):
         lines.append("--quick: too short to publish, and the records say so.")

@@ -11,7 +11,7 @@ from rich.table import Table
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.running import UNIFORM_FP16, RunResult, RunSettings
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Subject
-from kl_lens.reporting.answer import libraries, speed_ratio
+from kl_lens.reporting.answer import libraries, speed_ratio, unmeasurable
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.numbers import with_error
 from kl_lens.reporting.plans import PlanView
@@ -39,6 +39,7 @@ def show(result: RunResult) -> None:
         table.add_section()
     spent = ", ".join(f"{verb} {used:.0f} s" for verb, used in result.stage_seconds.items() if used >= 1)
     lines = [*sparks, f"Done in {result.seconds:.0f} s ({spent}). {_judged(view, result)}"]
+    lines += unmeasurable([p for p in view.profiles if p.protocol == "use"])
     lines += libraries([p for p in view.profiles if p.protocol == "use"])
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
     folder = shlex.quote(str(result.folder))
@@ -176,7 +177,7 @@ def _value(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | 
 def _ratio(view: RunView, subject: Subject) -> str:
     profiles = [p for p in view.profiles if p.subject.key == subject.key and p.protocol == "use"]
     ratio = speed_ratio(profiles[-1]) if profiles else None
-    return "" if ratio is None else f"{ratio.median:.2f}"
+    return "" if ratio is None else ratio.brief
 
 
 def _shown(estimate: Estimate | None) -> str:

@@ -1,15 +1,16 @@
 """What a user feels: loading, the wait for the first token, and the speed of the text that follows.
 
-Artifacts take turns (A B A B …), each doing the same in every round, so that a noisy machine hurts all alike; the
-first round warms up and is not counted. Ratios are taken within each round.
+Artifacts take turns of a prompt or a few tokens, in an order that is drawn anew each time, so that a noisy machine
+hurts all alike; the first round warms up and is not counted. Ratios are taken turn by turn (`spread.py`).
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ import psutil
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, last_line
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
-from kl_lens.profiling.machine import Machine
+from kl_lens.profiling.machine import LoadMeter, Machine
 from kl_lens.profiling.memory import MemoryUse, fresh_process
-from kl_lens.profiling.spread import ratios, spread_of, spreads
+from kl_lens.profiling.spread import compared, spread_of, spreads
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile
+from kl_lens.records import Profile, Spread
 from kl_lens.targets import RuntimeSettings, Session
 from kl_lens.targets.contents import Contents
 from kl_lens.units import human_bytes
@@ -31,6 +32,7 @@ PROTOCOL = "use"
 LOADS = (
     3  # timed loads of each artifact, after one that leaves the files and the compiled graph in their caches
 )
+TURN_TOKENS = 4  # that one artifact generates before it is the next one's turn
 # Loaded weights against the file: what was expanded or repacked stands beside what was mapped.
 MEMORY_PER_FILE_BYTE = 2.5
 FREE_SHARE = 0.7  # of the free memory that sessions may fill together
@@ -59,27 +61,54 @@ class UseSettings:
         return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
 
 
-def one_turn(
-    session: Session, prompts: Sequence[Sequence[int]], new_tokens: int, clock: Clock = time.perf_counter
-) -> dict[str, float]:
-    """Timings of one round: every prompt from scratch, then greedy text after the longest.
+class Player:
+    """One artifact in one round: every prompt from scratch, then greedy text after the longest."""
 
-    The first token is there when the prompt is read and its likeliest successor chosen.
-    """
-    timings: dict[str, float] = {}
-    token = 0
-    for prompt in sorted(prompts, key=len):
-        session.reset()
-        started = clock()
-        token = int(session.prefill(prompt).argmax())
-        seconds = clock() - started
-        timings[f"first_token_seconds@{len(prompt)}"] = seconds
-        timings[f"prefill_tokens_per_second@{len(prompt)}"] = len(prompt) / seconds
-    started = clock()
-    for _ in range(new_tokens):
-        token = int(session.step(token).argmax())
-    seconds = (clock() - started) / new_tokens
-    return timings | {"seconds_per_token": seconds, "tokens_per_second": 1 / seconds}
+    def __init__(self, session: Session, clock: Clock = time.perf_counter) -> None:
+        self.session, self._clock = session, clock
+        self._token = 0
+        self._prompts: dict[int, float] = {}  # tokens → seconds
+        self._text: list[list[float]] = []  # seconds of the tokens of each turn
+
+    def read(self, length: int) -> None:
+        """The first token is there when the prompt is read and its likeliest successor chosen."""
+        (prompt,) = prompts_for(self.session.vocabulary, (length,))
+        self.session.reset()
+        started = self._clock()
+        self._token = int(self.session.prefill(prompt).argmax())
+        self._prompts[length] = self._clock() - started
+
+    def write(self, tokens: int) -> None:
+        """The first token does not count where there are others: the caches still hold another artifact's weights."""
+        times = []
+        for _ in range(tokens):
+            started = self._clock()
+            self._token = int(self.session.step(self._token).argmax())
+            times.append(self._clock() - started)
+        self._text.append(times[1:] or times)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Of the round, as a user feels it: the mean of all tokens."""
+        timings: dict[str, float] = {}
+        for length, seconds in self._prompts.items():
+            timings[f"first_token_seconds@{length}"] = seconds
+            timings[f"prefill_tokens_per_second@{length}"] = length / seconds
+        each = float(np.mean([seconds for turn in self._text for seconds in turn]))
+        return timings | {"seconds_per_token": each, "tokens_per_second": 1 / each}
+
+    @property
+    def turns(self) -> dict[str, list[float]]:
+        """Seconds of every turn, for ratios: a prompt's, or the quickest token's."""
+        prompts = {f"@{length}": [seconds] for length, seconds in self._prompts.items()}
+        return prompts | {"": [min(turn) for turn in self._text]}
+
+
+def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], int]]:
+    """What every artifact does in a round, in parts between which others have their turn."""
+    starts = range(0, settings.new_tokens, TURN_TOKENS)
+    reading = [(Player.read, length) for length in sorted(settings.prompt_lengths)]
+    return reading + [(Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts]
 
 
 def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -89,7 +118,7 @@ def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 class Sessions:
-    """The sessions of all subjects: kept open together where memory allows, opened for each turn otherwise."""
+    """The sessions of all subjects: kept open together where memory allows, opened for each round otherwise."""
 
     def __init__(self, subjects: Sequence[Timed], settings: UseSettings) -> None:
         self._settings = settings
@@ -97,9 +126,10 @@ class Sessions:
         free = psutil.virtual_memory().available
         self.resident = need < FREE_SHARE * free
         self.description = (
-            "all loaded at once, taking turns"
+            f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
             if self.resident
-            else f"loaded anew for each turn: together they need {human_bytes(need)}, {human_bytes(free)} are free"
+            else f"loaded anew for each round, one after the other: together they need {human_bytes(need)}, "
+            f"{human_bytes(free)} are free"
         )
         self._open: dict[str, Session] = {}
 
@@ -133,7 +163,15 @@ class _Record:
     contents: Contents
     loads: list[float] = field(default_factory=list)
     rounds: list[dict[str, float]] = field(default_factory=list)
+    turns: dict[str, list[float]] = field(default_factory=dict)  # of all rounds, for ratios
     runtime: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, player: Player, *, counts: bool) -> None:
+        self.runtime = player.session.description
+        if counts:
+            self.rounds.append(player.timings)
+            for name, seconds in player.turns.items():
+                self.turns.setdefault(name, []).extend(seconds)
 
 
 def runnable(subjects: Sequence[Timed]) -> list[Timed]:
@@ -169,22 +207,51 @@ def benchmark_use(
         except (KLLensError, RuntimeError, OSError) as error:
             results.failures.append(Failure(subject.name, f"{reason_of(subject, error)} (while {what})"))
             alive.remove(subject)
-        advanced(f"{subject.name}, {what}")
+
+    def play(number: int, together: Sequence[Timed]) -> None:
+        what = f"round {number} of {settings.repeats}" if number else "warming up"
+        order = random.Random(number)
+        players: dict[str, Player] = {}
+        with ExitStack() as stack:
+
+            def enter(subject: Timed) -> None:
+                players[subject.name] = Player(stack.enter_context(sessions.borrow(subject)))
+
+            def move(subject: Timed, act: Callable[[Player, int], None], tokens: int) -> None:
+                act(players[subject.name], tokens)
+
+            for subject in together:
+                attempt(what, subject, enter)
+            # A session that was opened just now has to warm up before a round that counts.
+            for _ in range(2 if number and not sessions.resident else 1):
+                players |= {name: Player(player.session) for name, player in players.items()}
+                for act, tokens in acts_of(settings):
+                    for subject in order.sample(together, len(together)):
+                        if subject in alive:
+                            attempt(what, subject, move, act, tokens)
+            for subject in together:
+                if subject in alive:
+                    records[subject.name].add(players[subject.name], counts=number > 0)
+                advanced(f"{subject.name}, {what}")
 
     for subject in list(alive):
-        attempt("loading it in a fresh process", subject, _examine, records, settings)
+        attempt(what := "loading it in a fresh process", subject, _examine, records, settings)
+        advanced(f"{subject.name}, {what}")
     sessions = Sessions(alive, settings)
     try:
         for subject in list(alive):
-            attempt("timing its loading", subject, _time_loads, sessions, records)
+            attempt(what := "timing its loading", subject, _time_loads, sessions, records)
+            advanced(f"{subject.name}, {what}")
+        meter = LoadMeter()
         for number in range(settings.repeats + 1):
-            what = f"round {number} of {settings.repeats}" if number else "warming up"
-            for subject in list(alive):
-                attempt(what, subject, _turn, sessions, records, settings, number)
+            for together in [list(alive)] if sessions.resident else [[subject] for subject in alive]:
+                play(number, together)
             if number:
                 for subject in alive:
                     base = base_of(subject, alive)
                     profile = _profile(subject, base, records, settings, machine, sessions.description)
+                    asked = {"asked": profile.threads / processors()} if limits_hold(profile.device) else {}
+                    profile = replace(profile, load=meter.read() | asked)
                     results.profiles[subject.name] = profile
                     store(profile, number < settings.repeats)
     finally:
@@ -212,18 +279,13 @@ def _time_loads(subject: Timed, sessions: Sessions, records: dict[str, _Record])
         session.close()
 
 
-def _turn(
-    subject: Timed, sessions: Sessions, records: dict[str, _Record], settings: UseSettings, number: int
-) -> None:
-    record = records[subject.name]
-    with sessions.borrow(subject) as session:
-        prompts = prompts_for(session.vocabulary, settings.prompt_lengths)
-        if not sessions.resident and number:  # each new session has to warm up again
-            one_turn(session, prompts, settings.new_tokens)
-        timings = one_turn(session, prompts, settings.new_tokens)
-        if number:
-            record.rounds.append(timings)
-        record.runtime = session.description
+def _ratios(own: _Record, base: _Record) -> dict[str, Spread]:
+    """Those that have an interval, by the names of the timings; the base itself is 1."""
+    if own is base:
+        return {name: Spread(1.0, 1.0, 1.0, len(own.rounds)) for name in own.rounds[0]}
+    found = {key: compared(own.turns[key], base.turns[key]) for key in own.turns}
+    spread_by_name = {name: found["".join(name.partition("@")[1:])] for name in own.rounds[0]}
+    return {name: spread for name, spread in spread_by_name.items() if spread is not None}
 
 
 def _profile(
@@ -251,7 +313,7 @@ def _profile(
         device=subject.target.device_label(settings.runtime),
         threads=threads_of(record.runtime, settings.threads),
         timings=timings,
-        ratios=ratios(record.rounds, records[base.name].rounds),
+        ratios=_ratios(record, records[base.name]),
         peak_memory_bytes=record.memory.peak_bytes,
         file_bytes=subject.file_bytes,
         bound=bound,

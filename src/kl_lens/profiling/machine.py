@@ -150,6 +150,32 @@ def matmul_rate(
         torch.set_num_threads(before)
 
 
+class LoadMeter:
+    """Where the processors' time goes that this process does not get, from now on."""
+
+    def __init__(self) -> None:
+        self._before = _processor_seconds()
+
+    def read(self) -> dict[str, float]:
+        """Shares of the time: `stolen` by the host for other machines, used by `others` here; empty where unknown."""
+        spent = {name: now - self._before.get(name, 0.0) for name, now in _processor_seconds().items()}
+        whole = spent.pop("whole", 0.0)
+        return {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()} if whole > 0 else {}
+
+
+def _processor_seconds() -> dict[str, float]:
+    """Since the start: whole, others, and stolen where the system tells (Linux, in /proc/stat)."""
+    try:
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    except (OSError, psutil.Error):
+        return {}
+    idle, stolen = times.idle + getattr(times, "iowait", 0.0), getattr(times, "steal", None)
+    # Time of guests is in that of users already.
+    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    found = {"whole": whole, "others": whole - idle - (stolen or 0.0) - own.user - own.system}
+    return found if stolen is None else found | {"stolen": stolen}
+
+
 @dataclass(frozen=True)
 class Machine:
     """The limits that bounds are computed from."""

@@ -1,15 +1,32 @@
-"""Repeated timings in few numbers, and ratios that share their noise."""
+"""Repeated timings in few numbers; ratios that share their noise, and whether they say anything.
+
+Whatever disturbs a token makes it slower, never faster. So a turn of a few tokens counts as its quickest one, and a
+file as the low quantile of its turns. The interval of a ratio is a bootstrap over turns: files are drawn together,
+because what lasts longer than a turn is in both. It is stretched to the ratio of the very quickest turns: where those
+tell another story than the low quantile, most turns were disturbed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kl_lens.records import Spread
+from kl_lens.records import Profile, Spread
 
 # Timings for which more is better; of all others, less is.
 _RATES = ("_per_second", "throughput")
+
+LOW = 0.1  # the quantile of turns that stands for a file
+CONFIDENCE, DRAWS = 0.95, 1000
+FEWEST_TURNS = 5
+WIDEST = 1.5  # an interval whose ends are further apart, as a factor, says nothing
+NOTICED = 0.05  # share of the processors' time that is worth naming
+# Processors that all ask for, over those that are there. Beyond this, threads that wait for each other are descheduled
+# in every token, and no statistic can know better: llama.cpp with two threads beside two busy processes took 76 ms for
+# each token, whatever the format; with one thread 3.9 ms, and 1.4 times as fast in 4 or 8 bits.
+CROWDED = 1.3
 
 Rounds = Sequence[Mapping[str, float]]  # one mapping of timings per round
 
@@ -30,14 +47,59 @@ def ratio(name: str, value: float, base: float) -> float:
     return value / base if is_rate else base / value
 
 
-def ratios(rounds: Rounds, base: Rounds) -> dict[str, Spread]:
-    """The ratio of each round to the base in the same round, then their median and quartiles.
+def compared(seconds: Sequence[float], base: Sequence[float]) -> Spread | None:
+    """How many times as fast as the base, with its 95 % interval, from seconds of the same turns; None for too few."""
+    times = np.array([base, seconds], np.float64)
+    turns = times.shape[1]
+    if turns < FEWEST_TURNS:
+        return None
+    drawn = times[:, np.random.default_rng(0).integers(0, turns, (DRAWS, turns))]  # (2, draws, turns)
+    above, below = np.quantile(drawn, LOW, axis=-1)
+    tail = (1 - CONFIDENCE) / 2
+    quickest = times[0].min() / times[1].min()
+    ends = *np.quantile(above / below, (tail, 1 - tail)), quickest
+    above, below = np.quantile(times, LOW, axis=-1)
+    return Spread(float(above / below), float(min(ends)), float(max(ends)), turns)
 
-    Whatever disturbed the machine in a round disturbed both sides of its ratio, so this is steadier than the ratio
-    of two medians.
-    """
-    pairs = list(zip(rounds, base, strict=False))
-    if not pairs:
-        return {}
-    names = [name for name in pairs[0][0] if name in pairs[0][1]]
-    return {name: spread_of([ratio(name, a[name], b[name]) for a, b in pairs]) for name in names}
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as the FP16 file, or why nobody can say."""
+
+    spread: Spread | None  # None: there is not even an interval
+    obstacle: str | None = None  # why it is not to be shown
+
+    @property
+    def brief(self) -> str:
+        """For a cell of a table."""
+        if self.obstacle or self.spread is None:
+            return "not measurable"
+        low, median, high = (f"{v:.2f}" for v in (self.spread.low, self.spread.median, self.spread.high))
+        return median if low == high else f"{median} ({low}–{high})"
+
+    @property
+    def words(self) -> str:
+        return f"not measurable here: {self.obstacle}" if self.obstacle else self.brief
+
+    def to_json(self) -> dict[str, object]:
+        """As it is shown: no number in the middle of an interval that says nothing."""
+        told: dict[str, object] = {} if self.spread is None else self.spread.to_json()
+        if self.obstacle:
+            told.pop("median", None)
+            told["not_measurable"] = self.obstacle
+        return told
+
+
+def ratio_of(profile: Profile, timing: str) -> Ratio:
+    """The one place that decides whether a ratio is shown: screen, tables, report and JSON ask here."""
+    spread = profile.ratios.get(timing)
+    if spread is None:
+        return Ratio(None, "too few turns; raise --repeats or --new-tokens")
+    asked, stolen, others = (profile.load.get(name, 0.0) for name in ("asked", "stolen", "others"))
+    is_exact = spread.low == spread.high  # the base itself, or a program that gives no interval
+    if is_exact or (spread.high <= WIDEST * spread.low and asked + stolen + others <= CROWDED):
+        return Ratio(spread)
+    share = ""
+    if max(stolen, others) >= NOTICED:
+        share = f" ({stolen:.0%} stolen)" if stolen >= NOTICED else f" ({others:.0%} used by others)"
+    return Ratio(spread, "the machine was busy" + share.replace("%", " %"))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kl_lens.profiling import Ratio, ratio_of
 from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Score, Spread
 from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.plans import PlanView
@@ -90,14 +91,21 @@ def speed_of(profile: Profile) -> tuple[str, Spread] | None:
     return None
 
 
-def speed_ratio(profile: Profile) -> Spread | None:
+def speed_ratio(profile: Profile) -> Ratio | None:
     """Times the FP16 file of the same session, larger is faster; None where there was no such file."""
-    if not profile.settings.get("ratios_to_fp16", True):
+    if "ratios_to" not in profile.settings or not profile.settings.get("ratios_to_fp16", True):
         return None
-    for name in ("tokens_per_second", "seconds_per_token", "throughput_fps", "latency_ms"):
-        if name in profile.ratios:
-            return profile.ratios[name]
-    return None
+    return ratio_of(profile, "tokens_per_second" if profile.protocol == "use" else "latency_ms")
+
+
+def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
+    """A line for each reason why speeds cannot be compared, with the files that it holds for."""
+    files: dict[str, list[str]] = {}
+    for profile in profiles:
+        ratio = speed_ratio(profile)
+        if ratio is not None and ratio.obstacle:
+            files.setdefault(ratio.words, []).append(profile.subject.label)
+    return [f"Speed against FP16 {words}: {', '.join(names)}." for words, names in files.items()]
 
 
 def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:

@@ -92,7 +92,7 @@ def _facts(view: RunView) -> dict[str, str]:
         if plan and plan.perplexity and plan.original_perplexity
         else "–",
         "its speed, times the FP16 file's": ", ".join(
-            f"{r.median:.2f} ({runtime_of(p.subject)}, {p.device})" for p, r in timed
+            f"{r.words} ({runtime_of(p.subject)}, {p.device})" for p, r in timed
         )
         or "–",
     }
@@ -281,7 +281,7 @@ def _speed_table(profiles: Sequence[Profile], series: Callable[[Profile], str]) 
                 profile.subject.label,
                 Cell(size(profile.file_bytes), profile.file_bytes),
                 Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
-                f"{ratio.median:.2f}" if ratio else "–",
+                ratio.brief if ratio else "–",
                 Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes),
             ]
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kl_lens.profiling import ratio_of
 from kl_lens.records import Profile, Spread
 from kl_lens.reporting.figures.sizes import unit_of
 from kl_lens.reporting.markup import Html
@@ -115,9 +116,8 @@ def _words(profile: Profile, timing: str, axis: str, factor: float) -> str:
     words += (
         f"quartiles {number(factor * spread.low)} to {number(factor * spread.high)}, {spread.repeats} repeats"
     )
-    ratio = profile.ratios.get(timing)
-    if ratio is not None and profile.settings.get("ratios_to_fp16", True):
-        words += f"\n{ratio.median:.2f} times as good as the FP16 file"
+    if timing in profile.ratios and profile.settings.get("ratios_to_fp16", True):
+        words += f"\n× FP16: {ratio_of(profile, timing).words}"
     bound = bound_of(profile, timing)
     if bound is not None:
         words += f"\nbound {number(factor * bound)}"

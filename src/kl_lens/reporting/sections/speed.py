@@ -29,7 +29,7 @@ def section(view: RunView) -> Section:
     parts: list[Html] = [
         paragraph(
             "Medians of repeated timings, quartiles as error bars. Ratios are taken within one session against the "
-            "FP16 file of the same runtime."
+            "FP16 file of the same runtime, with 95 % intervals."
         )
     ]
     for (device, protocol), profiles in groups.items():
@@ -77,6 +77,7 @@ def _bandwidth(profiles: list[Profile]) -> list[Html]:
 
 def _warnings(profiles: list[Profile]) -> list[Html]:
     notes = [note(line) for line in answer.libraries(profiles)]
+    notes += [note(line) for line in answer.unmeasurable(profiles)]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
     if any(not p.settings.get("ratios_to_fp16", True) for p in profiles):
@@ -104,7 +105,7 @@ def _row(view: RunView, profile: Profile) -> list[object]:
         Cell(size(profile.file_bytes), profile.file_bytes),
         Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
         f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",
-        f"{ratio.median:.2f}" if ratio else "–",
+        ratio.brief if ratio else "–",
         f"{1e3 * profile.timings[first].median:.1f} (after {first.partition('@')[2]})" if first else "–",
         f"{load.median:.2f}" if load else "–",
         Cell(size(profile.peak_memory_bytes), profile.peak_memory_bytes),

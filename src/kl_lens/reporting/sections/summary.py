@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kl_lens.planning.cost import FP16
+from kl_lens.profiling import Ratio
 from kl_lens.records import Profile
 from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
@@ -84,7 +85,7 @@ def _sentence(view: RunView, plan: PlanView) -> list[object]:
         parts.append(words)
     timed = [(p, r) for p in answer.best_profiles(view, plan) if (r := answer.speed_ratio(p)) is not None]
     if timed:
-        said = " and ".join(f"{r.median:.2f} times ({runtime_of(p.subject)})" for p, r in timed)
+        said = " and ".join(_speed_words(r, runtime_of(p.subject)) for p, r in timed)
         quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
         parts.append(f" Speed against the FP16 file on {timed[0][0].device}: {said}{quick}.")
     return parts
@@ -229,7 +230,11 @@ def _memory(profile: Profile | None) -> object:
 
 def _speed(profile: Profile | None) -> str:
     ratio = answer.speed_ratio(profile) if profile else None
-    return f"{ratio.median:.2f}" if ratio else "–"
+    return ratio.brief if ratio else "–"
+
+
+def _speed_words(ratio: Ratio, runtime: str) -> str:
+    return f"{ratio.words} ({runtime})" if ratio.obstacle else f"{ratio.brief} times ({runtime})"
 
 
 def _row(
