@@ -8,7 +8,6 @@ is refused with the difference named, and one that asks for more adds to what is
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import re
 import sqlite3
@@ -30,32 +29,30 @@ from kl_lens.subjects import checked_plan_name
 from kl_lens.units import parse_names
 from kl_lens.version import __version__
 
-# Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects. 3: what was
-# measured as a target computes stands beside weights alone, under a role of its own.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # of the journal's tables
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS windows (
+CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
+CREATE TABLE windows (
     role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
     PRIMARY KEY (role, window));
-CREATE TABLE IF NOT EXISTS samples (
+CREATE TABLE samples (
     role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
     kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
     delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
     PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS effort (
+CREATE TABLE effort (
     role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
     PRIMARY KEY (role, component, format));
-CREATE TABLE IF NOT EXISTS records (
+CREATE TABLE records (
     kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
-CREATE TABLE IF NOT EXISTS results (
+CREATE TABLE results (
     kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
     created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
-CREATE TABLE IF NOT EXISTS pieces (
+CREATE TABLE pieces (
     kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT);
+CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
@@ -114,7 +111,8 @@ class Run:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
-            _bring_up_to_date(folder, connection)
+            if connection.execute("PRAGMA user_version").fetchone() != (SCHEMA_VERSION,):
+                _make_tables(folder, connection)
         except BaseException:
             connection.close()
             raise
@@ -483,43 +481,22 @@ def _columns(subject: Subject) -> tuple[str, ...]:
     return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
 
 
-def _bring_up_to_date(folder: Path, connection: Journal) -> None:
-    """Makes the tables. Of an earlier version's journal everything is kept but what was filed under labels."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > SCHEMA_VERSION:
-        raise RunError(
-            f"{folder / FILE} was written by a later version of KL Lens; update KL Lens or use another --run"
-        )
-    if version < SCHEMA_VERSION:
-        connection.executescript(_SCHEMA)
-        kinds = ("score", "profile")
-        counts = [
-            connection.execute("SELECT count(*) FROM records WHERE kind = ?", (kind,)).fetchone()[0]
-            for kind in kinds
-        ]
-        with connection:
-            # Otherwise `kl-lens run` would take the benchmark for done.
-            connection.execute("DELETE FROM records WHERE kind = 'stage' AND name = 'benchmark'")
-            _file_by_activations(connection)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        if any(counts):
-            logging.getLogger(__name__).warning(
-                "%s was made by an earlier version: its measurements and plans are used, its %d scores and %d profiles "
-                "are not; make them again with kl-lens evaluate and kl-lens benchmark",
-                folder,
-                *counts,
+def _make_tables(folder: Path, connection: Journal) -> None:
+    """In a new journal. One of another version is refused."""
+    with connection.alone():  # of two processes that make the same journal, the second finds it made
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == SCHEMA_VERSION:
+            return
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version or tables:
+            what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+            raise RunError(
+                f"{folder / FILE} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
+                f"{what_to_do}, or use another --run"
             )
-
-
-def _file_by_activations(connection: sqlite3.Connection) -> None:
-    """A run used to have one kind of measurements, and its identity said which."""
-    row = connection.execute("SELECT value FROM identity WHERE key = 'activations'").fetchone()
-    target = WEIGHTS if row is None else json.loads(row[0])
-    if target != WEIGHTS:
-        for table in ("samples", "effort"):
-            connection.execute(f"UPDATE {table} SET role = role || ?", (f"@{target}",))
-        connection.execute("UPDATE records SET name = name || ? WHERE kind = 'noise'", (f"@{target}",))
-    connection.execute("DELETE FROM identity WHERE key = 'activations'")
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:
