@@ -13,7 +13,8 @@ from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kl_lens.errors import PlanError
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject, checked_plan_name
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run, named_plans, provenance
 from kl_lens.subjects import (
-    checked_plan_name,
     current_results,
     file_digest,
     is_current,

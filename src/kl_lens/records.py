@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Self
+
+from kl_lens.errors import PlanError
 
 
 class Record:
@@ -113,9 +116,19 @@ class Measurement(Record):
     seconds: float
 
 
+_PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 # Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
 # (earlier versions had them), a mixture that a runtime's users know, anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
+
+
+def checked_plan_name(name: str) -> str:
+    """The name of a plan, or an error: it becomes part of file names, commands and records."""
+    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
+        raise PlanError(
+            f"{name!r} is no name for a plan: use letters, digits, dots, dashes and underscores, at most 80"
+        )
+    return name
 
 
 @dataclass(frozen=True)

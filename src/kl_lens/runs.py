@@ -23,9 +23,8 @@ from typing import Any, NamedTuple, Self
 from kl_lens.errors import PlanError, RunError
 from kl_lens.holding import Hold
 from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
-from kl_lens.records import Component, Measurement, SensitivityTable, Subject
+from kl_lens.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
-from kl_lens.subjects import checked_plan_name
 from kl_lens.units import parse_names
 from kl_lens.version import __version__
 

@@ -17,7 +17,8 @@ from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.pipeline import RunSettings, command_of
 from kl_lens.profiling import in_use
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.fresh import fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -187,13 +186,11 @@ def test_without_the_hub_one_line_says_what_to_do(name: str, monkeypatch: pytest
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the library read its environment when imported
-    began = time.monotonic()
     with pytest.raises(
         TextError, match=r"hub cannot be reached .HF_HUB_OFFLINE is set.: pass a local"
     ) as caught:
         open_text(name)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 10
 
 
 def test_split_that_the_hub_text_does_not_have_is_refused_before_any_request() -> None:

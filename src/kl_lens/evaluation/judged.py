@@ -23,8 +23,8 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
 from kl_lens.targets import Session
-from kl_lens.targets.base import RuntimeSettings
 from kl_lens.targets.registry import get_target, locate, target_of
+from kl_lens.targets.session import RuntimeSettings
 
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9

@@ -12,9 +12,9 @@ from kl_lens.checkpoints.files import read_config
 from kl_lens.checkpoints.tasks import IMAGE
 from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
-from kl_lens.records import Plan
+from kl_lens.records import Plan, checked_plan_name
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import checked_plan_name, is_current
+from kl_lens.subjects import is_current
 from kl_lens.targets import RuntimeSettings, exported_places
 from kl_lens.targets.tokenizer import artifact_tokenizer
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
+from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.in_use import UseSettings
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import spread_of
 from kl_lens.profiling.subjects import Timed
 from kl_lens.records import Record, Spread

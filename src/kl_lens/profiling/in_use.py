@@ -18,8 +18,9 @@ import psutil
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, last_line
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
+from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.machine import Machine
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
 from kl_lens.records import Profile

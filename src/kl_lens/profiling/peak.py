@@ -1,4 +1,4 @@
-"""The fresh process of `memory.fresh_process`: loads an artifact, generates a little, prints what memory that took.
+"""The fresh process of `fresh.fresh_process`: loads an artifact, generates a little, prints what memory that took.
 
 python -m kl_lens.profiling.peak ARTIFACT [--device CPU] [--threads N]
 """

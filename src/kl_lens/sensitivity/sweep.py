@@ -15,7 +15,8 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine
 from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
 from kl_lens.sensitivity.pieces import Done, Found, Hand, Layout, Piece, key_of

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import RuntimeSettings, Target
-from kl_lens.targets.session import Session
+from kl_lens.targets.base import Target
+from kl_lens.targets.session import RuntimeSettings, Session
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.checkpoints import LoadedModel

@@ -23,8 +23,8 @@ from typing import Any
 
 from kl_lens.environment import briefly_spinning
 from kl_lens.errors import TargetError
-from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES
 from kl_lens.targets.gguf.instructions import unused_instructions
+from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _FINDING = threading.Lock()

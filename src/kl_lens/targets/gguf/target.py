@@ -13,10 +13,10 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import ExportOption, Health, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
-from kl_lens.targets.session import Session
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.session import RuntimeSettings, Session
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
@@ -43,7 +43,7 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.targets.gguf.export import FORMATS, STAND_INS
+        from kl_lens.targets.gguf.menu import FORMATS, STAND_INS
 
         if fmt.name not in STAND_INS:
             return f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
@@ -59,7 +59,7 @@ class GGUFTarget(Target):
 
     @property
     def translations(self) -> Mapping[str, str]:
-        from kl_lens.targets.gguf.export import DEFAULT_MAP
+        from kl_lens.targets.gguf.menu import DEFAULT_MAP
 
         return DEFAULT_MAP
 
@@ -228,7 +228,7 @@ class GGUFTarget(Target):
         # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
         whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
         file = self.weight_file(whole.place)
-        formats = storable(self, request.table, request.recipes)
+        formats = self.storable(request.table, request.recipes)
         name = f"{self.name}-{self.device_label(request.settings)}"
         return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
@@ -244,7 +244,7 @@ class GGUFTarget(Target):
         return super().conditions(settings) | {"runtime": library.version + unused}
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        return 2 * len(storable(self, table, recipes))
+        return 2 * len(self.storable(table, recipes))
 
     def fewest_threads(self, place: Path) -> int:
         return 1

@@ -15,11 +15,11 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import ExportOption, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
-from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of, storable
+from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
-from kl_lens.targets.session import Session
+from kl_lens.targets.session import RuntimeSettings, Session
 
 if TYPE_CHECKING:
     import torch
@@ -182,13 +182,13 @@ class OpenVINOTarget(Target):
     def latency(self, request: LatencyRequest) -> LatencyProfile:
         from kl_lens.targets.openvino.latency import product_latency
 
-        formats = storable(self, request.table, request.recipes)
+        formats = self.storable(request.table, request.recipes)
         return product_latency(request, formats, f"{self.name}-{request.settings.device}")
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         from kl_lens.targets.openvino.latency import wanted_products
 
-        return len(set(wanted_products(table, storable(self, table, recipes)).values()))
+        return len(set(wanted_products(table, self.storable(table, recipes)).values()))
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
