@@ -134,7 +134,7 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
 
 
 def _samples(run: Run) -> list[tuple[object, ...]]:
-    rows = run._db.execute("SELECT component, format, window, token_kl FROM samples ORDER BY 1, 2, 3")
+    rows = run.journal.execute("SELECT component, format, window, token_kl FROM samples ORDER BY 1, 2, 3")
     return rows.fetchall()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import kl_lens
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.cli.benchmark import _use_table
+from kl_lens.cli.benchmark import use_table
 from kl_lens.cli.main import main
 from kl_lens.formats import get_format
 from kl_lens.profiling import curves, in_use
@@ -251,7 +251,7 @@ def test_several_values_give_a_curve_and_the_best_is_used(
     assert (profile.threads, profile.runtime["load_mode"]) == (2, "read")
     assert f"llama.cpp here is {profile.runtime['library']} from {profile.runtime['found']}" in output
     slow = replace(profile, runtime=profile.runtime | {"unused_instructions": "DOTPROD"})
-    table = _use_table([replace(profile, bound={})])  # as of a GPU
+    table = use_table([replace(profile, bound={})])  # as of a GPU
     assert [list(column.cells) for column in table.columns[-2:]] == [["–"], ["–"]]
     (line,) = libraries([slow, slow])
     assert line.endswith("Slow: it leaves DOTPROD unused; to mend it: kl-lens runtime build")

@@ -107,7 +107,7 @@ def test_caches_are_read_from_the_system(tmp_path: Path) -> None:
 
 def test_what_is_timed_reads_every_byte() -> None:
     values = np.arange(8 * 3 * 1000, dtype=np.int64)
-    for read in (machine_module._sum, machine_module._sum_of_eight):
+    for read in (machine_module.summed, machine_module.summed_by_eight):
         assert read(values, 1) == read(values, 3) == values.sum()
 
 

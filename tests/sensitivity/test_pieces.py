@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, list]:
             "identity": "SELECT * FROM identity ORDER BY key",
             "noise": "SELECT name, value FROM records WHERE kind = 'noise'",
         }
-        return {name: run._db.execute(query).fetchall() for name, query in tables.items()}
+        return {name: run.journal.execute(query).fetchall() for name, query in tables.items()}
 
 
 def effort(folder: Path) -> float:

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from kl_lens.errors import TextError
 from kl_lens.text import open_text
-from kl_lens.text.files import _lines
+from kl_lens.text.files import lines_of
 from kl_lens.text.hub import open_hub_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
@@ -89,7 +89,7 @@ def test_names_with_and_without_split() -> None:
 @given(st.lists(st.binary(max_size=12)))
 def test_lines_do_not_depend_on_where_the_chunks_end(chunks: list[bytes]) -> None:
     whole = b"".join(chunks)
-    assert list(_lines(iter(chunks))) == list(io.BytesIO(whole))
+    assert list(lines_of(iter(chunks))) == list(io.BytesIO(whole))
 
 
 # What cannot

@@ -36,7 +36,7 @@ def show(result: BenchmarkResult) -> None:
         out.print(_curve_table(curve))
         out.print(_recommended(curve), soft_wrap=True)
     if used:
-        out.print(_use_table(used))
+        out.print(use_table(used))
     if timed:
         out.print(_app_table(timed))
     for latency in report.latency:
@@ -92,7 +92,7 @@ def _recommended(curve: profiling.Curve) -> str:
     )
 
 
-def _use_table(profiles: list[Profile]) -> Table:
+def use_table(profiles: list[Profile]) -> Table:
     lengths = profiles[0].settings["prompt_lengths"]
     numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
                "× FP16", "peak memory", "of it model", "bound tokens/s", "share")  # fmt: skip

@@ -148,7 +148,7 @@ class Evaluator:
         lane = SideBySide({judged: missing[judged] for judged in suitable}, text, lanes)
         for item in lane:
             try:
-                score = self._scored(item.logits, text, item.window, divergence, item.seconds)
+                score = self.score_window(item.logits, text, item.window, divergence, item.seconds)
             except RUNTIME_ERRORS:
                 lane.drop(item.judged)  # it fails again when it is its turn, and is named
                 continue
@@ -170,14 +170,14 @@ class Evaluator:
                     seconds = time.perf_counter() - begin
                     # A file that is gone or has changed may still be mapped in part: its numbers do not count.
                     judged.check()
-                    scores[index] = self._scored(logits, text, index, divergence, seconds)
+                    scores[index] = self.score_window(logits, text, index, divergence, seconds)
                     self._keep(judged, scores[index], text, index)
             finally:
                 if session is not self._teacher:
                     session.close()
         return [scores[index] for index in range(len(text.items))]
 
-    def _scored(
+    def score_window(
         self, logits: Logits, text: EvaluationText, index: int, divergence: bool, seconds: float
     ) -> WindowScore:
         """`seconds`: what the logits took."""

@@ -277,7 +277,7 @@ def chosen_engine(
     engine = build(precision or (None if known == FLOAT32 else known))
     if precision is None and known is None and engine.precision == TF32X3:
         noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
-        chosen = fastest_within(noise, _medians(engine, candidates, ids))
+        chosen = fastest_within(noise, median_kls(engine, candidates, ids))
         say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
         engine = engine if chosen == engine.precision else build(chosen)
     return engine
@@ -300,7 +300,7 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
     }
 
 
-def _medians(
+def median_kls(
     engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
 ) -> list[float]:
     """Per format, the median KL of a few candidates spread over the network, on a few windows."""
