@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.gguf.glass import HEADER_DIGEST, header_digest
+from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
 from kl_lens.units import tag_of

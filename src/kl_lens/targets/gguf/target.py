@@ -132,8 +132,8 @@ class GGUFTarget(Target):
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.gguf.glass import require_safe
         from kl_lens.targets.gguf.header import check_file
+        from kl_lens.targets.gguf.quarantine import require_safe
         from kl_lens.targets.gguf.session import open_session
 
         if not cold:  # that is asked for in a process which was made for it

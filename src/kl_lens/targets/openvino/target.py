@@ -136,14 +136,14 @@ class OpenVINOTarget(Target):
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.openvino.contents import graph_contents
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
 
         require_safe(place)
         return graph_contents(place, read_artifact(place))
 
     def shipped_digests(self, place: Path) -> dict[str, str]:
         from kl_lens.targets.openvino.constants import stored_digests
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
         require_safe(place)
@@ -154,7 +154,7 @@ class OpenVINOTarget(Target):
     # -- running -------------------------------------------------------------------------------------------
 
     def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import open_session
 
         # Cold is asked for in a process that was made for it. What was compiled from a graph of others is theirs too.
