@@ -19,7 +19,7 @@ from kl_lens.sensitivity.choosing import engine_for
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine
 from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
-from kl_lens.sensitivity.pieces import Done, Found, Hand, Layout, Piece, key_of
+from kl_lens.sensitivity.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
 from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
@@ -136,15 +136,15 @@ class Sweep:
             self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
         )  # fmt: skip
         engine.scratch = self.run.folder
-        hand = Hand(engine, candidates, ids)
-        pieces = hand.layout.share(costs, *self.share) if self.share else hand.layout.whole(costs)
+        runner = PieceRunner(engine, candidates, ids)
+        pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
 
         def results(pieces: Sequence[Piece]) -> Iterator[Found]:
             for piece in pieces:
                 say(f"original model on {len(piece.windows)} windows")
-                yield from hand.do(piece)
+                yield from runner.do(piece)
 
-        return hand.layout, pieces, results
+        return runner.layout, pieces, results
 
     def _say_how_much(
         self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
