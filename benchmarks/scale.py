@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from kl_lens.checkpoints import load
-from kl_lens.cluster.crew import Hands, HiredCrew
+from kl_lens.cluster.crew import HiredCrew, WorkerPool
 from kl_lens.cluster.processes import ProcessHands
 from kl_lens.cluster.worker import Order
 from kl_lens.runs import Run
@@ -101,12 +101,12 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
 
         alone = swept(f"one process, {cores} threads")
         order = Order(folder, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, Path(temporary))
-        ways: list[tuple[str, int, Hands]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
+        ways: list[tuple[str, int, WorkerPool]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
         ways += [("processes", n, ProcessHands()) for n in counts if 1 < n <= cores // 2]
         if with_ray:
-            from kl_lens.cluster.ray_hands import RayHands
+            from kl_lens.cluster.ray_pool import RayPool
 
-            ways += [("workers of Ray", n, RayHands("local")) for n in counts]
+            ways += [("workers of Ray", n, RayPool("local")) for n in counts]
         for kind, number, hands in ways:
             begin = time.perf_counter()
             with HiredCrew(hands, order, number, print) as crew:

@@ -17,7 +17,7 @@ from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.cluster import crew as crews
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.cluster.ray_hands import RayHands, require_reachable
+from kl_lens.cluster.ray_pool import RayPool, require_reachable
 from kl_lens.errors import KLLensError, RunError
 from kl_lens.runs import Run
 from kl_lens.sensitivity.perturbation import Candidate
@@ -102,7 +102,7 @@ def hired(
         monkeypatch.setattr(
             "kl_lens.cluster.worker.load", lambda place, **how: opened.get(place) or load(place, **how)
         )
-        crew = HiredCrew(RayHands("local"), options.pop("order", world.order), 2, say=said.append, **options)
+        crew = HiredCrew(RayPool("local"), options.pop("order", world.order), 2, say=said.append, **options)
         return crew, ray, said
 
     return hire

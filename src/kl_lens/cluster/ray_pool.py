@@ -26,8 +26,8 @@ _VARIABLES = {
 
 
 @dataclass
-class RayHands:
-    """Actors of a Ray cluster, or of one on this machine, one for every worker: `Hands` of a crew."""
+class RayPool:
+    """Actors of a Ray cluster, or of one on this machine, one for every worker: `WorkerPool` of a crew."""
 
     address: str
     gpus_per_worker: float | None = None
