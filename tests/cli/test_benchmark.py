@@ -23,7 +23,7 @@ from kl_lens.records import Plan, Profile, Spread
 from kl_lens.reporting.answer import libraries
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import RuntimeSettings, export, read_artifact
+from kl_lens.targets import SessionSettings, export, read_artifact
 from tests.families import tiny_model
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -226,7 +226,7 @@ def test_several_values_give_a_curve_and_the_best_is_used(
 ) -> None:
     """Two threads are twice as fast here, and mapping takes no less memory than reading."""
 
-    def weighed(place: Path, target: str, settings: RuntimeSettings, new_tokens: int = 0) -> MemoryUse:
+    def weighed(place: Path, target: str, settings: SessionSettings, new_tokens: int = 0) -> MemoryUse:
         peak = {"mapped": 300, "read": 200, "auto": 200}[settings.load]
         return MemoryUse(100, peak, 0.1, 0.01 / (settings.threads or 1))
 

@@ -22,7 +22,7 @@ from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import RuntimeSettings, read_artifact
+from kl_lens.targets import SessionSettings, read_artifact
 from tests.sensitivity.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -45,7 +45,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("whole") / "run"
     weighed: dict[str, MemoryUse] = {}
 
-    def weigh(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
+    def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
         """One process that loads a file is enough here: each takes seconds to load its libraries."""
         return weighed.get(target) or weighed.setdefault(target, fresh_process(place, target, settings))
 

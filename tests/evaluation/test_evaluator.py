@@ -25,7 +25,7 @@ from kl_lens.evaluation import (
     JudgedArtifact,
     JudgedModel,
     Outcome,
-    RuntimeSettings,
+    SessionSettings,
     evaluate_text,
     given_subjects,
     prepare_text,
@@ -47,7 +47,7 @@ pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 TARGETS = ("openvino", "gguf")
-SETTINGS = RuntimeSettings(threads=1)
+SETTINGS = SessionSettings(threads=1)
 
 
 def judged(
@@ -273,7 +273,7 @@ def test_identities_change_with_what_makes_the_numbers(
     folder = exported("gguf")
     one, same = JudgedArtifact(folder), JudgedArtifact(next(folder.glob("*.gguf")))
     assert (one.identity, one.subject) == (same.identity, same.subject)
-    assert JudgedArtifact(folder, RuntimeSettings(exact=True)).identity != one.identity
+    assert JudgedArtifact(folder, SessionSettings(exact=True)).identity != one.identity
     with_other_scales(folder, "gguf")
     assert JudgedArtifact(folder).identity != one.identity
     plans = [{"backbone.embeddings": fmt} for fmt in ("int8", "int4")]

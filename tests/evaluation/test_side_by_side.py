@@ -19,7 +19,7 @@ from kl_lens.evaluation import (
     Journal,
     JudgedArtifact,
     JudgedModel,
-    RuntimeSettings,
+    SessionSettings,
     side_by_side as module,
 )
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
@@ -36,7 +36,7 @@ Exported = Callable[[str], Path]
 def files(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> list[JudgedArtifact]:
     """More than there are lanes, of two targets in turns."""
     monkeypatch.setattr(module, "processors", lambda: 2)
-    return [JudgedArtifact(exported(target), RuntimeSettings()) for target in ("gguf", "openvino", "gguf")]
+    return [JudgedArtifact(exported(target), SessionSettings()) for target in ("gguf", "openvino", "gguf")]
 
 
 def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
@@ -45,7 +45,7 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     """Each on one thread there, each on two here."""
     assert lanes_for(files, 0) == (2, files)
     found = {}
-    for name, settings in (("together", RuntimeSettings()), ("alone", RuntimeSettings(threads=2))):
+    for name, settings in (("together", SessionSettings()), ("alone", SessionSettings(threads=2))):
         heard: list[str] = []
         progress = Progress(advanced=lambda work, what, heard=heard: heard.append(what))
         with Run.create(tmp_path / name) as run:
@@ -64,8 +64,8 @@ def test_what_was_settled_by_hand_is_left_as_it_is(
 ) -> None:
     one, other, _ = files
     alone = (1, [])
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(threads=2))], 0) == alone
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(gpu_layers=1))], 0) == alone
+    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
+    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(gpu_layers=1))], 0) == alone
     assert lanes_for([one], 0) == alone
     assert lanes_for(files, 1 << 60) == alone  # no room for logits
 

@@ -9,7 +9,7 @@ from kl_lens.evaluation.selection import Selection, artifact_task, given_subject
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
 from kl_lens.evaluation.texts import EvaluationText, prepare, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.targets import RuntimeSettings
+from kl_lens.targets import SessionSettings
 from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "JudgedArtifact",
     "JudgedModel",
     "Outcome",
-    "RuntimeSettings",
     "Selection",
+    "SessionSettings",
     "TaskEvaluator",
     "TorchSession",
     "artifact_task",

@@ -227,7 +227,7 @@ def evaluate(
         )
         task = subject.task
     else:
-        settings = evaluation.RuntimeSettings(device, threads, gpu_layers, exact)
+        settings = evaluation.SessionSettings(device, threads, gpu_layers, exact)
         file = evaluation.JudgedArtifact(_place(subject), settings)
         judged = file
         task = evaluation.artifact_task(file) if original is None else original.task

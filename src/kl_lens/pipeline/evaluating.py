@@ -188,7 +188,7 @@ class _Evaluation:
 
     def _selection(self) -> evaluation.Selection:
         settings = self.settings
-        runtime = evaluation.RuntimeSettings(
+        runtime = evaluation.SessionSettings(
             settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact, settings.load
         )
         if settings.artifact:

@@ -14,12 +14,12 @@ from pathlib import Path
 from kl_lens.environment import for_child
 from kl_lens.errors import TargetError
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.targets import TARGETS, RuntimeSettings
+from kl_lens.targets import TARGETS, SessionSettings
 
 CHILD = "kl_lens.profiling.peak"
 
 
-def fresh_process(place: Path, target: str, settings: RuntimeSettings, new_tokens: int = 0) -> MemoryUse:
+def fresh_process(place: Path, target: str, settings: SessionSettings, new_tokens: int = 0) -> MemoryUse:
     """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process.
 
     `new_tokens` are timed after the few that it generates in any case.

@@ -24,7 +24,7 @@ from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratios, spread_of, spreads
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
 from kl_lens.records import Profile
-from kl_lens.targets import RuntimeSettings, Session
+from kl_lens.targets import Session, SessionSettings
 from kl_lens.targets.contents import Contents
 from kl_lens.units import human_bytes
 
@@ -51,8 +51,8 @@ class UseSettings:
     quick: bool = False
 
     @property
-    def runtime(self) -> RuntimeSettings:
-        return RuntimeSettings(self.device, self.threads, self.gpu_layers, load=self.load)
+    def runtime(self) -> SessionSettings:
+        return SessionSettings(self.device, self.threads, self.gpu_layers, load=self.load)
 
     @property
     def context(self) -> float:

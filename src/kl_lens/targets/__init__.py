@@ -13,14 +13,14 @@ from kl_lens.targets.registry import (
     register,
     target_of,
 )
-from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES, RuntimeSettings, Session
+from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES, Session, SessionSettings
 
 __all__ = [
     "ALL_LAYERS",
     "LOAD_MODES",
     "TARGETS",
-    "RuntimeSettings",
     "Session",
+    "SessionSettings",
     "StockRecipe",
     "Target",
     "deployed",

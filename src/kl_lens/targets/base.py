@@ -23,7 +23,7 @@ from kl_lens.targets.artifacts import read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.published import PublishedProgram
-from kl_lens.targets.session import RuntimeSettings, Session
+from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.writing import replacing
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
@@ -215,7 +215,7 @@ class Target(ABC):
     # -- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         """A session. `cold`: as on the first day, without anything compiled earlier."""
 
     @property
@@ -226,11 +226,11 @@ class Target(ABC):
         except metadata.PackageNotFoundError:
             return "none"
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         """None, or why artifacts are left out with these settings; TargetError for a device that is not there."""
         return None
 
-    def device_label(self, settings: RuntimeSettings) -> str:
+    def device_label(self, settings: SessionSettings) -> str:
         """The device that a profile names."""
         return settings.device
 
@@ -241,7 +241,7 @@ class Target(ABC):
         """
         return None
 
-    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         """The same with float32 arithmetic; None where the runtime has none, or these are it."""
         return None
 
@@ -261,7 +261,7 @@ class Target(ABC):
             if name == FP16 or any(self.holds(get_format(name), s) is None for s in shapes)
         ]
 
-    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
         """What a time depends on besides the file: with another of these it is another time."""
         return {
             "runtime": f"{self.title} {self.version}".strip(),
@@ -277,7 +277,7 @@ class Target(ABC):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         """Whether `activations` describes what happens with these settings on this machine."""
         return False
 

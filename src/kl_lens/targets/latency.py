@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.records import Artifact, SensitivityTable
-from kl_lens.targets.session import RuntimeSettings
+from kl_lens.targets.session import SessionSettings
 
 FP16 = "fp16"
 KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of a run's records
@@ -42,7 +42,7 @@ class LatencyRequest:
     table: SensitivityTable
     recipes: Sequence[str]
     measured: Sequence[TimedArtifact]
-    settings: RuntimeSettings
+    settings: SessionSettings
     repeats: int = 5
     prompt_tokens: int = 32  # before what is timed, where that matters
     cache_bytes: int | None = None  # this machine's last-level cache

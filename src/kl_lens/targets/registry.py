@@ -11,7 +11,7 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import Target
-from kl_lens.targets.session import RuntimeSettings, Session
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.checkpoints import LoadedModel
@@ -93,7 +93,7 @@ def open_session(
 
     `exact` asks for float32 arithmetic where the runtime would use something faster; `load` is llama.cpp's.
     """
-    return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact, load))
+    return target_of(path).open(Path(path), SessionSettings(device, threads, gpu_layers, exact, load))
 
 
 def deployed(target: str | None) -> Target | None:

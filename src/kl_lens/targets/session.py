@@ -19,7 +19,7 @@ ALL_LAYERS = 999  # on a GPU
 
 
 @dataclass(frozen=True)
-class RuntimeSettings:
+class SessionSettings:
     """How artifacts are run; each target takes what it knows."""
 
     device: str = "CPU"

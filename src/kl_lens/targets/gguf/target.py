@@ -16,7 +16,7 @@ from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
-from kl_lens.targets.session import RuntimeSettings, Session
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
@@ -131,7 +131,7 @@ class GGUFTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.gguf.header import check_file
         from kl_lens.targets.gguf.quarantine import require_safe
         from kl_lens.targets.gguf.session import open_session
@@ -166,7 +166,7 @@ class GGUFTarget(Target):
             version = "none"
         return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE) or origin_of()}"
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.gguf.library import find_library
 
         if settings.gpu_layers:
@@ -175,7 +175,7 @@ class GGUFTarget(Target):
             return None
         return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"
 
-    def device_label(self, settings: RuntimeSettings) -> str:
+    def device_label(self, settings: SessionSettings) -> str:
         """llama.cpp knows no device names: layers are on a GPU, or they are not."""
         return "GPU" if settings.gpu_layers else "CPU"
 
@@ -232,7 +232,7 @@ class GGUFTarget(Target):
         name = f"{self.name}-{self.device_label(request.settings)}"
         return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
-    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
         """Builds of one version differ in the instructions that they use."""
         from kl_lens.targets.gguf.library import find_library
 
@@ -251,7 +251,7 @@ class GGUFTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         return not settings.gpu_layers
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:

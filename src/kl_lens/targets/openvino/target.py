@@ -19,7 +19,7 @@ from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
 from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
-from kl_lens.targets.session import RuntimeSettings, Session
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ class OpenVINOTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import open_session
 
@@ -163,7 +163,7 @@ class OpenVINOTarget(Target):
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=cache
         )
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.openvino.session import require_device
 
         require_device(settings.device)
@@ -174,7 +174,7 @@ class OpenVINOTarget(Target):
 
         return fewest_threads(read_graph(graph_file(place)))
 
-    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact else replace(settings, exact=True)
 
     # -- timing --------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class OpenVINOTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         """The integer kernels of ARM processors; a file without integers runs in half precision, not modelled."""
         deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
         return deployed and not {format_of(recipe) for recipe in recipes.values()} <= {FP16}
