@@ -45,7 +45,7 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
-from kl_lens.sensitivity.cost import Estimate, Rates, estimate, items_of, measured_rates
+from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.precision import PRECISIONS
@@ -141,8 +141,8 @@ class MeasureResult:
 class EstimateResult:
     """What a sweep would take, with one process and with several."""
 
-    estimates: list[Estimate]  # of workers that have a machine like this one each
-    here: tuple[Estimate, int] | None  # of those that share this one, and the threads of each
+    estimates: list[SweepCost]  # of workers that have a machine like this one each
+    here: tuple[SweepCost, int] | None  # of those that share this one, and the threads of each
     rates: Rates
     candidates: int
     windows: int
