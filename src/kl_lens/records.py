@@ -315,7 +315,7 @@ class Score(Record):
 
 
 @dataclass(frozen=True)
-class Spread(Record):
+class Quartiles(Record):
     """Repeated timings: the median, and the quartiles around it."""
 
     median: float
@@ -334,8 +334,8 @@ class Profile(Record):
     threads: int
     # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
     # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
-    timings: dict[str, Spread]
-    ratios: dict[str, Spread]  # to the FP16 subject of the same session, same names; larger is better
+    timings: dict[str, Quartiles]
+    ratios: dict[str, Quartiles]  # to the FP16 subject of the same session, same names; larger is better
     peak_memory_bytes: int | None
     file_bytes: int
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise

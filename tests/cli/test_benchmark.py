@@ -19,7 +19,7 @@ from kl_lens.formats import get_format
 from kl_lens.profiling import curves, in_use
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.records import Plan, Profile, Spread
+from kl_lens.records import Plan, Profile, Quartiles
 from kl_lens.reporting.answer import libraries
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
@@ -262,7 +262,7 @@ def test_several_values_give_a_curve_and_the_best_is_used(
 
 def test_the_recommended_value_fits_into_memory() -> None:
     def curve(free: int, *points: tuple[str, float, int]) -> curves.Curve:
-        spread = {name: Spread(speed, speed, speed, 1) for name, speed, _ in points}
+        spread = {name: Quartiles(speed, speed, speed, 1) for name, speed, _ in points}
         return curves.Curve(
             "a", "load", tuple(curves.Point(name, spread[name], peak, 0.1) for name, _, peak in points), free
         )

@@ -11,7 +11,7 @@ from kl_lens.profiling import machine as machine_module
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound, prefill_seconds
 from kl_lens.profiling.machine import Bandwidth, Machine, last_level_cache, matmul_rate, read_bandwidth
 from kl_lens.profiling.spread import ratios, spread_of, spreads
-from kl_lens.records import Spread
+from kl_lens.records import Quartiles
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 
 
@@ -34,8 +34,8 @@ CONTENTS = Contents(
 
 
 def test_a_spread_is_the_median_and_the_quartiles() -> None:
-    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
-    assert spread_of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Quartiles(3.0, 2.0, 4.0, 5)
+    assert spread_of([7.0]) == Quartiles(7.0, 7.0, 7.0, 1)
 
 
 def test_ratios_are_taken_within_each_round_and_more_is_better() -> None:
@@ -49,9 +49,9 @@ def test_ratios_are_taken_within_each_round_and_more_is_better() -> None:
         {"seconds_per_token": 2.0, "tokens_per_second": 0.5},
     ]
     found = ratios(fast, base)
-    assert found["seconds_per_token"] == Spread(2.0, 2.0, 2.0, 2)
-    assert found["tokens_per_second"] == Spread(2.0, 2.0, 2.0, 2)
-    assert spreads(fast)["seconds_per_token"] == Spread(1.5, 1.25, 1.75, 2)
+    assert found["seconds_per_token"] == Quartiles(2.0, 2.0, 2.0, 2)
+    assert found["tokens_per_second"] == Quartiles(2.0, 2.0, 2.0, 2)
+    assert spreads(fast)["seconds_per_token"] == Quartiles(1.5, 1.25, 1.75, 2)
 
 
 def test_a_token_reads_weights_state_and_keys() -> None:
@@ -88,7 +88,7 @@ def test_a_prompt_is_bound_by_products_or_by_bytes() -> None:
     assert prefill_seconds(CONTENTS, machine(), 3) == pytest.approx(2 * (40 * 3 + 50) / 100)
     quick = Machine(machine().bandwidth, 1e9, None)
     assert prefill_seconds(CONTENTS, quick, 3) == pytest.approx((188 + 12) / 1000)
-    timed = {"first_token_seconds@3": Spread(6.8, 6.0, 7.0, 5), "seconds_per_token": Spread(1, 1, 1, 5)}
+    timed = {"first_token_seconds@3": Quartiles(6.8, 6.0, 7.0, 5), "seconds_per_token": Quartiles(1, 1, 1, 5)}
     bound = prefill_bound(CONTENTS, machine(), timed)
     assert bound["prefill_seconds@3"] == pytest.approx(3.4)
     assert bound["prefill_share@3"] == pytest.approx(0.5)

@@ -10,7 +10,7 @@ from kl_lens import profiling
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.pipeline.settings import spell_layers
-from kl_lens.records import Profile, Spread
+from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.answer import libraries
 from kl_lens.units import human_bytes, human_seconds
 
@@ -54,7 +54,7 @@ def show(result: BenchmarkResult) -> None:
         )
 
 
-def _spread(spread: Spread, scale: float, digits: int) -> str:
+def _spread(spread: Quartiles, scale: float, digits: int) -> str:
     low, median, high = (format(scale * v, f".{digits}f") for v in (spread.low, spread.median, spread.high))
     return f"{median} ({low}–{high})"
 

@@ -22,7 +22,7 @@ from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
 from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile, Spread, Subject
+from kl_lens.records import Profile, Quartiles, Subject
 from kl_lens.subjects import current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
 from kl_lens.units import tag_of
@@ -94,8 +94,8 @@ class PublishedTiming:
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
         timings = {
             # benchmark_app gives the extremes, not the quartiles; they are in the settings.
-            "latency_ms": Spread(report.median_ms, report.median_ms, report.median_ms, report.iterations),
-            "throughput_fps": Spread(
+            "latency_ms": Quartiles(report.median_ms, report.median_ms, report.median_ms, report.iterations),
+            "throughput_fps": Quartiles(
                 report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
             ),
         }
@@ -112,7 +112,7 @@ class PublishedTiming:
             device=device,
             threads=report.threads or threads or processors(),
             timings=timings,
-            ratios={name: Spread(value, value, value, 1) for name, value in values.items()},
+            ratios={name: Quartiles(value, value, value, 1) for name, value in values.items()},
             peak_memory_bytes=None,
             file_bytes=subject.file_bytes,
             bound=bound,

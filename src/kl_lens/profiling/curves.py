@@ -16,7 +16,7 @@ from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import spread_of
 from kl_lens.profiling.subjects import Timed
-from kl_lens.records import Record, Spread
+from kl_lens.records import Quartiles, Record
 
 SAME = 0.05  # speeds that differ by less are the same: the lesser value is taken
 
@@ -24,7 +24,7 @@ SAME = 0.05  # speeds that differ by less are the same: the lesser value is take
 @dataclass(frozen=True)
 class Point(Record):
     value: Any
-    tokens_per_second: Spread
+    tokens_per_second: Quartiles
     peak_memory_bytes: int
     load_seconds: float
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kl_lens.records import Spread
+from kl_lens.records import Quartiles
 
 # Timings for which more is better; of all others, less is.
 _RATES = ("_per_second", "throughput")
@@ -14,13 +14,13 @@ _RATES = ("_per_second", "throughput")
 Rounds = Sequence[Mapping[str, float]]  # one mapping of timings per round
 
 
-def spread_of(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> Quartiles:
     """Median and quartiles (linear between the values, as numpy does)."""
     low, median, high = (float(v) for v in np.percentile(np.asarray(values, np.float64), (25, 50, 75)))
-    return Spread(median, low, high, len(values))
+    return Quartiles(median, low, high, len(values))
 
 
-def spreads(rounds: Rounds) -> dict[str, Spread]:
+def spreads(rounds: Rounds) -> dict[str, Quartiles]:
     return {name: spread_of([r[name] for r in rounds]) for name in rounds[0]} if rounds else {}
 
 
@@ -30,7 +30,7 @@ def ratio(name: str, value: float, base: float) -> float:
     return value / base if is_rate else base / value
 
 
-def ratios(rounds: Rounds, base: Rounds) -> dict[str, Spread]:
+def ratios(rounds: Rounds, base: Rounds) -> dict[str, Quartiles]:
     """The ratio of each round to the base in the same round, then their median and quartiles.
 
     Whatever disturbed the machine in a round disturbed both sides of its ratio, so this is steadier than the ratio

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Score, Spread
+from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score
 from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.plans import PlanView
 
@@ -82,7 +82,7 @@ def best_profiles(view: RunView, plan: PlanView) -> list[Profile]:
     return use or profiles
 
 
-def speed_of(profile: Profile) -> tuple[str, Spread] | None:
+def speed_of(profile: Profile) -> tuple[str, Quartiles] | None:
     """The one timing that says it best, and its unit."""
     for name, unit in (("tokens_per_second", "tokens/s"), ("throughput_fps", "inferences/s")):
         if name in profile.timings:
@@ -90,7 +90,7 @@ def speed_of(profile: Profile) -> tuple[str, Spread] | None:
     return None
 
 
-def speed_ratio(profile: Profile) -> Spread | None:
+def speed_ratio(profile: Profile) -> Quartiles | None:
     """Times the FP16 file of the same session, larger is faster; None where there was no such file."""
     if not profile.settings.get("ratios_to_fp16", True):
         return None
