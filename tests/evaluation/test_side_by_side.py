@@ -16,9 +16,9 @@ from kl_lens.errors import TargetError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
-    Journal,
     JudgedArtifact,
     JudgedModel,
+    ScoreJournal,
     SessionSettings,
     side_by_side as module,
 )
@@ -49,7 +49,7 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
         heard: list[str] = []
         progress = Progress(advanced=lambda work, what, heard=heard: heard.append(what))
         with Run.create(tmp_path / name) as run:
-            evaluator = Evaluator(Journal(run), JudgedModel(model), progress)
+            evaluator = Evaluator(ScoreJournal(run), JudgedModel(model), progress)
             outcome = evaluator.judge_text([JudgedArtifact(f.path, settings) for f in files], text)
         assert not outcome.failures
         found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
@@ -120,7 +120,7 @@ def test_a_file_whose_numbers_are_none_is_named_after_one_window(
 
     monkeypatch.setattr(JudgedArtifact, "open", damaged)
     with Run.create(tmp_path / "run") as run:
-        outcome = Evaluator(Journal(run), JudgedModel(model)).judge_text(files, text)
+        outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(files, text)
     assert list(outcome.failures) == [files[1].label]
     assert "not finite" in outcome.failures[files[1].label]
     assert len(asked) <= 4  # those that were under way, and one more when it was judged alone

@@ -2,7 +2,7 @@
 
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
-from kl_lens.evaluation.journal import Journal, read_scores
+from kl_lens.evaluation.journal import ScoreJournal, read_scores
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel, planned_recipes
 from kl_lens.evaluation.scoring import divergence_values, perplexity_values, score_text
 from kl_lens.evaluation.selection import Selection, artifact_task, given_subjects, run_subjects
@@ -16,11 +16,11 @@ __all__ = [
     "Agreement",
     "EvaluationText",
     "Evaluator",
-    "Journal",
     "Judged",
     "JudgedArtifact",
     "JudgedModel",
     "Outcome",
+    "ScoreJournal",
     "Selection",
     "SessionSettings",
     "TaskEvaluator",
