@@ -22,7 +22,7 @@ from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import ratios, spread_of, spreads
-from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
+from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
 from kl_lens.records import Profile
 from kl_lens.targets import Session, SessionSettings
 from kl_lens.targets.contents import Contents
@@ -154,13 +154,13 @@ def benchmark_use(
     *,
     store: Callable[[Profile, bool], None] = lambda profile, partial: None,
     advanced: Callable[[str], None] = lambda what: None,
-) -> Outcome:
+) -> Timings:
     """Profiles of all subjects.
 
     `store` gets the profiles after every round, with what was measured by then, so that a stop loses one round. A
     subject that fails is left out from there on; what was stored of it before stays.
     """
-    results = Outcome()
+    results = Timings()
     records: dict[str, _Record] = {}
     alive = list(subjects)
 
