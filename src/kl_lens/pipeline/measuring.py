@@ -271,7 +271,7 @@ def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[s
 
 def chosen_methods(
     model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
-) -> methods.Choice | None:
+) -> methods.MethodChoice | None:
     """What `auto` leaves to measure; None without it."""
     if methods.AUTO not in names:
         return None
@@ -282,7 +282,7 @@ def chosen_methods(
     return choice
 
 
-def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], events: Events) -> None:
+def say_agreement(choice: methods.MethodChoice, measurements: Sequence[Measurement], events: Events) -> None:
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:
