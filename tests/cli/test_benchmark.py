@@ -264,7 +264,10 @@ def test_the_recommended_value_fits_into_memory() -> None:
     def curve(free: int, *points: tuple[str, float, int]) -> curves.Curve:
         spread = {name: Quartiles(speed, speed, speed, 1) for name, speed, _ in points}
         return curves.Curve(
-            "a", "load", tuple(curves.Point(name, spread[name], peak, 0.1) for name, _, peak in points), free
+            "a",
+            "load",
+            tuple(curves.CurvePoint(name, spread[name], peak, 0.1) for name, _, peak in points),
+            free,
         )
 
     points = (("mapped", 5.0, 57), ("read", 4.9, 31), ("mapped-plain", 3.0, 29))

@@ -62,7 +62,7 @@ def _spread(spread: Quartiles, scale: float, digits: int) -> str:
 _WORDS = {"threads": "Threads", "gpu_layers": "Layers on the GPU", "load": "Ways of loading"}
 
 
-def _value(curve: profiling.Curve, point: profiling.Point) -> str:
+def _value(curve: profiling.Curve, point: profiling.CurvePoint) -> str:
     return spell_layers(point.value) if curve.setting == "gpu_layers" else str(point.value)
 
 
