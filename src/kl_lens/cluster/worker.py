@@ -90,10 +90,10 @@ class Worker:
         return _told(lambda: Ready(job.number, self._begin(job)))
 
     def do(self, number: int, piece: Piece) -> Sequence[Found] | Failed:
-        hand = self._runner
-        if hand is None or number != self._job:
+        runner = self._runner
+        if runner is None or number != self._job:
             return Failed("it was not told of this sweep")
-        return _told(lambda: list(hand.do(piece)))
+        return _told(lambda: list(runner.do(piece)))
 
     def _begin(self, job: Job) -> Layout:
         self._runner = None  # the last sweep's teacher goes before the next one comes
