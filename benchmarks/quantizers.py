@@ -46,7 +46,7 @@ from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe, fitting_recipe, preferred
 from kl_lens.records import Plan
-from kl_lens.targets import RuntimeSettings, get_target
+from kl_lens.targets import SessionSettings, get_target
 from kl_lens.text import Windows, draw_windows
 from nncf_methods import NNCF_METHODS, compressed, one_product, put_file
 from planning import STRESSED
@@ -224,7 +224,7 @@ def judged(task: Task, judging: Judging) -> Judged:
     if Recipe(task.grid, method).quantizer.learns:
         learn(task, one.model, judging, assignment)
     plan = Plan("uniform", assignment, "uniform")
-    settings = RuntimeSettings(threads=judging.threads)
+    settings = SessionSettings(threads=judging.threads)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "file"
         size = target.export(one.model, plan, folder).realised_bytes

@@ -37,7 +37,7 @@ from kl_lens.pipeline.calibrating import LearningText
 from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
 from kl_lens.records import Plan
 from kl_lens.runs import Run
-from kl_lens.targets import RuntimeSettings, Target, get_target
+from kl_lens.targets import SessionSettings, Target, get_target
 from nncf_methods import put_file
 from stress import plant
 
@@ -85,9 +85,9 @@ def judge(
 
 def judge_files(
     target: Target, folder: Path, size: int, text: EvaluationText, teacher: Remembered,
-    settings: RuntimeSettings | None = None,
+    settings: SessionSettings | None = None,
 ) -> Judged:  # fmt: skip
-    session = target.open(folder, settings or RuntimeSettings())
+    session = target.open(folder, settings or SessionSettings())
     try:
         scores: list[WindowScore] = score_text(session, text, teacher)  # type: ignore[arg-type]
     finally:

@@ -61,8 +61,10 @@ def logits() -> dict[str, list[float]]:
                 products["token_embd.weight"] = (vocabulary, trial._WIDTH)
                 for kind in ("F16", *trial._FACTORS):
                     random, path = np.random.default_rng(0), Path(folder) / "tiny.gguf"
-                    stored = {name: trial._blocks(kind, shape, random) for name, shape in products.items()}
-                    trial._write(path, model, stored, types[kind])
+                    stored = {
+                        name: trial.random_blocks(kind, shape, random) for name, shape in products.items()
+                    }
+                    trial.write_model(path, model, stored, types[kind])
                     for threads in (1, 2):
                         with open_session(path, threads=threads) as session:
                             prompt = session.logits([7 * index % vocabulary for index in range(PROMPT)])

@@ -28,14 +28,14 @@ import torch
 import transformers
 
 from kl_lens.checkpoints import load
-from kl_lens.cluster.crew import Hands, HiredCrew
+from kl_lens.cluster.crew import HiredCrew, WorkerPool
 from kl_lens.cluster.processes import ProcessHands
 from kl_lens.cluster.worker import Order
 from kl_lens.runs import Run
 from kl_lens.sensitivity.cost import Item, Rates, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.pieces import Hand, Layout, Piece
+from kl_lens.sensitivity.pieces import Layout, Piece, PieceRunner
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.text import Windows
 from kl_lens.text.windows import UsedDocument
@@ -81,9 +81,9 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
             f"({rate / 1e9:.0f} GFLOP/s, {cores} threads)",
             flush=True,
         )
-        hand = Hand(FastEngine(model), candidates, windows.ids)
-        hand.engine.prepare(windows.ids[: hand.layout.batch])  # kernels are compiled, or read
-        hand.engine.measure([candidates[-1].perturbation])
+        runner = PieceRunner(FastEngine(model), candidates, windows.ids)
+        runner.engine.prepare(windows.ids[: runner.layout.batch])  # kernels are compiled, or read
+        runner.engine.measure([candidates[-1].perturbation])
         results: list[list[tuple[object, ...]]] = []
 
         def swept(title: str, crew: HiredCrew | None = None) -> float:
@@ -101,12 +101,12 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
 
         alone = swept(f"one process, {cores} threads")
         order = Order(folder, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, Path(temporary))
-        ways: list[tuple[str, int, Hands]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
+        ways: list[tuple[str, int, WorkerPool]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
         ways += [("processes", n, ProcessHands()) for n in counts if 1 < n <= cores // 2]
         if with_ray:
-            from kl_lens.cluster.ray_hands import RayHands
+            from kl_lens.cluster.ray_pool import RayPool
 
-            ways += [("workers of Ray", n, RayHands("local")) for n in counts]
+            ways += [("workers of Ray", n, RayPool("local")) for n in counts]
         for kind, number, hands in ways:
             begin = time.perf_counter()
             with HiredCrew(hands, order, number, print) as crew:
@@ -123,18 +123,18 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
             )
         torch.set_num_threads(1)
         begin = time.perf_counter()
-        hand.engine.prepare(windows.ids[: hand.layout.batch])
+        runner.engine.prepare(windows.ids[: runner.layout.batch])
         teacher = time.perf_counter() - begin
-        rates, _ = measured_rates(hand.engine, candidates, windows.ids, 0.0, opening)
+        rates, _ = measured_rates(runner.engine, candidates, windows.ids, 0.0, opening)
         print(
-            f"besides: the original on a batch of {hand.layout.batch} windows {teacher:.2f} s with one thread; "
+            f"besides: the original on a batch of {runner.layout.batch} windows {teacher:.2f} s with one thread; "
             f"committing {rates.committing * 1e3:.2f} ms a candidate and window",
             flush=True,
         )
 
 
 def _samples(run: Run) -> list[tuple[object, ...]]:
-    rows = run._db.execute("SELECT component, format, window, token_kl FROM samples ORDER BY 1, 2, 3")
+    rows = run.journal.execute("SELECT component, format, window, token_kl FROM samples ORDER BY 1, 2, 3")
     return rows.fetchall()
 
 

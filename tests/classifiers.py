@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import nn
 
 from kl_lens.checkpoints import ImageTask, LoadedModel
 from kl_lens.images import Preparation
-from kl_lens.images.png import write_png
 from kl_lens.models.mambavision import MambaVisionConfig, MambaVisionForImageClassification
 
 CLASSES = 10
@@ -100,6 +100,6 @@ def image_folder(folder: Path, count: int, classes: int = CLASSES, *, side: int 
     for number in range(count):
         place = folder / f"class {number % classes}"
         place.mkdir(parents=True, exist_ok=True)
-        pixels = generator.integers(0, 256, (side, side, 1), dtype=np.uint8)
-        (place / f"{number}.png").write_bytes(write_png(pixels))
+        pixels = generator.integers(0, 256, (side, side), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
     return folder

@@ -30,13 +30,18 @@ transformers.utils.logging.disable_progress_bar()
 
 # The same examples every time: a test run is no lottery. `./test --all` explores too, with `-m explores`.
 EXPLORES = "KL_LENS_EXPLORE" in os.environ
+# Folders whose files share what takes long to make. `--dist loadgroup` keeps each in one process, as it keeps files.
+TOGETHER = ("openvino", "evaluation")
 hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1_000)
 hypothesis.settings.load_profile("explore" if EXPLORES else "same")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
         if hasattr(getattr(item, "obj", None), "hypothesis"):
             item.add_marker("explores")
 

@@ -13,7 +13,8 @@ from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import FastEngine, PlainEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
@@ -223,8 +224,8 @@ def test_half_precision_stays_on_the_card_and_is_computed_with_in_float32(saved)
         results = engine.measure([c.perturbation for c in find_candidates(model.anatomy, ["int4"])[0]])
         found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
     assert model.residency is not None
-    assert {tensor.dtype for tensor in model.residency._kept.values()} == {torch.float16}
-    assert len(model.residency._kept) > 8, "all blocks fit"
+    assert {tensor.dtype for tensor in model.residency.kept.values()} == {torch.float16}
+    assert len(model.residency.kept) > 8, "all blocks fit"
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
 
 
@@ -314,7 +315,7 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
     candidates = find_candidates(mamba.anatomy, ["int8"])[0]
     monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
     monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
-    monkeypatch.setattr("kl_lens.sensitivity.sweep._medians", lambda *_: [1e-4, 1e-6])
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
     assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
     assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]

@@ -174,7 +174,7 @@ TIMES = {"seconds", "created", "started", "provenance", "export_seconds", "runti
 def results(folder: Path) -> dict[str, Any]:
     """All that a run holds, without what a clock made."""
     with Run.open(folder) as run:
-        db = run._db
+        db = run.journal
         found: dict[str, Any] = {
             table: sorted(map(repr, db.execute(f"SELECT * FROM {table}").fetchall()))
             for table in ("identity", "texts", "windows", "samples")

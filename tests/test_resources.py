@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.errors import KLLensError
-from kl_lens.resources import _find, reference_path
+from kl_lens.resources import find_resource, reference_path
 
 
 def test_shipped_text_is_found() -> None:
@@ -19,11 +19,11 @@ def test_checkout_and_wheel_layouts(tmp_path: Path) -> None:
     (tmp_path / "reference" / "mamba").mkdir(parents=True)
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").touch()
-    assert _find(package, "mamba") == tmp_path / "reference" / "mamba"
+    assert find_resource(package, "mamba") == tmp_path / "reference" / "mamba"
 
     installed = tmp_path / "site-packages" / "kl_lens"
     (installed / "_reference" / "mamba").mkdir(parents=True)
-    assert _find(installed, "mamba") == installed / "_reference" / "mamba"
+    assert find_resource(installed, "mamba") == installed / "_reference" / "mamba"
 
 
 def test_missing_files_are_reported(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_missing_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "lib" / "reference").mkdir(parents=True)  # somebody else's
     package.mkdir(parents=True)
     with pytest.raises(KLLensError, match="mamba: the reference files are missing from this installation"):
-        _find(package, "mamba")
+        find_resource(package, "mamba")
     with pytest.raises(KLLensError, match="mamba9: not among the reference files"):
         reference_path("mamba9")

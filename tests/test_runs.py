@@ -1,13 +1,13 @@
-"""Run folders of earlier versions, and several kinds of measurements in one."""
+"""Run folders of other versions, and several kinds of measurements in one."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics
 from tests.planning.tables import component
@@ -45,22 +45,19 @@ def test_targets_stand_beside_weights_alone(tmp_path: Path) -> None:
         assert run.kinds() == ("as gguf computes", "weights alone")
 
 
-@pytest.mark.parametrize("activations", ["weights", "gguf"])
-def test_a_run_of_one_kind_from_before_is_read_as_what_it_is(tmp_path: Path, activations: str) -> None:
-    with Run.create(tmp_path) as run:
-        identify(run)
-        store(run, CALIBRATION, 0.1)
-        run.store("noise", CALIBRATION, {"kl_teacher_to_student": 1e-9})
-    with sqlite3.connect(tmp_path / "run.sqlite") as database:
-        database.execute("INSERT INTO identity VALUES ('activations', ?)", (json.dumps(activations),))
-        database.execute("PRAGMA user_version = 2")
-    database.close()
-    with Run.open(tmp_path) as run:
-        assert "activations" not in run.identity
-        assert run.usual_target == (None if activations == "weights" else "gguf")
-        assert kl_of(run, run.usual_target) == pytest.approx(0.1)
-        assert run.load("noise", run.measured_role()) is not None
-        store(
-            run, CALIBRATION if activations == "gguf" else "calibration@gguf", 0.3
-        )  # the other kind is welcome
-        assert len(run.kinds()) == 2
+@pytest.mark.parametrize(
+    ("version", "what_to_do"), [(0, "measure again"), (2, "measure again"), (99, "update KL Lens")]
+)
+def test_a_journal_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, version: int, what_to_do: str
+) -> None:
+    Run.create(tmp_path).close()
+    journal = sqlite3.connect(tmp_path / "run.sqlite")
+    journal.execute(f"PRAGMA user_version = {version}")
+    journal.close()
+    before = (tmp_path / "run.sqlite").read_bytes()
+    with pytest.raises(
+        RunError, match=f"is a journal of version {version}, .* reads version 3; {what_to_do}, or use"
+    ):
+        Run.open(tmp_path)
+    assert (tmp_path / "run.sqlite").read_bytes() == before

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
-from kl_lens.errors import PlanError, RunError
-from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject
+from kl_lens.errors import PlanError
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Score, Subject, checked_plan_name
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run, named_plans, provenance
 from kl_lens.subjects import (
-    checked_plan_name,
     current_results,
     file_digest,
     is_current,
@@ -24,25 +21,6 @@ from kl_lens.subjects import (
     plan_digest,
 )
 from tests.reporting.sample import about, make_run
-
-OLD_SCHEMA = """
-CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
-CREATE TABLE windows (
-    role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
-    PRIMARY KEY (role, window));
-CREATE TABLE samples (
-    role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
-    kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
-    delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
-    PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
-CREATE TABLE effort (
-    role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
-    PRIMARY KEY (role, component, format));
-CREATE TABLE records (
-    kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
-CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
-"""
 
 
 @pytest.mark.parametrize(
@@ -176,55 +154,6 @@ def test_files_from_outside_are_current_as_long_as_their_content_is(tmp_path: Pa
         assert not is_current(run, judged)
         file.unlink()
         assert is_current(run, judged)  # nothing else has taken its name
-
-
-def test_a_run_of_the_earlier_version_keeps_its_measurements_and_says_what_to_do_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    new = make_run(tmp_path / "new", stages=("plan",))
-    old = tmp_path / "old"
-    old.mkdir()
-    (new / "plans").rename(old / "plans")
-    journal = sqlite3.connect(old / "run.sqlite")
-    journal.executescript(OLD_SCHEMA)
-    journal.execute("ATTACH ? AS new", (str(new / "run.sqlite"),))
-    for table in ("identity", "texts", "windows", "samples", "effort", "records", "commands"):
-        journal.execute(f"INSERT INTO {table} SELECT * FROM new.{table}")
-    for kind, name, value in (
-        ("score", "torch/small|perplexity|t|d", {"subject": "torch/small", "values": {}}),
-        ("profile", "gguf/small|use|CPU", {"subject": "gguf/small"}),
-        ("agreement", "x|t", {"subject": "gguf/small", "what": "t", "verdict": "agrees"}),
-        ("generation", "original|p", {"subject": "original", "prompt": "p", "text": "t"}),
-        ("stage", "benchmark", {"words": ["benchmark"]}),
-        ("stage", "export gguf", {"words": ["export"]}),
-    ):
-        journal.execute("INSERT INTO records VALUES (?, ?, ?, 0)", (kind, name, json.dumps(value)))
-    journal.commit()
-    journal.close()
-    with caplog.at_level(logging.WARNING), Run.open(old) as run, Run.open(new) as same:
-        assert run.measurements() == same.measurements()
-        view = collect(run)
-        assert {plan.name for plan in view.plans} >= {"small", "recommended"}
-        assert (view.scores, view.profiles, view.generations, view.verdicts) == ((), (), (), {})
-        assert (run.load("stage", "benchmark"), run.load("stage", "export gguf")) == (
-            None,
-            {"words": ["export"]},
-        )
-    (line,) = caplog.messages
-    assert str(old) in line
-    assert "its 1 scores and 1 profiles are not; make them again with kl-lens evaluate" in line
-    caplog.clear()
-    with Run.open(old):
-        assert caplog.messages == []  # said once
-
-
-def test_a_run_of_a_later_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    Run.create(tmp_path).close()
-    journal = sqlite3.connect(tmp_path / "run.sqlite")
-    journal.execute("PRAGMA user_version = 99")
-    journal.close()
-    with pytest.raises(RunError, match="was written by a later version of KL Lens; update"):
-        Run.open(tmp_path)
 
 
 def test_provenance_names_what_we_work_with_and_not_the_developers_tools() -> None:

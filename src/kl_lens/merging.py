@@ -100,7 +100,7 @@ def missing(run: Run) -> int:
 @checks_rows
 def _checked(run: Run) -> _Source:
     """What a journal is about; refused where it is damaged, or its numbers mean something else."""
-    (verdict,) = run._db.execute("PRAGMA quick_check(1)").fetchone()
+    (verdict,) = run.journal.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise ValueError(verdict)
     identity = run.identity
@@ -120,7 +120,7 @@ def _checked(run: Run) -> _Source:
             raise ValueError(f"window {window.window} does not add up")
     texts = {}
     for role in run.roles():
-        rows = run._db.execute(
+        rows = run.journal.execute(
             "SELECT window, hash FROM windows WHERE role = ? ORDER BY window", (role,)
         ).fetchall()
         if [window for window, _ in rows] != list(range(len(rows))):
@@ -142,7 +142,7 @@ def _numbers(window: WindowMetrics) -> tuple[float, ...]:
 def _samples(run: Run) -> Iterator[tuple[str, str, str, WindowMetrics]]:
     fields = ", ".join(WINDOW_FIELDS)
     query = f"SELECT role, component, format, {fields} FROM samples ORDER BY role, component, format, window"
-    for role, component, name, *values in run._db.execute(query):
+    for role, component, name, *values in run.journal.execute(query):
         yield role, component, name, WindowMetrics(*values)
 
 
@@ -153,14 +153,15 @@ def _joined(run: Run, source: _Source) -> Joined:
         for role, (identity, hashes) in source.texts.items():
             run.identify_text(role, identity, hashes)
         effort = {
-            tuple(row[:3]): row for row in other._db.execute("SELECT * FROM effort ORDER BY rowid").fetchall()
+            tuple(row[:3]): row
+            for row in other.journal.execute("SELECT * FROM effort ORDER BY rowid").fetchall()
         }
         there = {role: run.measured_windows(role) for role, _, _ in effort}
         taken: Counter[tuple[str, str, str]] = Counter()
         every: Counter[tuple[str, str, str]] = Counter()
         differing = 0
         marks = ", ".join("?" for _ in range(3 + len(WINDOW_FIELDS)))
-        with run._db.alone():
+        with run.journal.alone():
             for role, component, name, window in _samples(other):
                 key = (role, component, name)
                 every[key] += 1
@@ -169,10 +170,10 @@ def _joined(run: Run, source: _Source) -> Joined:
                     continue
                 taken[key] += 1
                 values = (getattr(window, field) for field in WINDOW_FIELDS)
-                run._db.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *values))
+                run.journal.execute(f"INSERT INTO samples VALUES ({marks})", (*key, *values))
             for key, count in taken.items():
                 *_, seconds, dtype = effort[key]
-                run._db.execute(
+                run.journal.execute(
                     "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
                     "DO UPDATE SET seconds = seconds + excluded.seconds",
                     (*key, seconds * count / every[key], dtype),
@@ -183,22 +184,22 @@ def _joined(run: Run, source: _Source) -> Joined:
 
 def _same(run: Run, key: tuple[str, str, str], window: WindowMetrics) -> bool:
     query = "SELECT token_kl FROM samples WHERE role = ? AND component = ? AND format = ? AND window = ?"
-    return bool(run._db.execute(query, (*key, window.window)).fetchone()[0] == window.token_kl)
+    return bool(run.journal.execute(query, (*key, window.window)).fetchone()[0] == window.token_kl)
 
 
 def _take_windows_and_records(run: Run, other: Run) -> None:
     """The teacher on windows where the run has none; noise floors, texts, and of which sweep the shards are."""
     query = "SELECT tokens, teacher_cross_entropy, role, window FROM windows WHERE tokens IS NOT NULL"
-    run._db.executemany(
+    run.journal.executemany(
         "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ? AND tokens IS NULL",
-        other._db.execute(query).fetchall(),
+        other.journal.execute(query).fetchall(),
     )
     query = "SELECT kind, name, value, created FROM records WHERE kind IN ('noise', 'text')"
-    run._db.executemany(
-        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", other._db.execute(query).fetchall()
+    run.journal.executemany(
+        "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", other.journal.execute(query).fetchall()
     )
     for role, keys in other.load_all(SWEEP).items():
         known = run.load(SWEEP, role) or []
         both = known + [key for key in keys if key not in known]
         row = (SWEEP, role, json.dumps(both), 0.0)
-        run._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+        run.journal.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Self
+
+from kl_lens.errors import PlanError
 
 
 class Record:
@@ -113,9 +116,19 @@ class Measurement(Record):
     seconds: float
 
 
+_PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 # Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
 # (earlier versions had them), a mixture that a runtime's users know, anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
+
+
+def checked_plan_name(name: str) -> str:
+    """The name of a plan, or an error: it becomes part of file names, commands and records."""
+    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
+        raise PlanError(
+            f"{name!r} is no name for a plan: use letters, digits, dots, dashes and underscores, at most 80"
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -317,7 +330,7 @@ class Score(Record):
 
 
 @dataclass(frozen=True)
-class Spread(Record):
+class Quartiles(Record):
     """Repeated timings: the median, and the quartiles around it."""
 
     median: float
@@ -336,10 +349,10 @@ class Profile(Record):
     threads: int
     # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
     # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
-    timings: dict[str, Spread]
+    timings: dict[str, Quartiles]
     # To the FP16 subject of the same session, same names; larger is better. Low and high are a 95 % interval.
     # Whether one may be shown is for `profiling.ratio_of` to say.
-    ratios: dict[str, Spread]
+    ratios: dict[str, Quartiles]
     peak_memory_bytes: int | None
     file_bytes: int
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise

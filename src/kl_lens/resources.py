@@ -18,10 +18,10 @@ def reference_path(*parts: str) -> Path:
 
     Raises KLLensError when this installation does not have it.
     """
-    return _find(_PACKAGE, *parts)
+    return find_resource(_PACKAGE, *parts)
 
 
-def _find(package: Path, *parts: str) -> Path:
+def find_resource(package: Path, *parts: str) -> Path:
     wanted = "/".join(parts) or "reference files"
     roots = [root for root in _candidate_roots(package) if root.is_dir()]
     if not roots:

@@ -8,7 +8,6 @@ is refused with the difference named, and one that asks for more adds to what is
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import re
 import sqlite3
@@ -24,38 +23,35 @@ from typing import Any, NamedTuple, Self
 from kl_lens.errors import PlanError, RunError
 from kl_lens.holding import Hold
 from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
-from kl_lens.records import Component, Measurement, SensitivityTable, Subject
+from kl_lens.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
-from kl_lens.subjects import checked_plan_name
 from kl_lens.units import parse_names
 from kl_lens.version import __version__
 
-# Of the journal's tables. 1: results were records named by a subject's label. 2: they are about subjects. 3: what was
-# measured as a target computes stands beside weights alone, under a role of its own.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3  # of the journal's tables
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS windows (
+CREATE TABLE identity (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE texts (role TEXT PRIMARY KEY, identity TEXT NOT NULL);
+CREATE TABLE windows (
     role TEXT, window INTEGER, hash TEXT NOT NULL, tokens INTEGER, teacher_cross_entropy REAL,
     PRIMARY KEY (role, window));
-CREATE TABLE IF NOT EXISTS samples (
+CREATE TABLE samples (
     role TEXT, component TEXT, format TEXT, window INTEGER, tokens INTEGER, targets INTEGER,
     kl_teacher_to_student REAL, kl_student_to_teacher REAL, squared_error REAL, signal REAL,
     delta_cross_entropy REAL, same_top REAL, token_kl BLOB,
     PRIMARY KEY (role, component, format, window)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS effort (
+CREATE TABLE effort (
     role TEXT, component TEXT, format TEXT, seconds REAL, compute_dtype TEXT,
     PRIMARY KEY (role, component, format));
-CREATE TABLE IF NOT EXISTS records (
+CREATE TABLE records (
     kind TEXT, name TEXT, value TEXT NOT NULL, created REAL, PRIMARY KEY (kind, name));
-CREATE TABLE IF NOT EXISTS results (
+CREATE TABLE results (
     kind TEXT, what TEXT, plan TEXT, target TEXT, settings TEXT, digest TEXT, name TEXT, value TEXT NOT NULL,
     created REAL, PRIMARY KEY (kind, what, plan, target, settings, digest, name));
-CREATE TABLE IF NOT EXISTS pieces (
+CREATE TABLE pieces (
     kind TEXT, identity TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, identity, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS commands (started REAL, command TEXT, provenance TEXT);
+CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
@@ -96,7 +92,7 @@ class Run:
 
     def __init__(self, folder: Path, connection: Journal) -> None:
         self.folder = folder
-        self._db = connection
+        self.journal = connection
         self._hold: Hold | None = None
 
     @classmethod
@@ -114,7 +110,8 @@ class Run:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
-            _bring_up_to_date(folder, connection)
+            if connection.execute("PRAGMA user_version").fetchone() != (SCHEMA_VERSION,):
+                _make_tables(folder, connection)
         except BaseException:
             connection.close()
             raise
@@ -138,7 +135,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        self._db.close()
+        self.journal.close()
         if self._hold is not None:
             self._hold.release()
 
@@ -148,8 +145,8 @@ class Run:
     def identify(self, model: Mapping[str, Any]) -> None:
         """Fixes the model of the run, or checks that it is the same as before."""
         given = {**model, "metrics_version": METRICS_VERSION}
-        with self._db.alone():  # two processes that bring two models: the second is refused
-            rows = self._db.execute("SELECT key, value FROM identity").fetchall()
+        with self.journal.alone():  # two processes that bring two models: the second is refused
+            rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
             known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
             for key, value in given.items():
                 if known.get(key, value) != value:
@@ -157,7 +154,7 @@ class Run:
                         f"{self.folder} was made with another {_MEANINGS[key].removeprefix('the ')}: "
                         f"{key} is {known[key]!r} there and {value!r} now; use another --run"
                     )
-            self._db.executemany(
+            self.journal.executemany(
                 "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
             )
 
@@ -167,8 +164,8 @@ class Run:
 
         More windows than before are welcome; those that are there already must be the same.
         """
-        with self._db.alone():
-            row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+        with self.journal.alone():
+            row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
             if row is not None:
                 known = json.loads(row[0])
                 for key, value in identity.items():
@@ -178,15 +175,15 @@ class Run:
                             "use another --run, or the text, length and seed of this one"
                         )
             stored = dict(
-                self._db.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall()
+                self.journal.execute("SELECT window, hash FROM windows WHERE role = ?", (role,)).fetchall()
             )
             for index, value in enumerate(hashes):
                 if stored.get(index, value) != value:
                     raise RunError(
                         f"{self.folder}: {role} window {index} holds other tokens than before; use another --run"
                     )
-            self._db.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
-            self._db.executemany(
+            self.journal.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
+            self.journal.executemany(
                 "INSERT OR IGNORE INTO windows (role, window, hash) VALUES (?, ?, ?)",
                 [(role, index, value) for index, value in enumerate(hashes)],
             )
@@ -194,19 +191,19 @@ class Run:
     @property
     @checks_rows
     def identity(self) -> dict[str, Any]:
-        rows = self._db.execute("SELECT key, value FROM identity").fetchall()
+        rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
         return {key: json.loads(value) for key, value in rows}
 
     @checks_rows
     def text_identity(self, role: str) -> dict[str, Any] | None:
-        row = self._db.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
+        row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
         if row is None:
             return None
-        (count,) = self._db.execute("SELECT count(*) FROM windows WHERE role = ?", (role,)).fetchone()
+        (count,) = self.journal.execute("SELECT count(*) FROM windows WHERE role = ?", (role,)).fetchone()
         return json.loads(row[0]) | {"windows": count}
 
     def roles(self) -> list[str]:
-        return [role for (role,) in self._db.execute("SELECT role FROM texts ORDER BY rowid")]
+        return [role for (role,) in self.journal.execute("SELECT role FROM texts ORDER BY rowid")]
 
     def note_command(self, command: Sequence[str]) -> None:
         """Of a verb that writes: until the run is closed, other processes that want to are refused."""
@@ -216,7 +213,7 @@ class Run:
 
     @checks_rows
     def commands(self) -> list[dict[str, Any]]:
-        rows = self._db.execute(
+        rows = self.journal.execute(
             "SELECT started, command, provenance FROM commands ORDER BY started"
         ).fetchall()
         if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
@@ -237,7 +234,7 @@ class Run:
     @checks_rows
     def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
         """The teacher's mean cross-entropy per token on a role's text, and how many tokens that rests on."""
-        total, tokens = self._db.execute(
+        total, tokens = self.journal.execute(
             "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0",
             (role,),
         ).fetchone()
@@ -256,13 +253,13 @@ class Run:
     ) -> None:
         """Commits some windows of one candidate; this is the piece of work a kill can lose."""
         marks = ", ".join("?" for _ in WINDOW_FIELDS)
-        with self._db:
-            self._db.executemany(
+        with self.journal:
+            self.journal.executemany(
                 f"INSERT OR REPLACE INTO samples (role, component, format, {', '.join(WINDOW_FIELDS)}) "
                 f"VALUES (?, ?, ?, {marks})",
                 [(role, component, format_name, *astuple(w)) for w in windows],
             )
-            self._db.execute(
+            self.journal.execute(
                 "INSERT INTO effort VALUES (?, ?, ?, ?, ?) ON CONFLICT (role, component, format) "
                 "DO UPDATE SET seconds = seconds + excluded.seconds",
                 (role, component, format_name, seconds, compute_dtype),
@@ -276,16 +273,18 @@ class Run:
     def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
         """Candidates that were stored as they arrived, as (component, format) in the order of the sweep."""
         place = {key: index for index, key in enumerate(candidates)}
-        with self._db.alone():
-            rows = self._db.execute("SELECT * FROM effort WHERE role = ? ORDER BY rowid", (role,)).fetchall()
+        with self.journal.alone():
+            rows = self.journal.execute(
+                "SELECT * FROM effort WHERE role = ? ORDER BY rowid", (role,)
+            ).fetchall()
             rows.sort(key=lambda row: place.get(row[1:3], len(place)))
-            self._db.execute("DELETE FROM effort WHERE role = ?", (role,))
-            self._db.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
+            self.journal.execute("DELETE FROM effort WHERE role = ?", (role,))
+            self.journal.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
 
     def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
         """Which windows of which candidate are done."""
         done: dict[tuple[str, str], set[int]] = {}
-        for component, format_name, window in self._db.execute(
+        for component, format_name, window in self.journal.execute(
             "SELECT component, format, window FROM samples WHERE role = ?", (role,)
         ):
             done.setdefault((component, format_name), set()).add(window)
@@ -297,7 +296,7 @@ class Run:
     ) -> list[WindowMetrics]:
         """The windows of one candidate, in order; only the first `windows` when given."""
         limit = "" if windows is None else f" AND window < {int(windows)}"
-        rows = self._db.execute(
+        rows = self.journal.execute(
             f"SELECT {', '.join(WINDOW_FIELDS)} FROM samples "
             f"WHERE role = ? AND component = ? AND format = ?{limit} ORDER BY window",
             (role, component, format_name),
@@ -308,7 +307,7 @@ class Run:
         """(component, format) → mean KL per token of each window, in order."""
         values: dict[tuple[str, str], list[float]] = {}
         query = "SELECT component, format, kl_teacher_to_student / tokens FROM samples WHERE role = ? ORDER BY window"
-        for component, format_name, value in self._db.execute(query, (role,)):
+        for component, format_name, value in self.journal.execute(query, (role,)):
             values.setdefault((component, format_name), []).append(value)
         return values
 
@@ -317,7 +316,7 @@ class Run:
         """One record per candidate, in the order in which they were first measured."""
         measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
-        for component, format_name, seconds, dtype in self._db.execute(query, (role,)).fetchall():
+        for component, format_name, seconds, dtype in self.journal.execute(query, (role,)).fetchall():
             samples = self.samples(role, component, format_name, windows)
             if samples:
                 measurements.append(
@@ -341,7 +340,7 @@ class Run:
         return next((name for name in wanted if name in there), there[0] if there and not target else role)
 
     def _measured_roles(self) -> list[str]:
-        rows = self._db.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
+        rows = self.journal.execute("SELECT role FROM effort GROUP BY role ORDER BY min(rowid)").fetchall()
         return [role for (role,) in rows]
 
     def kinds(self) -> tuple[str, ...]:
@@ -382,10 +381,10 @@ class Run:
     def forget_learnt(self, formats: Iterable[str]) -> None:
         """Takes out what was measured of these recipes, and what they had learnt from."""
         rows = [(name,) for name in formats]
-        with self._db:
+        with self.journal:
             for table in ("samples", "effort"):
-                self._db.executemany(f"DELETE FROM {table} WHERE format = ?", rows)
-            self._db.execute("DELETE FROM identity WHERE key = 'statistics'")
+                self.journal.executemany(f"DELETE FROM {table} WHERE format = ?", rows)
+            self.journal.execute("DELETE FROM identity WHERE key = 'statistics'")
 
     @property
     def statistics(self) -> str | None:
@@ -408,17 +407,17 @@ class Run:
         return self._value("SELECT value FROM records WHERE kind = ? AND name = ?", kind, name)
 
     def _value(self, query: str, *values: str) -> Any | None:
-        row = self._db.execute(query, values).fetchone()
+        row = self.journal.execute(query, values).fetchone()
         return None if row is None else json.loads(row[0])
 
     def _write(self, change: str, *rows: Sequence[Any]) -> None:
         """Commits a change, once for each row of values."""
-        with self._db:
-            self._db.executemany(change, rows)
+        with self.journal:
+            self.journal.executemany(change, rows)
 
     @checks_rows
     def load_all(self, kind: str) -> dict[str, Any]:
-        rows = self._db.execute(
+        rows = self.journal.execute(
             "SELECT name, value FROM records WHERE kind = ? ORDER BY created", (kind,)
         ).fetchall()
         return {name: json.loads(value) for name, value in rows}
@@ -433,7 +432,7 @@ class Run:
     @checks_rows
     def results(self, kind: str) -> list[Result]:
         """All of a kind, of whatever state; `kl_lens.subjects.current_results` leaves out what has changed since."""
-        rows = self._db.execute(
+        rows = self.journal.execute(
             "SELECT what, plan, target, settings, digest, name, value FROM results WHERE kind = ? "
             "ORDER BY created, rowid",
             (kind,),
@@ -483,43 +482,22 @@ def _columns(subject: Subject) -> tuple[str, ...]:
     return subject.what, subject.plan or "", subject.target or "", settings, subject.digest
 
 
-def _bring_up_to_date(folder: Path, connection: Journal) -> None:
-    """Makes the tables. Of an earlier version's journal everything is kept but what was filed under labels."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > SCHEMA_VERSION:
-        raise RunError(
-            f"{folder / FILE} was written by a later version of KL Lens; update KL Lens or use another --run"
-        )
-    if version < SCHEMA_VERSION:
-        connection.executescript(_SCHEMA)
-        kinds = ("score", "profile")
-        counts = [
-            connection.execute("SELECT count(*) FROM records WHERE kind = ?", (kind,)).fetchone()[0]
-            for kind in kinds
-        ]
-        with connection:
-            # Otherwise `kl-lens run` would take the benchmark for done.
-            connection.execute("DELETE FROM records WHERE kind = 'stage' AND name = 'benchmark'")
-            _file_by_activations(connection)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        if any(counts):
-            logging.getLogger(__name__).warning(
-                "%s was made by an earlier version: its measurements and plans are used, its %d scores and %d profiles "
-                "are not; make them again with kl-lens evaluate and kl-lens benchmark",
-                folder,
-                *counts,
+def _make_tables(folder: Path, connection: Journal) -> None:
+    """In a new journal. One of another version is refused."""
+    with connection.alone():  # of two processes that make the same journal, the second finds it made
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == SCHEMA_VERSION:
+            return
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version or tables:
+            what_to_do = "update KL Lens" if version > SCHEMA_VERSION else "measure again"
+            raise RunError(
+                f"{folder / FILE} is a journal of version {version}, and this KL Lens reads version {SCHEMA_VERSION}; "
+                f"{what_to_do}, or use another --run"
             )
-
-
-def _file_by_activations(connection: sqlite3.Connection) -> None:
-    """A run used to have one kind of measurements, and its identity said which."""
-    row = connection.execute("SELECT value FROM identity WHERE key = 'activations'").fetchone()
-    target = WEIGHTS if row is None else json.loads(row[0])
-    if target != WEIGHTS:
-        for table in ("samples", "effort"):
-            connection.execute(f"UPDATE {table} SET role = role || ?", (f"@{target}",))
-        connection.execute("UPDATE records SET name = name || ? WHERE kind = 'noise'", (f"@{target}",))
-    connection.execute("DELETE FROM identity WHERE key = 'activations'")
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:

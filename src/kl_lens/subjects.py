@@ -9,29 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kl_lens.errors import KLLensError, PlanError
-from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject
+from kl_lens.errors import KLLensError
+from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject, checked_plan_name
+from kl_lens.runs import Result, Run
 from kl_lens.writing import RECORD_FILE, settle
 
-if TYPE_CHECKING:
-    from kl_lens.runs import Result, Run
-
-_PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _UNCHANGED = "fp16"  # what a component has that a plan does not name
-
-
-def checked_plan_name(name: str) -> str:
-    """The name of a plan, or an error: it becomes part of file names, commands and records."""
-    if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
-        raise PlanError(
-            f"{name!r} is no name for a plan: use letters, digits, dots, dashes and underscores, at most 80"
-        )
-    return name
 
 
 # -- digests -------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_an_expert_that_saw_few_tokens_is_filled_up_with_the_mean_of_all() -> No
     moments = Moments((3, 5, 2), torch.device("cpu"))
     moments.add(torch.tensor([[2.0, 0.0]] * 3), expert=0)
     moments.add(torch.tensor([[0.0, 4.0]]), expert=1)
-    means = gathering_module._means(moments)
+    means = gathering_module.mean_moments(moments)
     overall = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     assert torch.equal(means[0], torch.tensor([[4.0, 0.0], [0.0, 0.0]]))  # more tokens than columns: its own
     assert torch.equal(means[1], (torch.tensor([[0.0, 0.0], [0.0, 16.0]]) + overall) / 2)

@@ -13,17 +13,17 @@ import pytest
 
 import kl_lens
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.cli.benchmark import _use_table
+from kl_lens.cli.benchmark import use_table
 from kl_lens.cli.main import main
 from kl_lens.formats import get_format
 from kl_lens.profiling import curves, in_use
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.profiling.memory import MemoryUse
-from kl_lens.records import Plan, Profile, Spread
+from kl_lens.records import Plan, Profile, Quartiles
 from kl_lens.reporting.answer import libraries
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import RuntimeSettings, export, read_artifact
+from kl_lens.targets import SessionSettings, export, read_artifact
 from tests.families import tiny_model
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -226,7 +226,7 @@ def test_several_values_give_a_curve_and_the_best_is_used(
 ) -> None:
     """Two threads are twice as fast here, and mapping takes no less memory than reading."""
 
-    def weighed(place: Path, target: str, settings: RuntimeSettings, new_tokens: int = 0) -> MemoryUse:
+    def weighed(place: Path, target: str, settings: SessionSettings, new_tokens: int = 0) -> MemoryUse:
         peak = {"mapped": 300, "read": 200, "auto": 200}[settings.load]
         return MemoryUse(100, peak, 0.1, 0.01 / (settings.threads or 1))
 
@@ -251,7 +251,7 @@ def test_several_values_give_a_curve_and_the_best_is_used(
     assert (profile.threads, profile.runtime["load_mode"]) == (2, "read")
     assert f"llama.cpp here is {profile.runtime['library']} from {profile.runtime['found']}" in output
     slow = replace(profile, runtime=profile.runtime | {"unused_instructions": "DOTPROD"})
-    table = _use_table([replace(profile, bound={})])  # as of a GPU
+    table = use_table([replace(profile, bound={})])  # as of a GPU
     assert [list(column.cells) for column in table.columns[-2:]] == [["–"], ["–"]]
     (line,) = libraries([slow, slow])
     assert line.endswith("Slow: it leaves DOTPROD unused; to mend it: kl-lens runtime build")
@@ -262,9 +262,12 @@ def test_several_values_give_a_curve_and_the_best_is_used(
 
 def test_the_recommended_value_fits_into_memory() -> None:
     def curve(free: int, *points: tuple[str, float, int]) -> curves.Curve:
-        spread = {name: Spread(speed, speed, speed, 1) for name, speed, _ in points}
+        spread = {name: Quartiles(speed, speed, speed, 1) for name, speed, _ in points}
         return curves.Curve(
-            "a", "load", tuple(curves.Point(name, spread[name], peak, 0.1) for name, _, peak in points), free
+            "a",
+            "load",
+            tuple(curves.CurvePoint(name, spread[name], peak, 0.1) for name, _, peak in points),
+            free,
         )
 
     points = (("mapped", 5.0, 57), ("read", 4.9, 31), ("mapped-plain", 3.0, 29))

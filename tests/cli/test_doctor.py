@@ -36,7 +36,7 @@ def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *flags: str) -> N
     """A processor that has these instructions."""
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\n")
-    monkeypatch.setattr(instructions, "_CPU_INFO", info)
+    monkeypatch.setattr(instructions, "CPU_INFO", info)
     instructions.processor_instructions.cache_clear()
     library.forget_library()
 
@@ -124,22 +124,22 @@ def test_a_library_that_ends_the_process_at_a_product_takes_no_ones_place(
 def test_the_trial_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the blocks of another matrix in the file, as if kernels had misread them."""
     path = tmp_path / "tiny.gguf"
-    trial._try("mamba", "Q4_K", path)
-    write = trial._write
+    trial.try_model("mamba", "Q4_K", path)
+    write = trial.write_model
 
     def misread(path: Path, model: str, products: dict[str, np.ndarray], kind: object) -> None:
         write(path, model, {n: d[::-1] if d.dtype == np.uint8 else d for n, d in products.items()}, kind)
 
-    monkeypatch.setattr(trial, "_write", misread)
+    monkeypatch.setattr(trial, "write_model", misread)
     with pytest.raises(TargetError, match="its products are wrong"):
-        trial._try("mamba", "Q4_K", path)
+        trial.try_model("mamba", "Q4_K", path)
 
 
 @pytest.mark.parametrize("model", ["mamba", "mamba2"])
 def test_the_trial_refuses_states_that_are_lost(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    trial._try(model, "Q8_0", tmp_path / "tiny.gguf")
+    trial.try_model(model, "Q8_0", tmp_path / "tiny.gguf")
     step = GGUFSession.step
 
     def forgetful(session: GGUFSession, token: int) -> np.ndarray:
@@ -148,7 +148,7 @@ def test_the_trial_refuses_states_that_are_lost(
 
     monkeypatch.setattr(GGUFSession, "step", forgetful)
     with pytest.raises(TargetError, match="its states are wrong"):
-        trial._try(model, "Q8_0", tmp_path / "tiny.gguf")
+        trial.try_model(model, "Q8_0", tmp_path / "tiny.gguf")
 
 
 def test_what_a_gpu_has_is_no_instruction_of_the_processor() -> None:

@@ -87,13 +87,13 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
     command = ["--run", str(run_folder), "--plan", "large", "--perplexity", held_out]
     first = evaluated(capsys, *command)
     scored: list[int] = []
-    original = Evaluator._scored
+    original = Evaluator.score_window
 
     def counting(self, logits, text, index, *rest):
         scored.append(index)
         return original(self, logits, text, index, *rest)
 
-    monkeypatch.setattr(Evaluator, "_scored", counting)
+    monkeypatch.setattr(Evaluator, "score_window", counting)
     assert evaluated(capsys, *command)["scores"] == first["scores"]
     assert scored == []
     evaluated(capsys, *command, "--again")
@@ -102,7 +102,7 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
 
 def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
-    original = Evaluator._scored
+    original = Evaluator.score_window
     scored: list[int] = []
 
     def interrupted(self, logits, text, index, *rest):
@@ -112,7 +112,7 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
         return original(self, logits, text, index, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "_scored", interrupted)
+        patch.setattr(Evaluator, "score_window", interrupted)
         assert main(["evaluate", *command, *SHORT]) == 130
     assert "goes on from there" in capsys.readouterr().err
     with Run.open(run_folder) as run:

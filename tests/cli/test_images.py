@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return image_folder(tmp_path_factory.mktemp("images"), 120)
+    return image_folder(tmp_path_factory.mktemp("images"), 200)
 
 
 def _measure(folder: Path, images: Path, run: Path, *more: str) -> int:

@@ -88,7 +88,7 @@ def counted(run, *arguments):
     global left
     left -= 1
     if left == 0:
-        run._db.set_trace_callback(watch)
+        run.journal.set_trace_callback(watch)
     store(run, *arguments)
 
 Run.store_samples = counted

@@ -17,11 +17,12 @@ from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.pipeline import RunSettings, command_of
 from kl_lens.profiling import in_use
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.fresh import fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import RuntimeSettings, read_artifact
+from kl_lens.targets import SessionSettings, read_artifact
 from tests.sensitivity.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -44,7 +45,7 @@ def finished(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("whole") / "run"
     weighed: dict[str, MemoryUse] = {}
 
-    def weigh(place: Path, target: str, settings: RuntimeSettings) -> MemoryUse:
+    def weigh(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
         """One process that loads a file is enough here: each takes seconds to load its libraries."""
         return weighed.get(target) or weighed.setdefault(target, fresh_process(place, target, settings))
 

@@ -68,7 +68,7 @@ import sys, time
 from pathlib import Path
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.cluster.processes import ProcessHands
-from kl_lens.cluster.ray_hands import RayHands
+from kl_lens.cluster.ray_pool import RayPool
 from kl_lens.sensitivity.sweep import Progress
 from tests.cluster.conftest import World
 from tests.sensitivity.conftest import some_windows

@@ -17,7 +17,7 @@ from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.cluster import crew as crews
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.cluster.ray_hands import RayHands, _require_reachable
+from kl_lens.cluster.ray_pool import RayPool, require_reachable
 from kl_lens.errors import KLLensError, RunError
 from kl_lens.runs import Run
 from kl_lens.sensitivity.perturbation import Candidate
@@ -102,7 +102,7 @@ def hired(
         monkeypatch.setattr(
             "kl_lens.cluster.worker.load", lambda place, **how: opened.get(place) or load(place, **how)
         )
-        crew = HiredCrew(RayHands("local"), options.pop("order", world.order), 2, say=said.append, **options)
+        crew = HiredCrew(RayPool("local"), options.pop("order", world.order), 2, say=said.append, **options)
         return crew, ray, said
 
     return hire
@@ -140,8 +140,8 @@ def test_a_second_command_does_only_what_the_first_left(world: World, hired, tmp
         world.swept(tmp_path, crew)
         every = len(ray.asked)
         with Run.open(tmp_path) as run:
-            run._db.execute("DELETE FROM samples WHERE component LIKE '%layers.2%'")
-            run._db.commit()
+            run.journal.execute("DELETE FROM samples WHERE component LIKE '%layers.2%'")
+            run.journal.commit()
         ray.asked.clear()
         result = world.swept(tmp_path, crew)
     assert 0 < len(ray.asked) < every
@@ -247,9 +247,9 @@ def test_an_address_that_nobody_answers_is_one_line() -> None:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     with pytest.raises(KLLensError, match=rf"--ray 127\.0\.0\.1:{port}: cannot be reached"):
-        _require_reachable(f"127.0.0.1:{port}", 1.0)
+        require_reachable(f"127.0.0.1:{port}", 1.0)
     with pytest.raises(KLLensError, match="write HOST:PORT"):
-        _require_reachable("head")
+        require_reachable("head")
 
 
 def test_without_ray_the_command_says_what_to_install(world: World, tmp_path, monkeypatch, capsys) -> None:

@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 import psutil  # noqa: E402
 
 from kl_lens.cluster.crew import HiredCrew  # noqa: E402
-from kl_lens.cluster.ray_hands import _VARIABLES, RayHands  # noqa: E402
+from kl_lens.cluster.ray_pool import _VARIABLES, RayPool  # noqa: E402
 from kl_lens.sensitivity.sweep import Progress  # noqa: E402
 from tests.cluster.conftest import World, driven, samples_in  # noqa: E402
 from tests.sensitivity.conftest import some_windows  # noqa: E402
@@ -67,7 +67,7 @@ def workers() -> list[psutil.Process]:
 
 
 def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
-    with HiredCrew(RayHands(cluster.address), world.order, 2) as crew:
+    with HiredCrew(RayPool(cluster.address), world.order, 2) as crew:
         result = world.swept(tmp_path, crew)
         assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
     assert result.failures == {}
@@ -91,7 +91,7 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
         victim.wait(60)
         killed.append(victim.pid)
 
-    with HiredCrew(RayHands(cluster.address), world.order, 2, say=said.append) as crew:
+    with HiredCrew(RayPool(cluster.address), world.order, 2, say=said.append) as crew:
         result = world.swept(tmp_path, crew, Progress(advanced=kill))
     print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
     assert len(set(killed)) == KILLS
@@ -109,7 +109,7 @@ def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> 
             left.append(node)
             cluster.remove_node(node, allow_graceful=False)
 
-    with HiredCrew(RayHands(cluster.address), world.order, 3) as crew:
+    with HiredCrew(RayPool(cluster.address), world.order, 3) as crew:
         result = world.swept(tmp_path, crew, Progress(advanced=leave))
     assert left
     assert result.failures == {}
@@ -117,7 +117,7 @@ def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> 
 
 
 def test_a_driver_that_is_killed_goes_on_from_what_was_committed(cluster, world: World, tmp_path) -> None:
-    command = driven(f"RayHands({cluster.address!r})", world, tmp_path)
+    command = driven(f"RayPool({cluster.address!r})", world, tmp_path)
     driver = subprocess.Popen(command, stdout=subprocess.PIPE)
     while driver.poll() is None and samples_in(tmp_path / "run") < 50:
         time.sleep(0.05)

@@ -21,11 +21,11 @@ from kl_lens.errors import KLLensError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
-    Journal,
     JudgedArtifact,
     JudgedModel,
     Outcome,
-    RuntimeSettings,
+    ScoreJournal,
+    SessionSettings,
     evaluate_text,
     given_subjects,
     prepare_text,
@@ -47,7 +47,7 @@ pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
 TARGETS = ("openvino", "gguf")
-SETTINGS = RuntimeSettings(threads=1)
+SETTINGS = SessionSettings(threads=1)
 
 
 def judged(
@@ -57,7 +57,7 @@ def judged(
     counterpart = file.counterpart(model)
     assert counterpart is not None
     with Run.create(run_folder) as run:
-        evaluator = Evaluator(Journal(run), JudgedModel(model))
+        evaluator = Evaluator(ScoreJournal(run), JudgedModel(model))
         return evaluator.judge_text([counterpart, file], text, **options)
 
 
@@ -202,7 +202,7 @@ def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(
             signal.raise_signal(signal.SIGINT)
 
     with Run.create(tmp_path / "run") as run, pytest.raises(KeyboardInterrupt):
-        Evaluator(Journal(run), JudgedModel(model), Progress(advanced=stop)).judge_text([plan], text)
+        Evaluator(ScoreJournal(run), JudgedModel(model), Progress(advanced=stop)).judge_text([plan], text)
     with Run.open(tmp_path / "run") as run:  # another process would find the same
         assert labels(read_scores(run)) == ["original"]
         begun: list[tuple[float, float]] = []
@@ -211,12 +211,12 @@ def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(
             started=lambda total, done: begun.append((total, done)),
             advanced=lambda _, what: advanced.append(what),
         )
-        resumed = Evaluator(Journal(run), JudgedModel(model), progress).judge_text([plan], text)
+        resumed = Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([plan], text)
         assert begun == [(2 * text.targets, (len(text.items) + 3) * text.items[0].targets)]
         assert len(advanced) == len(text.items) - 3
-        afresh = Evaluator(Journal(run, again=True), JudgedModel(model)).judge_text([plan], text)
+        afresh = Evaluator(ScoreJournal(run, again=True), JudgedModel(model)).judge_text([plan], text)
     with Run.create(tmp_path / "whole") as run:
-        whole = Evaluator(Journal(run), JudgedModel(model)).judge_text([plan], text)
+        whole = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([plan], text)
     assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
     assert [s.values for s in afresh.scores] == [s.values for s in whole.scores]
 
@@ -227,9 +227,9 @@ def test_a_longer_text_uses_the_windows_that_are_there(
     longer = prepare_text(str(tiny_folder / "text.txt"), model.tokenizer, window=48, limit=8)
     advanced: list[str] = []
     with Run.create(tmp_path / "run") as run:
-        Evaluator(Journal(run), JudgedModel(model)).judge_text([], text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text([], text, divergence=False)
         progress = Progress(advanced=lambda _, what: advanced.append(what))
-        Evaluator(Journal(run), JudgedModel(model), progress).judge_text([], longer, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model), progress).judge_text([], longer, divergence=False)
         assert len(read_scores(run, "perplexity")) == 2  # two protocols, two scores
     assert len(advanced) == 2
 
@@ -247,7 +247,7 @@ def test_a_file_that_vanishes_half_way_is_named_and_the_others_go_on(
             largest.unlink()
 
     with run_with(tmp_path / "run", model, after=after) as run:
-        evaluator = Evaluator(Journal(run), JudgedModel(model), Progress(advanced=delete))
+        evaluator = Evaluator(ScoreJournal(run), JudgedModel(model), Progress(advanced=delete))
         outcome = evaluator.judge_text([doomed, JudgedModel.of_plan(model, "after", after)], text)
         assert list(outcome.failures) == [f"{target}/doomed"]
         assert largest.name in outcome.failures[f"{target}/doomed"]
@@ -273,7 +273,7 @@ def test_identities_change_with_what_makes_the_numbers(
     folder = exported("gguf")
     one, same = JudgedArtifact(folder), JudgedArtifact(next(folder.glob("*.gguf")))
     assert (one.identity, one.subject) == (same.identity, same.subject)
-    assert JudgedArtifact(folder, RuntimeSettings(exact=True)).identity != one.identity
+    assert JudgedArtifact(folder, SessionSettings(exact=True)).identity != one.identity
     with_other_scales(folder, "gguf")
     assert JudgedArtifact(folder).identity != one.identity
     plans = [{"backbone.embeddings": fmt} for fmt in ("int8", "int4")]
@@ -325,10 +325,10 @@ def test_files_from_elsewhere_never_take_the_place_of_the_runs_own(
     with run_with(tmp_path / "run", model) as run:
         run.store("artifact", "openvino/eight", read_artifact(own).to_json() | {"folder": str(own)})
         before = run_subjects(run, model, SETTINGS)
-        Evaluator(Journal(run), JudgedModel(model)).judge_text(before.subjects, text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(before.subjects, text, divergence=False)
         scores = {score.subject: score.values for score in read_scores(run)}
         others = given_subjects([Path("original"), Path("openvino/eight")], SETTINGS, model, run)
-        Evaluator(Journal(run), JudgedModel(model)).judge_text(others.subjects, text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(others.subjects, text, divergence=False)
         after = {score.subject: score.values for score in read_scores(run)}
         assert {subject: after[subject] for subject in scores} == scores
         assert {subject.label for subject in set(after) - set(scores)} == {
@@ -351,7 +351,9 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
         run.store("artifact", "openvino/eight", artifact.to_json() | {"folder": str(own), "of_plan": of_plan})
         selection = run_subjects(run, model, SETTINGS)
         assert selection.notes == []
-        Evaluator(Journal(run), JudgedModel(model)).judge_text(selection.subjects, text, divergence=False)
+        Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(
+            selection.subjects, text, divergence=False
+        )
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
         assert [s.label for s, _ in collect(run).verdicts] == ["openvino/eight"]
 

@@ -16,10 +16,10 @@ from kl_lens.errors import TargetError
 from kl_lens.evaluation import (
     EvaluationText,
     Evaluator,
-    Journal,
     JudgedArtifact,
     JudgedModel,
-    RuntimeSettings,
+    ScoreJournal,
+    SessionSettings,
     side_by_side as module,
 )
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
@@ -36,7 +36,7 @@ Exported = Callable[[str], Path]
 def files(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> list[JudgedArtifact]:
     """More than there are lanes, of two targets in turns."""
     monkeypatch.setattr(module, "processors", lambda: 2)
-    return [JudgedArtifact(exported(target), RuntimeSettings()) for target in ("gguf", "openvino", "gguf")]
+    return [JudgedArtifact(exported(target), SessionSettings()) for target in ("gguf", "openvino", "gguf")]
 
 
 def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
@@ -45,11 +45,11 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     """Each on one thread there, each on two here."""
     assert lanes_for(files, 0) == (2, files)
     found = {}
-    for name, settings in (("together", RuntimeSettings()), ("alone", RuntimeSettings(threads=2))):
+    for name, settings in (("together", SessionSettings()), ("alone", SessionSettings(threads=2))):
         heard: list[str] = []
         progress = Progress(advanced=lambda work, what, heard=heard: heard.append(what))
         with Run.create(tmp_path / name) as run:
-            evaluator = Evaluator(Journal(run), JudgedModel(model), progress)
+            evaluator = Evaluator(ScoreJournal(run), JudgedModel(model), progress)
             outcome = evaluator.judge_text([JudgedArtifact(f.path, settings) for f in files], text)
         assert not outcome.failures
         found[name] = [(s.subject.label, s.kind, s.values) for s in outcome.scores]
@@ -64,8 +64,8 @@ def test_what_was_settled_by_hand_is_left_as_it_is(
 ) -> None:
     one, other, _ = files
     alone = (1, [])
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(threads=2))], 0) == alone
-    assert lanes_for([one, JudgedArtifact(other.path, RuntimeSettings(gpu_layers=1))], 0) == alone
+    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
+    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(gpu_layers=1))], 0) == alone
     assert lanes_for([one], 0) == alone
     assert lanes_for(files, 1 << 60) == alone  # no room for logits
 
@@ -120,7 +120,7 @@ def test_a_file_whose_numbers_are_none_is_named_after_one_window(
 
     monkeypatch.setattr(JudgedArtifact, "open", damaged)
     with Run.create(tmp_path / "run") as run:
-        outcome = Evaluator(Journal(run), JudgedModel(model)).judge_text(files, text)
+        outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(files, text)
     assert list(outcome.failures) == [files[1].label]
     assert "not finite" in outcome.failures[files[1].label]
     assert len(asked) <= 4  # those that were under way, and one more when it was judged alone

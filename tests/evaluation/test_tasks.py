@@ -10,7 +10,7 @@ import pytest
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TextError
-from kl_lens.evaluation import Journal, JudgedModel, TaskEvaluator, TorchSession, read_scores
+from kl_lens.evaluation import JudgedModel, ScoreJournal, TaskEvaluator, TorchSession, read_scores
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
@@ -142,15 +142,15 @@ def test_an_interrupted_task_goes_on(
             signal.raise_signal(signal.SIGINT)
 
     with Run.create(tmp_path / "run") as run:
-        stopped = TaskEvaluator(Journal(run), model.tokenizer, progress=Progress(advanced=stop))
+        stopped = TaskEvaluator(ScoreJournal(run), model.tokenizer, progress=Progress(advanced=stop))
         with pytest.raises(KeyboardInterrupt):
             stopped.judge_task(subjects, task)
         assert [score.subject.label for score in read_scores(run)] == ["original"]
         calls = _counted(monkeypatch)
-        resumed = TaskEvaluator(Journal(run), model.tokenizer).judge_task(subjects, task)
+        resumed = TaskEvaluator(ScoreJournal(run), model.tokenizer).judge_task(subjects, task)
         assert 0 < len(calls) < 20  # of the second subject's twenty requests, what was left
     with Run.create(tmp_path / "whole") as run:
-        whole = TaskEvaluator(Journal(run), model.tokenizer).judge_task(subjects, task)
+        whole = TaskEvaluator(ScoreJournal(run), model.tokenizer).judge_task(subjects, task)
     assert [s.values for s in resumed.scores] == [s.values for s in whole.scores]
 
 

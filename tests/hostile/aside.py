@@ -1,4 +1,4 @@
-"""The glass of the targets, served by forks of a warm process: real runtimes, real aborts, a tenth of the time."""
+"""The quarantine of the targets, served by forks of a warm process: real runtimes, real aborts, a tenth of the time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from kl_lens.errors import KLLensError
-from kl_lens.targets import glass, open_session
+from kl_lens.targets import open_session, quarantine
 from tests.forking import Forks
 from tests.hostile.saying import told, took
 
 
 def look(words: list[str]) -> int:
     """What a fork does."""
-    glass.sys.argv[1:] = words
-    return glass.main()
+    quarantine.sys.argv[1:] = words
+    return quarantine.main()
 
 
 @contextmanager
-def forked_glass(*modules: str) -> Iterator[None]:
+def forked_quarantine(*modules: str) -> Iterator[None]:
     """Within, a file that is tried out aside is so by a fork that has the libraries already."""
     with Forks("tests.hostile.aside", *modules) as forks, pytest.MonkeyPatch.context() as patch:
 
@@ -36,7 +36,7 @@ def forked_glass(*modules: str) -> Iterator[None]:
                 told("(ended by a signal aside)")
             return subprocess.CompletedProcess(words, ended.code, b"", ended.said.encode())
 
-        patch.setattr(glass.subprocess, "run", run)
+        patch.setattr(quarantine.subprocess, "run", run)
         yield
 
 

@@ -17,9 +17,9 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.resources import reference_path
 from kl_lens.targets import export, open_session
-from kl_lens.targets.gguf import glass
+from kl_lens.targets.gguf import quarantine
 from kl_lens.targets.gguf.library import find_library
-from tests.hostile.aside import forked_glass, opens
+from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases, says_one_line
 
 try:
@@ -75,7 +75,7 @@ def test_what_only_llama_cpp_finds_ends_another_process(
         "    print('GGML_ASSERT(x) failed', file=sys.stderr, flush=True); os.abort()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(glass, "__name__", "ending")
+    monkeypatch.setattr(quarantine, "__name__", "ending")
     for name, reason in {
         "bare": r"ends the process .* SIGABRT \(GGML_ASSERT",
         "large": r"takes more than \d+ MB",
@@ -139,7 +139,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
 @cases(3, 400)
 def test_changed_files_never_end_the_process(cases: int, healthy: Path, tmp_path: Path) -> None:
     draw, data = random.Random(cases), healthy.read_bytes()
-    with forked_glass("kl_lens.targets.gguf.session", "kl_lens.targets.gguf.glass", "gguf"):
+    with forked_quarantine("kl_lens.targets.gguf.session", "kl_lens.targets.gguf.quarantine", "gguf"):
         for case in range(cases):
             file = tmp_path / f"{case}.gguf"
             file.write_bytes(changed(data, draw))

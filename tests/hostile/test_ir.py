@@ -17,14 +17,14 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets import export, open_session
 from kl_lens.targets.artifacts import RECORD_FILE
-from kl_lens.targets.openvino import glass
+from kl_lens.targets.openvino import quarantine
 from tests.families import tiny_model
-from tests.hostile.aside import forked_glass, opens
+from tests.hostile.aside import forked_quarantine, opens
 from tests.hostile.saying import cases
 from tests.hostile.test_checkpoints import changed_within
 
 GRAPH, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
-WARM = ("openvino", "kl_lens.targets.openvino.session", "kl_lens.targets.openvino.glass")
+WARM = ("openvino", "kl_lens.targets.openvino.session", "kl_lens.targets.openvino.quarantine")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_graph_of_ours_is_opened_once_and_a_changed_one_aside_first(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside: list[object] = []
-    monkeypatch.setattr(glass.glass, "require_opens", lambda *given: aside.append(given))
+    monkeypatch.setattr(quarantine.quarantine, "require_opens", lambda *given: aside.append(given))
     open_session(copied, threads=1).close()
     assert not aside
     graph = copied / GRAPH
@@ -56,13 +56,13 @@ def test_a_graph_of_ours_is_opened_once_and_a_changed_one_aside_first(
 
 def test_constants_that_say_shapes_are_part_of_the_graph(copied: Path) -> None:
     """They lie among the weights; a changed one can end a runtime like a changed graph."""
-    before = glass.graph_digest(copied / GRAPH)
+    before = quarantine.graph_digest(copied / GRAPH)
     text = (copied / GRAPH).read_text()
     small = next(m for m in re.finditer(r'offset="(\d+)" size="(\d+)"', text) if int(m[2]) <= 64)
     content = bytearray((copied / WEIGHTS).read_bytes())
     content[int(small[1])] ^= 1
     (copied / WEIGHTS).write_bytes(content)
-    assert glass.graph_digest(copied / GRAPH) != before
+    assert quarantine.graph_digest(copied / GRAPH) != before
 
 
 def test_a_record_that_names_files_elsewhere_is_refused(copied: Path) -> None:
@@ -92,7 +92,7 @@ def changed_graph(text: str, draw: random.Random) -> str:
 def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     text, weights = (healthy / GRAPH).read_text(), (healthy / WEIGHTS).read_bytes()
-    with forked_glass(*WARM):
+    with forked_quarantine(*WARM):
         for _ in range(cases):
             content = bytearray(weights)
             if draw.random() < 0.2:
@@ -108,7 +108,7 @@ def test_changed_graphs_never_end_the_process(cases: int, healthy: Path, copied:
 def test_changed_records_never_end_the_process(cases: int, healthy: Path, copied: Path) -> None:
     draw = random.Random(cases)
     record = json.loads((healthy / RECORD_FILE).read_text())
-    with forked_glass(*WARM):
+    with forked_quarantine(*WARM):
         for _ in range(cases):
             (copied / RECORD_FILE).write_text(json.dumps(changed_within(record, draw)))
             opens(copied)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from kl_lens.checkpoints import ImageTask
 from kl_lens.errors import TextError
 from kl_lens.images import Picture, Preparation, add_picture, labels_of, open_images, pixels_of
-from kl_lens.images.png import SIGNATURE, read_png, write_png
 from kl_lens.text import refuse_overlap
 from tests.classifiers import PREPARATION, image_folder as image_folder_of
 
@@ -23,32 +22,25 @@ def image_folder(folder: Path, count: int, classes: int = 5, seed: int = 0) -> P
     return image_folder_of(folder, count, classes, seed=seed)
 
 
-def _filtered_png(pixels: np.ndarray, kind: int) -> bytes:
-    """A PNG whose rows all use one filter, by the definition."""
-    height, width, channels = pixels.shape
-    wide = np.zeros((height + 1, width + 1, channels), int)
-    wide[1:, 1:] = pixels
-    left, up, corner = wide[1:, :-1], wide[:-1, 1:], wide[:-1, :-1]
-    base = left + up - corner
-    distances = np.stack([abs(base - left), abs(base - up), abs(base - corner)])
-    paeth = np.choose(distances.argmin(0), [left, up, corner])
-    guess = [0 * left, left, up, (left + up) // 2, paeth][kind]
-    rows = ((pixels.astype(int) - guess) % 256).astype(np.uint8).reshape(height, -1)
-    data = b"".join(bytes([kind]) + row.tobytes() for row in rows)
-    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(data)), (b"IEND", b""))
-    return SIGNATURE + b"".join(struct.pack(">I", len(b)) + k + b + b"\0\0\0\0" for k, b in chunks)
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
+def test_grey_stays_one_channel_and_transparency_goes(tmp_path: Path, mode: str) -> None:
+    channels = len(mode)
+    shape = (7, 5) if channels == 1 else (7, 5, channels)
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    (tmp_path / "train").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "train" / "image.png")
+    (entry,) = open_images(tmp_path, "train").entries
+    opaque = pixels.reshape(7, 5, channels)[..., : 1 if channels < 3 else 3]
+    np.testing.assert_array_equal(entry.read(), opaque)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", range(5))
-def test_plain_png_files_need_no_library(kind: int, channels: int) -> None:
-    pixels = np.random.default_rng(kind).integers(0, 256, (7, 5, channels), dtype=np.uint8)
-    read = read_png(_filtered_png(pixels, kind))
-    assert read is not None
-    np.testing.assert_array_equal(read, pixels[..., : channels - 1] if channels in (2, 4) else pixels)
-    if channels in (1, 3):
-        np.testing.assert_array_equal(read_png(write_png(pixels)), pixels)
+def test_without_pillow_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = image_folder(tmp_path, 40)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(TextError, match=r"\.png: .* needs Pillow: pip install 'kl-lens\[images\]'"):
+        _read_all(folder)
 
 
 def _read_all(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kl_lens.errors import TargetError
 from kl_lens.paper.timing import reached, run_app, write_report
-from kl_lens.records import ARTIFACT, Profile, Spread, Subject
+from kl_lens.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.published import AppReport
 
@@ -141,8 +141,8 @@ def test_the_report_is_a_table_of_models(tmp_path: Path) -> None:
         "reached_seconds": 60.1,
     }
     timings = {
-        "latency_ms": Spread(2.25, 2.25, 2.25, 400),
-        "throughput_fps": Spread(400.0, 400.0, 400.0, 400),
+        "latency_ms": Quartiles(2.25, 2.25, 2.25, 400),
+        "throughput_fps": Quartiles(400.0, 400.0, 400.0, 400),
     }
     profile = Profile(
         Subject(ARTIFACT, "kl_point05", "openvino"),

@@ -37,7 +37,7 @@ class Clever(Nearest):
 
 @pytest.fixture
 def clever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._quantizers, "clever", Clever())
+    monkeypatch.setitem(registry.QUANTIZERS, "clever", Clever())
 
 
 def measured_table(*recipes: str) -> SensitivityTable:

@@ -19,7 +19,7 @@ from kl_lens.profiling.machine import (
     read_bandwidth,
 )
 from kl_lens.profiling.spread import compared, ratio_of, spread_of, spreads
-from kl_lens.records import ARTIFACT, Profile, Spread, Subject
+from kl_lens.records import ARTIFACT, Profile, Quartiles, Subject
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 
 
@@ -42,12 +42,12 @@ CONTENTS = Contents(
 
 
 def test_a_spread_is_the_median_and_the_quartiles() -> None:
-    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
-    assert spread_of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    assert spread_of([5.0, 1.0, 4.0, 2.0, 3.0]) == Quartiles(3.0, 2.0, 4.0, 5)
+    assert spread_of([7.0]) == Quartiles(7.0, 7.0, 7.0, 1)
 
 
 def test_spreads_are_of_rounds() -> None:
-    assert spreads([{"s": 1.0}, {"s": 2.0}]) == {"s": Spread(1.5, 1.25, 1.75, 2)}
+    assert spreads([{"s": 1.0}, {"s": 2.0}]) == {"s": Quartiles(1.5, 1.25, 1.75, 2)}
     assert spreads([]) == {}
 
 
@@ -72,11 +72,11 @@ def test_disturbances_leave_the_true_ratio_in_the_interval(seed: int, disturbed:
 
 def test_few_turns_have_no_interval_and_equal_files_a_ratio_of_one() -> None:
     assert compared([1.0] * 4, [2.0] * 4) is None
-    assert compared([2.0] * 5, [2.0] * 5) == Spread(1.0, 1.0, 1.0, 5)
+    assert compared([2.0] * 5, [2.0] * 5) == Quartiles(1.0, 1.0, 1.0, 5)
 
 
 def profile(low: float, high: float, **load: float) -> Profile:
-    ratios = {"tokens_per_second": Spread((low + high) / 2, low, high, 24)}
+    ratios = {"tokens_per_second": Quartiles((low + high) / 2, low, high, 24)}
     return Profile(Subject(ARTIFACT, "p", "gguf"), "use", "CPU", 2, {}, ratios, None, 1, {}, {}, {}, load)
 
 
@@ -161,7 +161,7 @@ def test_a_prompt_is_bound_by_products_or_by_bytes() -> None:
     assert prefill_seconds(CONTENTS, machine(), 3) == pytest.approx(2 * (40 * 3 + 50) / 100)
     quick = Machine(machine().bandwidth, 1e9, None)
     assert prefill_seconds(CONTENTS, quick, 3) == pytest.approx((188 + 12) / 1000)
-    timed = {"first_token_seconds@3": Spread(6.8, 6.0, 7.0, 5), "seconds_per_token": Spread(1, 1, 1, 5)}
+    timed = {"first_token_seconds@3": Quartiles(6.8, 6.0, 7.0, 5), "seconds_per_token": Quartiles(1, 1, 1, 5)}
     bound = prefill_bound(CONTENTS, machine(), timed)
     assert bound["prefill_seconds@3"] == pytest.approx(3.4)
     assert bound["prefill_share@3"] == pytest.approx(0.5)
@@ -180,7 +180,7 @@ def test_caches_are_read_from_the_system(tmp_path: Path) -> None:
 
 def test_what_is_timed_reads_every_byte() -> None:
     values = np.arange(8 * 3 * 1000, dtype=np.int64)
-    for read in (machine_module._sum, machine_module._sum_of_eight):
+    for read in (machine_module.summed, machine_module.summed_by_eight):
         assert read(values, 1) == read(values, 3) == values.sum()
 
 

@@ -16,7 +16,7 @@ from kl_lens.quantizers.feedback import Objective, descended, fed_back, with_fit
 from kl_lens.quantizers.gptq import BLOCKS, DAMPING, SCARCITY
 from kl_lens.quantizers.kernels import descend, round_in_order
 from kl_lens.quantizers.levels import Levels
-from kl_lens.quantizers.scales import _try, _try_on_cpu, searched_levels
+from kl_lens.quantizers.scales import searched_levels, try_scales, try_scales_on_cpu
 from kl_lens.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough
@@ -218,7 +218,9 @@ def test_the_search_on_the_cpu_equals_its_plain_form(
     zeros = torch.full((40,), 7.0 if lowest == 0 and table is None else 0.0)
     factors = torch.tensor([0.6, 0.8, 1.0, 0.9])
     shifts = torch.tensor([0.0, 1.0, -1.0, 0.0]) * float(lowest == 0 and table is None)
-    fast, slow = (way(groups, weigh, plain, zeros, factors, shifts) for way in (_try_on_cpu, _try))
+    fast, slow = (
+        way(groups, weigh, plain, zeros, factors, shifts) for way in (try_scales_on_cpu, try_scales)
+    )
     torch.testing.assert_close(fast[0], slow[0])
     assert torch.equal(fast[1], slow[1])
 

@@ -28,8 +28,8 @@ from kl_lens.records import (
     Measured,
     Plan,
     Profile,
+    Quartiles,
     Score,
-    Spread,
     Subject,
 )
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
@@ -284,8 +284,8 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
         subject = about(run, "openvino", plan.name)
         latency, rate = plan.bytes / 1e4, 1e6 / plan.bytes
         timings = {
-            "latency_ms": Spread(latency, 0.9 * latency, 1.1 * latency, 9),
-            "throughput_fps": Spread(rate, 0.9 * rate, 1.1 * rate, 9),
+            "latency_ms": Quartiles(latency, 0.9 * latency, 1.1 * latency, 9),
+            "throughput_fps": Quartiles(rate, 0.9 * rate, 1.1 * rate, 9),
         }
         profile = Profile(
             subject, "benchmark_app", "GPU.0", 1, timings, {}, None, plan.bytes, {}, {"repeats": 9}, {}
@@ -296,8 +296,8 @@ def _benchmark(run: Run, plans: Sequence[Plan]) -> None:
 def _profile(subject: Subject, size: int, whole: int, bandwidth: float, share: float) -> Profile:
     rate = share * bandwidth / size
 
-    def spread(value: float) -> Spread:
-        return Spread(value, 0.95 * value, 1.04 * value, 5)
+    def spread(value: float) -> Quartiles:
+        return Quartiles(value, 0.95 * value, 1.04 * value, 5)
 
     timings = {
         "load_seconds": spread(0.2), "first_token_seconds@32": spread(9 / rate),

@@ -7,7 +7,8 @@ import torch
 
 from kl_lens.errors import FormatError, RunError
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import ENGINES, Engine, FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates, replacements, swapped
 from kl_lens.sensitivity.teacher import Teacher
 from tests.families import CONFIGS, UNUSUAL, token_ids

@@ -15,7 +15,7 @@ from kl_lens.pipeline.spreading import shard_name, share_of
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.pieces import Hand, Layout
+from kl_lens.sensitivity.pieces import Layout, PieceRunner
 from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.sensitivity.teacher import window_bytes
 from tests.sensitivity.conftest import loaded, some_windows
@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, list]:
             "identity": "SELECT * FROM identity ORDER BY key",
             "noise": "SELECT name, value FROM records WHERE kind = 'noise'",
         }
-        return {name: run._db.execute(query).fetchall() for name, query in tables.items()}
+        return {name: run.journal.execute(query).fetchall() for name, query in tables.items()}
 
 
 def effort(folder: Path) -> float:
@@ -200,7 +200,7 @@ def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(ma
     engine = FastEngine(mamba)
     width, vocabulary = mamba.chain.head.weight.shape[1], engine.vocabulary
     budget = 2 * 13 * window_bytes(mamba.chain, 20, width, vocabulary)  # half of it is for states
-    alone, *others = (Hand(FastEngine(mamba, budget), candidates, ids, n).layout for n in (1, 2, 16))
+    alone, *others = (PieceRunner(FastEngine(mamba, budget), candidates, ids, n).layout for n in (1, 2, 16))
     assert (alone.batch, alone.slab) == (3, 12)
     assert [each.slab for each in others] == [6, 3], "a whole batch at the least"
     assert all(each == alone for each in others)

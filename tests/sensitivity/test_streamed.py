@@ -27,7 +27,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Estimate
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics
-from kl_lens.sensitivity.engines import engine_for
+from kl_lens.sensitivity.choosing import engine_for
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import Candidate, Perturbation, find_candidates
 from kl_lens.sensitivity.spilling import StateRoom

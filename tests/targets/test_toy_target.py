@@ -20,7 +20,7 @@ from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import RuntimeSettings, Target, describe_target, get_target, register, target_of
+from kl_lens.targets import SessionSettings, Target, describe_target, get_target, register, target_of
 from kl_lens.targets.contents import BODY, HEAD, Contents, StoredWeight
 from kl_lens.targets.registry import TARGETS
 from kl_lens.targets.session import Logits
@@ -131,7 +131,7 @@ class ToyTarget(Target):
         with np.load(self.weight_file(place)) as stored:
             return {name: bytes_digest(stored[name]) for name in stored}
 
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> ToySession:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> ToySession:
         return ToySession(place)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from kl_lens.errors import TextError
 from kl_lens.text import open_text
-from kl_lens.text.files import _lines
+from kl_lens.text.files import lines_of
 from kl_lens.text.hub import open_hub_text
 
 ROWS = ["First row.", "Second row,\nof two lines.", "Dritte Zeile: Übermut."]
@@ -90,7 +89,7 @@ def test_names_with_and_without_split() -> None:
 @given(st.lists(st.binary(max_size=12)))
 def test_lines_do_not_depend_on_where_the_chunks_end(chunks: list[bytes]) -> None:
     whole = b"".join(chunks)
-    assert list(_lines(iter(chunks))) == list(io.BytesIO(whole))
+    assert list(lines_of(iter(chunks))) == list(io.BytesIO(whole))
 
 
 # What cannot
@@ -187,13 +186,11 @@ def test_without_the_hub_one_line_says_what_to_do(name: str, monkeypatch: pytest
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the library read its environment when imported
-    began = time.monotonic()
     with pytest.raises(
         TextError, match=r"hub cannot be reached .HF_HUB_OFFLINE is set.: pass a local"
     ) as caught:
         open_text(name)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 10
 
 
 def test_split_that_the_hub_text_does_not_have_is_refused_before_any_request() -> None:

@@ -20,7 +20,7 @@ from kl_lens.text import (
     refuse_overlap,
     split_documents,
 )
-from kl_lens.text.splits import _ngram_hashes, _sections
+from kl_lens.text.splits import ngram_hashes, sections_of
 
 
 def hashes(source: TextSource) -> set[str]:
@@ -73,7 +73,7 @@ def test_file_without_blank_lines_is_cut_at_line_ends() -> None:
 
 @given(st.text(alphabet="ab \n", max_size=300), st.integers(0, 40))
 def test_sections_put_together_are_the_document(text: str, longest: int) -> None:
-    sections = _sections(Document("d", text), longest)
+    sections = sections_of(Document("d", text), longest)
     assert "".join(section.text for section in sections) == text
     assert all(section.text.strip() for section in sections) or not text.strip()
 
@@ -168,7 +168,7 @@ def test_trailing_blank_space_makes_no_new_document(source: TextSource, tokenize
     st.lists(st.lists(st.integers(0, 2), min_size=9, max_size=9), min_size=1, max_size=3),
 )
 def test_ngram_hashes_are_equal_just_where_the_ngrams_are(size: int, rows: list[list[int]]) -> None:
-    found = _ngram_hashes(np.array(rows, dtype=np.int64), size)
+    found = ngram_hashes(np.array(rows, dtype=np.int64), size)
     assert found.shape == (len(rows), 10 - size)
     by_hash: dict[int, tuple[int, ...]] = {}
     by_ngram: dict[tuple[int, ...], int] = {}

@@ -82,7 +82,7 @@ def test_damaged_copy_is_reported(tmp_path, monkeypatch) -> None:
     ]:
         damaged.write_bytes(content)
         with pytest.raises(TextError, match=complaint):
-            wikitext._raw_text("test")
+            wikitext.raw_text("test")
 
 
 def test_tokens_of_the_documents_are_the_tokens_of_the_joined_text(tokenizer) -> None:

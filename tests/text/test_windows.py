@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from kl_lens.errors import TextError
 from kl_lens.text import TextSource, draw_windows, evaluation_windows, open_text, token_stream
-from kl_lens.text.windows import _random_starts
+from kl_lens.text.windows import random_starts
 
 
 def test_windows_are_pieces_of_the_token_stream(source: TextSource, tokenizer: Tokenizer) -> None:
@@ -57,9 +57,9 @@ def test_more_windows_extend_the_earlier_ones(source: TextSource, tokenizer: Tok
 @given(st.integers(2, 40), st.integers(1, 30), st.integers(0, 400), st.integers(0, 10**9))
 def test_starts_lie_in_the_text_and_extend(length: int, windows: int, spare: int, seed: int) -> None:
     available = windows * length + spare
-    starts = _random_starts(available, windows, length, seed)
+    starts = random_starts(available, windows, length, seed)
     assert all(0 <= start <= available - length for start in starts)
-    assert _random_starts(available, windows // 2, length, seed) == starts[: windows // 2]
+    assert random_starts(available, windows // 2, length, seed) == starts[: windows // 2]
 
 
 def test_windows_do_not_overlap_while_there_is_room(source: TextSource, tokenizer: Tokenizer) -> None:
@@ -75,7 +75,7 @@ def test_starts_are_those_of_pythons_own_generator() -> None:
     """The customary drawing (one random start after the other), as long as none overlap."""
     generator = random.Random(42)
     expected = [generator.randrange(3_000_000 - 512 + 1) for _ in range(5)]
-    assert _random_starts(3_000_000, 5, 512, 42) == expected
+    assert random_starts(3_000_000, 5, 512, 42) == expected
 
 
 def test_documents_of_each_window_are_known(source: TextSource, tokenizer: Tokenizer) -> None:

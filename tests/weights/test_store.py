@@ -137,7 +137,7 @@ class Known:
 
 @pytest.fixture
 def doubling(monkeypatch: pytest.MonkeyPatch) -> type[Doubling]:
-    monkeypatch.setitem(quantizers._quantizers, "doubling", Doubling())
+    monkeypatch.setitem(quantizers.QUANTIZERS, "doubling", Doubling())
     monkeypatch.setattr(Doubling, "calls", 0)
     return Doubling
 

@@ -126,7 +126,7 @@ class _Gathering:
                 columns, tokens = moments.columns, sum(moments.tokens)
                 self._stored.add_without_moments(component.name, NO_INPUT, columns, tokens)
                 continue
-            statistics[component.name] = InputStatistics(_means(moments), tuple(moments.tokens))
+            statistics[component.name] = InputStatistics(mean_moments(moments), tuple(moments.tokens))
             if few := [
                 str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
             ]:
@@ -160,7 +160,7 @@ def in_batches(windows: Windows, chain: Chain) -> list[torch.Tensor]:
     return [windows.ids[first : first + size] for first in range(0, len(windows), size)]
 
 
-def _means(moments: Moments) -> torch.Tensor:
+def mean_moments(moments: Moments) -> torch.Tensor:
     """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
     overall = moments.sums.sum(0) / tokens.sum()

@@ -251,7 +251,7 @@ class Residency:
         self._left: torch.cuda.Event | None = None
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
-        self._kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
+        self.kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
@@ -360,7 +360,7 @@ class Residency:
             names = {m.name for block in blocks for m in self._of(block)}
             stored = sum(map(self.tensors.stored_bytes, names))
             if stored <= room:  # in half precision, say: all of them stay there
-                self._kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
+                self.kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
 
     def _of(self, module: nn.Module) -> list[_Matrix]:
         return [self._matrices[id(p)] for p in module.parameters() if id(p) in self._matrices]
@@ -464,13 +464,13 @@ class Residency:
 
     def _stored(self, name: str) -> torch.Tensor:
         """As it is stored: on the card, or beside it, where it stays while there is room; else from disk."""
-        if name in self._kept:
-            return self._kept[name]
+        if name in self.kept:
+            return self.kept[name]
         with torch.inference_mode(False):
             tensor = self.tensors.read(name)
         if 0 < tensor.nbytes <= self._host_room:
             self._host_room -= tensor.nbytes
-            self._kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+            self.kept[name] = tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
         return tensor
 
     def _brought(self, stored: torch.Tensor) -> torch.Tensor:

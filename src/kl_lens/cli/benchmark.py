@@ -10,7 +10,7 @@ from kl_lens import profiling
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.pipeline.settings import spell_layers
-from kl_lens.records import Profile, Spread
+from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.units import human_bytes, human_seconds
 
@@ -43,7 +43,7 @@ def show(result: BenchmarkResult) -> None:
         out.print(_curve_table(curve))
         out.print(_recommended(curve), soft_wrap=True)
     if used:
-        out.print(_use_table(used))
+        out.print(use_table(used))
     if timed:
         out.print(_app_table(timed))
     for latency in report.latency:
@@ -61,7 +61,7 @@ def show(result: BenchmarkResult) -> None:
         )
 
 
-def _spread(spread: Spread, scale: float, digits: int) -> str:
+def _spread(spread: Quartiles, scale: float, digits: int) -> str:
     low, median, high = (format(scale * v, f".{digits}f") for v in (spread.low, spread.median, spread.high))
     return f"{median} ({low}–{high})"
 
@@ -69,7 +69,7 @@ def _spread(spread: Spread, scale: float, digits: int) -> str:
 _WORDS = {"threads": "Threads", "gpu_layers": "Layers on the GPU", "load": "Ways of loading"}
 
 
-def _value(curve: profiling.Curve, point: profiling.Point) -> str:
+def _value(curve: profiling.Curve, point: profiling.CurvePoint) -> str:
     return spell_layers(point.value) if curve.setting == "gpu_layers" else str(point.value)
 
 
@@ -99,7 +99,7 @@ def _recommended(curve: profiling.Curve) -> str:
     )
 
 
-def _use_table(profiles: list[Profile]) -> Table:
+def use_table(profiles: list[Profile]) -> Table:
     lengths = profiles[0].settings["prompt_lengths"]
     numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
                "× FP16", "peak memory", "of it model", "bound tokens/s", "share")  # fmt: skip

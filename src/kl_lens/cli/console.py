@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from kl_lens.errors import printable
-from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import Settings, command_of
 
 if TYPE_CHECKING:  # `kl-lens generate` runs on small devices: libraries load in the functions that need them
     from rich.console import Console
     from rich.table import Table
-
-    from kl_lens.sensitivity.sweep import Progress
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -59,44 +51,3 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
     return data
-
-
-class Terminal(Events):
-    """Shows what a verb says: notes, warnings and progress on standard error, generated text on standard output."""
-
-    def __init__(self, verb: str, show: Callable[[Terminal, Any], None], *, writes: bool = True) -> None:
-        self.verb = verb
-        self._show, self._writes = show, writes
-
-    def note(self, text: str) -> None:
-        print(printable(text, kept="\n"), file=sys.stderr, flush=True)
-
-    def warn(self, text: str) -> None:
-        self.note(f"kl-lens {self.verb}: {text}")
-
-    def wrote(self, text: str) -> None:
-        if self._writes:
-            print(printable(text, kept="\n\t"), end="", flush=True)
-
-    def progress(self, title: str) -> AbstractContextManager[Progress]:
-        from kl_lens.cli.progress import sweep_progress
-
-        return sweep_progress(title)
-
-    def heading(self, text: str) -> None:
-        print(f"\n== {text}", flush=True)
-
-    @contextmanager
-    def stage(self, settings: Settings) -> Iterator[None]:
-        self.heading(f"kl-lens {shlex.join(command_of(settings))}")
-        outer, self.verb = self.verb, settings.verb
-        try:
-            yield
-        finally:
-            self.verb = outer
-
-    def result(self, result: object) -> None:
-        if result is None:
-            print("done already")
-        else:
-            self._show(self, result)

@@ -17,8 +17,9 @@ from kl_lens.environment import set_defaults
 
 set_defaults()
 
-from kl_lens.cli.console import Terminal, print_json  # noqa: E402
+from kl_lens.cli.console import print_json  # noqa: E402
 from kl_lens.cli.last_net import EXIT_CODE, unexpected  # noqa: E402
+from kl_lens.cli.terminal import Terminal  # noqa: E402
 from kl_lens.errors import KLLensError, one_line, printable, system_reason  # noqa: E402
 from kl_lens.pipeline.settings import Settings, with_values  # noqa: E402
 from kl_lens.pipeline.study import Study  # noqa: E402

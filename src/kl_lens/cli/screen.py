@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.cli.console import Terminal
+from kl_lens.cli.terminal import Terminal
 from kl_lens.errors import printable
 from kl_lens.pipeline.settings import Settings
 

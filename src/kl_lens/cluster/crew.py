@@ -2,7 +2,7 @@
 
 A worker that dies is replaced and its piece done again; a piece that fails on two workers, or takes several with it, is
 named, and the rest goes on. Nothing is kept here: whoever asked commits results as they arrive. Who keeps the workers,
-Ray or this machine, is a matter of `Hands`.
+Ray or this machine, is a matter of `WorkerPool`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lost(Exception):
     """A worker is gone; the text says why."""
 
 
-class Hands(Protocol):
+class WorkerPool(Protocol):
     """Who keeps workers. A worker has one call at a time to answer; calls are looked up by themselves."""
 
     @property
@@ -82,7 +82,7 @@ class HiredCrew:
         ...     Sweep(model, run, crew=crew).measure(candidates, windows)
     """
 
-    hands: Hands
+    pool: WorkerPool
     order: Order
     workers: int | None = None
     say: Callable[[str], None] = lambda text: None
@@ -95,21 +95,21 @@ class HiredCrew:
         self._layout: Layout | None = None
         self._lost_starts = self._jobs = 0
         self._refusals: list[str] = []
-        self.order, self.workers = self.hands.open(self.order, self.workers)
+        self.order, self.workers = self.pool.open(self.order, self.workers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hands.close()
+        self.pool.close()
 
     # -- starting --------------------------------------------------------------------------------------
 
     def _ask_for_one(self) -> None:
-        member = _Member(self.hands.hire(self.order))
+        member = _Member(self.pool.hire(self.order))
         self._members.append(member)
         self._call(member, "hello")
 
     def _call(self, member: _Member, method: str, *arguments: object) -> None:
-        self._waiting[self.hands.call(member.worker, method, *arguments)] = member
+        self._waiting[self.pool.call(member.worker, method, *arguments)] = member
 
     def begin(
         self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
@@ -180,16 +180,16 @@ class HiredCrew:
         """Waits for one answer; what it brought, if it was a piece's."""
         if not self._waiting:
             raise KLLensError(
-                "; ".join(dict.fromkeys(self._refusals)) or f"{self.hands.flag}: no worker is left"
+                "; ".join(dict.fromkeys(self._refusals)) or f"{self.pool.flag}: no worker is left"
             )
-        call = self.hands.wait(list(self._waiting), _PATIENCE)
+        call = self.pool.wait(list(self._waiting), _PATIENCE)
         if call is None:
             at_work = sum(member.piece is not None for member in self._members)
             message(f"{at_work} of {self.workers} workers at work, waiting for them")
             return []
         member = self._waiting.pop(call)
         try:
-            answer = self.hands.answer(call)
+            answer = self.pool.answer(call)
         except Lost as error:
             self._lose(member, str(error))
             return []
@@ -273,7 +273,7 @@ class HiredCrew:
 
     def _dismiss(self, member: _Member) -> None:
         self._members.remove(member)
-        self.hands.dismiss(member.worker)
+        self.pool.dismiss(member.worker)
 
     def _statistics(self, candidates: Sequence[Candidate]) -> str | None:
         from kl_lens.calibration import StoredStatistics

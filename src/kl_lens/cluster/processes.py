@@ -63,7 +63,7 @@ def threads_here() -> int:
 
 
 class ProcessHands:
-    """One process for every worker: `Hands` of a crew."""
+    """One process for every worker: `WorkerPool` of a crew."""
 
     flag = "--workers"
 

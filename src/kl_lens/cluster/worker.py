@@ -23,7 +23,7 @@ from kl_lens.errors import KLLensError, RunError, one_line  # noqa: E402
 from kl_lens.samples import METRICS_VERSION  # noqa: E402
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, memory_on  # noqa: E402
 from kl_lens.sensitivity.perturbation import Candidate  # noqa: E402
-from kl_lens.sensitivity.pieces import Found, Hand, Layout, Piece  # noqa: E402
+from kl_lens.sensitivity.pieces import Found, Layout, Piece, PieceRunner  # noqa: E402
 from kl_lens.sensitivity.sweep import chosen_engine  # noqa: E402
 from kl_lens.targets import deployed  # noqa: E402
 from kl_lens.version import __version__  # noqa: E402
@@ -78,7 +78,7 @@ class Worker:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._model: LoadedModel | None = None
-        self._hand: Hand | None = None
+        self._runner: PieceRunner | None = None
         self._job = -1
 
     def hello(self) -> tuple[str, int, str, int]:
@@ -90,13 +90,13 @@ class Worker:
         return _told(lambda: Ready(job.number, self._begin(job)))
 
     def do(self, number: int, piece: Piece) -> Sequence[Found] | Failed:
-        hand = self._hand
-        if hand is None or number != self._job:
+        runner = self._runner
+        if runner is None or number != self._job:
             return Failed("it was not told of this sweep")
-        return _told(lambda: list(hand.do(piece)))
+        return _told(lambda: list(runner.do(piece)))
 
     def _begin(self, job: Job) -> Layout:
-        self._hand = None  # the last sweep's teacher goes before the next one comes
+        self._runner = None  # the last sweep's teacher goes before the next one comes
         model = self._opened()
         candidates = [Candidate(model.anatomy.component(name), recipe) for name, recipe in job.candidates]
         if job.statistics is not None:
@@ -106,8 +106,8 @@ class Worker:
         engine = chosen_engine(
             model, candidates, ids, order.engine, self._memory(model), deployed(order.target), job.precision, job.known
         )  # fmt: skip
-        self._hand, self._job = Hand(engine, candidates, ids, order.sharers), job.number
-        return self._hand.layout
+        self._runner, self._job = PieceRunner(engine, candidates, ids, order.sharers), job.number
+        return self._runner.layout
 
     def _opened(self) -> LoadedModel:
         if self._model is None:

@@ -2,27 +2,27 @@
 
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text
-from kl_lens.evaluation.journal import Journal, read_scores
+from kl_lens.evaluation.journal import ScoreJournal, read_scores
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel, planned_recipes
 from kl_lens.evaluation.scoring import divergence_values, perplexity_values, score_text
 from kl_lens.evaluation.selection import Selection, artifact_task, given_subjects, run_subjects
 from kl_lens.evaluation.task_evaluator import TaskEvaluator
 from kl_lens.evaluation.texts import EvaluationText, prepare, prepare_text
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.targets import RuntimeSettings
+from kl_lens.targets import SessionSettings
 from kl_lens.targets.tokenizer import artifact_tokenizer
 
 __all__ = [
     "Agreement",
     "EvaluationText",
     "Evaluator",
-    "Journal",
     "Judged",
     "JudgedArtifact",
     "JudgedModel",
     "Outcome",
-    "RuntimeSettings",
+    "ScoreJournal",
     "Selection",
+    "SessionSettings",
     "TaskEvaluator",
     "TorchSession",
     "artifact_task",

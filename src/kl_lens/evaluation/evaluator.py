@@ -14,7 +14,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
-from kl_lens.evaluation.journal import RUNTIME, WINDOW, Journal
+from kl_lens.evaluation.journal import RUNTIME, WINDOW, ScoreJournal
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
 from kl_lens.evaluation.scoring import LIKELIHOOD_VALUES, WindowScore, divergence_values, score_logits
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
@@ -50,11 +50,11 @@ class Evaluator:
             there are perplexities alone.
 
     Example:
-        >>> outcome = Evaluator(Journal(run), JudgedModel(model)).judge_text(subjects, text)
+        >>> outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(subjects, text)
     """
 
     def __init__(
-        self, journal: Journal, original: JudgedModel | None = None, progress: Progress | None = None
+        self, journal: ScoreJournal, original: JudgedModel | None = None, progress: Progress | None = None
     ) -> None:
         self.journal = journal
         self.original = original
@@ -148,7 +148,7 @@ class Evaluator:
         lane = SideBySide({judged: missing[judged] for judged in suitable}, text, lanes)
         for item in lane:
             try:
-                score = self._scored(item.logits, text, item.window, divergence, item.seconds)
+                score = self.score_window(item.logits, text, item.window, divergence, item.seconds)
             except RUNTIME_ERRORS:
                 lane.drop(item.judged)  # it fails again when it is its turn, and is named
                 continue
@@ -170,14 +170,14 @@ class Evaluator:
                     seconds = time.perf_counter() - begin
                     # A file that is gone or has changed may still be mapped in part: its numbers do not count.
                     judged.check()
-                    scores[index] = self._scored(logits, text, index, divergence, seconds)
+                    scores[index] = self.score_window(logits, text, index, divergence, seconds)
                     self._keep(judged, scores[index], text, index)
             finally:
                 if session is not self._teacher:
                     session.close()
         return [scores[index] for index in range(len(text.items))]
 
-    def _scored(
+    def score_window(
         self, logits: Logits, text: EvaluationText, index: int, divergence: bool, seconds: float
     ) -> WindowScore:
         """`seconds`: what the logits took."""
@@ -307,7 +307,7 @@ class Evaluator:
 def evaluate_text(judged: Judged, text: EvaluationText, original: LoadedModel | None = None) -> Score:
     """One model on one text, without a run; with the original, also the changes against it and the KL from it."""
     with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
-        evaluator = Evaluator(Journal(run), None if original is None else JudgedModel(original))
+        evaluator = Evaluator(ScoreJournal(run), None if original is None else JudgedModel(original))
         try:
             outcome = evaluator.judge_text([judged], text, divergence=original is not None)
         finally:

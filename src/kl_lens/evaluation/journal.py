@@ -17,7 +17,7 @@ SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
 )  # fmt: skip
 
 
-class Journal:
+class ScoreJournal:
     """Reads and writes a run's scores. Pieces are filed under what is judged by identity, scores under its subject.
 
     With `again`, pieces that were there before this command are not used; those it makes itself are.

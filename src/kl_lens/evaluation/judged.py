@@ -23,8 +23,8 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
 from kl_lens.targets import Session
-from kl_lens.targets.base import RuntimeSettings
 from kl_lens.targets.registry import get_target, locate, target_of
+from kl_lens.targets.session import SessionSettings
 
 # Final states of the original that are kept between students.
 REMEMBERED = 2 * 10**9
@@ -108,8 +108,8 @@ class JudgedArtifact(Judged):
         plan: the run's plan that it was exported for; what belongs to no run is called by its path.
     """
 
-    def __init__(self, path: Path, settings: RuntimeSettings | None = None, plan: str | None = None) -> None:
-        self.settings = settings or RuntimeSettings()
+    def __init__(self, path: Path, settings: SessionSettings | None = None, plan: str | None = None) -> None:
+        self.settings = settings or SessionSettings()
         self.path, self.artifact = locate(path)
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)

@@ -12,10 +12,10 @@ from kl_lens.checkpoints.files import read_config
 from kl_lens.checkpoints.tasks import IMAGE
 from kl_lens.errors import FormatError, KLLensError, PlanError, UnlearntError
 from kl_lens.evaluation.judged import Judged, JudgedArtifact, JudgedModel
-from kl_lens.records import Plan
+from kl_lens.records import Plan, checked_plan_name
 from kl_lens.runs import ALL_PLANS, Run, named_plans
-from kl_lens.subjects import checked_plan_name, is_current
-from kl_lens.targets import RuntimeSettings, exported_places
+from kl_lens.subjects import is_current
+from kl_lens.targets import SessionSettings, exported_places
 from kl_lens.targets.tokenizer import artifact_tokenizer
 
 TORCH = "torch"
@@ -32,7 +32,7 @@ class Selection:
     def add_artifact(
         self,
         path: Path,
-        settings: RuntimeSettings,
+        settings: SessionSettings,
         model: LoadedModel | None,
         name: str | None = None,
         plan: Mapping[str, str] | None = None,
@@ -60,7 +60,7 @@ class Selection:
 
 
 def given_subjects(
-    paths: Sequence[Path], settings: RuntimeSettings, model: LoadedModel | None = None, run: Run | None = None
+    paths: Sequence[Path], settings: SessionSettings, model: LoadedModel | None = None, run: Run | None = None
 ) -> Selection:
     """Files given by path, each with its PyTorch counterpart when the model is there."""
     selection = Selection()
@@ -78,7 +78,7 @@ def given_subjects(
 def run_subjects(
     run: Run,
     model: LoadedModel,
-    settings: RuntimeSettings,
+    settings: SessionSettings,
     *,
     plans: str = ALL_PLANS,
     targets: Sequence[str] | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kl_lens.errors import one_line
 from kl_lens.evaluation.evaluator import Outcome
-from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, Journal
+from kl_lens.evaluation.journal import ANSWERS, EXAMPLES, RUNTIME, ScoreJournal
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedModel
 from kl_lens.evaluation.task_data import LocalTask
 from kl_lens.evaluation.tasks import TaskExamples, protocol_of, require_lm_eval, run_task, task_values
@@ -30,7 +30,7 @@ class TaskEvaluator:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: ScoreJournal,
         tokenizer: Any,
         *,
         max_length: int = 2048,
@@ -134,7 +134,7 @@ class TaskEvaluator:
 class _Kept:
     """Somebody's answers in the journal."""
 
-    def __init__(self, journal: Journal, judged: Judged) -> None:
+    def __init__(self, journal: ScoreJournal, judged: Judged) -> None:
         self._journal = journal
         self._judged = judged
 

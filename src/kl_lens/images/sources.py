@@ -15,14 +15,12 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from kl_lens.errors import TextError, one_line
 from kl_lens.images.album import UNLABELLED, Pixels
-from kl_lens.images.png import read_png
 from kl_lens.resources import reference_path
 
 DIGITS = "digits"
@@ -159,23 +157,16 @@ def _labels(folder: Path) -> dict[str, str] | None:
 
 
 def _read(path: Path) -> Pixels:
-    content = path.read_bytes()
     try:
-        pixels = _by_pillow(content) if find_spec("PIL") else read_png(content)
+        from PIL import Image
+    except ImportError as error:
+        raise TextError(f"{path}: reading image files needs Pillow: pip install 'kl-lens[images]'") from error
+    try:
+        with Image.open(path) as image:
+            grey = image.mode in ("1", "L", "LA", "I;16")
+            return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, -1)
     except Exception as error:  # Pillow raises many kinds over damaged files
         raise TextError(f"{path} is no readable image: {one_line(error)}") from error
-    if pixels is None:
-        raise TextError(f"{path} is no plain PNG; for other images: pip install 'kl-lens[images]'")
-    return pixels
-
-
-def _by_pillow(content: bytes) -> Pixels:
-    """Faster than ours, and for every kind of image; the pixels of plain PNG files are the same."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
-        grey = image.mode in ("1", "L", "LA", "I;16")
-        return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, -1)
 
 
 def label_numbers(source: ImageSource, names: Mapping[str, int], classes: int) -> list[int]:

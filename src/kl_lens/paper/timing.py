@@ -21,8 +21,8 @@ from kl_lens.profiling.bound import decode_bound, limits_hold
 from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
 from kl_lens.profiling.spread import ratio
-from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile, Spread, Subject
+from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
+from kl_lens.records import Profile, Quartiles, Subject
 from kl_lens.subjects import current_results
 from kl_lens.targets.published import AppReport, PublishedProgram
 from kl_lens.units import tag_of
@@ -48,7 +48,7 @@ class PublishedTiming:
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
         folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
-        outcome = Outcome()
+        outcome = Timings()
         timed = [s for s in subjects if s.target.published is not None]
         for subject in timed:
             try:
@@ -68,7 +68,7 @@ class PublishedTiming:
         if rows := self._rows(benchmark, outcome):
             report.csv = write_report(folder, benchmark.settings.device, self.tag, rows)
 
-    def _rows(self, benchmark: Benchmark, outcome: Outcome) -> list[Profile]:
+    def _rows(self, benchmark: Benchmark, outcome: Timings) -> list[Profile]:
         """Profiles of this tag and device: what the run knows from before, and the new ones."""
         rows: dict[str, Profile] = {}
         for result in current_results(benchmark.run, "profile") if benchmark.run else ():
@@ -82,7 +82,7 @@ class PublishedTiming:
         self,
         subject: Timed,
         base: Timed,
-        results: Outcome,
+        results: Timings,
         settings: UseSettings,
         machine: Machine,
         folder: Path,
@@ -94,8 +94,8 @@ class PublishedTiming:
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
         timings = {
             # benchmark_app gives the extremes, not the quartiles; they are in the settings.
-            "latency_ms": Spread(report.median_ms, report.median_ms, report.median_ms, report.iterations),
-            "throughput_fps": Spread(
+            "latency_ms": Quartiles(report.median_ms, report.median_ms, report.median_ms, report.iterations),
+            "throughput_fps": Quartiles(
                 report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
             ),
         }
@@ -112,7 +112,7 @@ class PublishedTiming:
             device=device,
             threads=report.threads or threads or processors(),
             timings=timings,
-            ratios={name: Spread(value, value, value, 1) for name, value in values.items()},
+            ratios={name: Quartiles(value, value, value, 1) for name, value in values.items()},
             peak_memory_bytes=None,
             file_bytes=subject.file_bytes,
             bound=bound,

@@ -165,7 +165,7 @@ class _Evaluation:
         if not self.selection.subjects and self.model is None:
             raise KLLensError(next(iter(self.result.failures.values()), "there is nothing to evaluate"))
         self.task = self._task()
-        self.journal = evaluation.Journal(run, again=settings.again)
+        self.journal = evaluation.ScoreJournal(run, again=settings.again)
         self.original = None if self.model is None else evaluation.JudgedModel(self.model)
 
     def judged(self) -> EvaluateResult:
@@ -188,7 +188,7 @@ class _Evaluation:
 
     def _selection(self) -> evaluation.Selection:
         settings = self.settings
-        runtime = evaluation.RuntimeSettings(
+        runtime = evaluation.SessionSettings(
             settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact, settings.load
         )
         if settings.artifact:

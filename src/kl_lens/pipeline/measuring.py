@@ -47,7 +47,7 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
-from kl_lens.sensitivity.cost import Estimate, Rates, estimate, items_of, measured_rates
+from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.precision import PRECISIONS
@@ -153,8 +153,8 @@ class MeasureResult:
 class EstimateResult:
     """What a sweep would take, with one process and with several."""
 
-    estimates: list[Estimate]  # of workers that have a machine like this one each
-    here: tuple[Estimate, int] | None  # of those that share this one, and the threads of each
+    estimates: list[SweepCost]  # of workers that have a machine like this one each
+    here: tuple[SweepCost, int] | None  # of those that share this one, and the threads of each
     rates: Rates
     candidates: int
     windows: int
@@ -294,7 +294,7 @@ def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[s
 
 def chosen_methods(
     model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
-) -> methods.Choice | None:
+) -> methods.MethodChoice | None:
     """What `auto` leaves to measure; None without it."""
     if methods.AUTO not in names:
         return None
@@ -305,7 +305,7 @@ def chosen_methods(
     return choice
 
 
-def say_agreement(choice: methods.Choice, measurements: Sequence[Measurement], events: Events) -> None:
+def say_agreement(choice: methods.MethodChoice, measurements: Sequence[Measurement], events: Events) -> None:
     right, of = choice.agreement(measurements)
     text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
     if 2 * right < of:

@@ -30,7 +30,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS, RuntimeSettings, Target, describe_target, get_target
+from kl_lens.targets import TARGETS, SessionSettings, Target, describe_target, get_target
 from kl_lens.targets.latency import KIND, PROTOCOL_KIND, other_conditions
 from kl_lens.units import human_bytes, human_seconds, spell_share
 
@@ -267,7 +267,7 @@ class Aim:
 def computed_as(target: Target) -> str | None:
     """The target, where what its kernels do to activations is known for this machine; None: weights alone."""
     recipes = dict(zip(target.menu, target.menu, strict=True))
-    return target.name if target.models_activations(RuntimeSettings(), recipes) else None
+    return target.name if target.models_activations(SessionSettings(), recipes) else None
 
 
 def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
@@ -478,7 +478,7 @@ def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, dic
     name = name or list(profiles)[-1]
     known = (run.load(PROTOCOL_KIND, name) or {}).get("conditions")
     owner = name.partition("-")[0]
-    here = describe_target(owner).conditions(RuntimeSettings()) if owner in TARGETS else {}
+    here = describe_target(owner).conditions(SessionSettings()) if owner in TARGETS else {}
     # A plan may well be made elsewhere than where it will run: how many threads that has is not asked here.
     if other := other_conditions(known, {key: here[key] for key in ("runtime", "processor") if key in here}):
         events.warn(

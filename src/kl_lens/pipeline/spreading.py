@@ -88,7 +88,7 @@ def crew_for(
             events.note(f"{count} processes side by side; --workers 1: this one alone")
     from kl_lens.cluster.crew import HiredCrew
     from kl_lens.cluster.processes import ProcessHands
-    from kl_lens.cluster.ray_hands import RayHands
+    from kl_lens.cluster.ray_pool import RayPool
     from kl_lens.cluster.worker import Order
 
     how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
@@ -103,9 +103,7 @@ def crew_for(
         target=target,
         run=run.absolute(),
     )
-    hands = (
-        RayHands(settings.ray, settings.gpus_per_worker) if settings.ray else ProcessHands(_weights(model))
-    )
+    hands = RayPool(settings.ray, settings.gpus_per_worker) if settings.ray else ProcessHands(_weights(model))
     return HiredCrew(hands, order, count, events.note)
 
 

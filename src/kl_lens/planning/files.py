@@ -17,8 +17,7 @@ from typing import Any
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.planning import files_v1
 from kl_lens.planning.cost import FP16, cost_of, recipe_of
-from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan
-from kl_lens.subjects import checked_plan_name
+from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan, checked_plan_name
 from kl_lens.writing import write_text
 
 PLAN_FILE_VERSION = 2

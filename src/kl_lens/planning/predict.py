@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.planning.cost import FP16, cost_of, recipe_of, stored_recipe
-from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
-from kl_lens.subjects import checked_plan_name
+from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
 
 PREDICTED_METRIC = "kl_teacher_to_student"
 OTHER_KL = "kl_student_to_teacher"

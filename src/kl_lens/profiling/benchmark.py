@@ -12,7 +12,7 @@ from kl_lens.profiling import in_use
 from kl_lens.profiling.curves import Curve, measure_curve
 from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.machine import Machine, measure_machine
-from kl_lens.profiling.subjects import Failure, Outcome, Timed, read_all
+from kl_lens.profiling.subjects import Failure, Timed, Timings, read_all
 from kl_lens.records import Profile, SensitivityTable
 from kl_lens.runs import Run, provenance
 from kl_lens.subjects import current_results
@@ -42,7 +42,7 @@ class Report:
     curves: list[Curve] = field(default_factory=list)
     csv: Path | None = None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Timings) -> None:
         self.profiles += outcome.profiles.values()
         self.failures += outcome.failures
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kl_lens.profiling.machine import Machine
-from kl_lens.records import Spread
+from kl_lens.records import Quartiles
 from kl_lens.targets.contents import Contents
 
 
@@ -62,7 +62,7 @@ def prefill_seconds(contents: Contents, machine: Machine, tokens: int) -> float:
     return max(products, read / machine.bandwidth.best)
 
 
-def prefill_bound(contents: Contents, machine: Machine, timings: Mapping[str, Spread]) -> dict[str, float]:
+def prefill_bound(contents: Contents, machine: Machine, timings: Mapping[str, Quartiles]) -> dict[str, float]:
     """For every prompt length that was timed: the least seconds, and least over measured."""
     bound = {"matmul_rate": machine.matmul_rate}
     for name, spread in timings.items():

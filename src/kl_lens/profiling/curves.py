@@ -11,19 +11,20 @@ from typing import Any
 
 import psutil
 
+from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.in_use import UseSettings
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import spread_of
 from kl_lens.profiling.subjects import Timed
-from kl_lens.records import Record, Spread
+from kl_lens.records import Quartiles, Record
 
 SAME = 0.05  # speeds that differ by less are the same: the lesser value is taken
 
 
 @dataclass(frozen=True)
-class Point(Record):
+class CurvePoint(Record):
     value: Any
-    tokens_per_second: Spread
+    tokens_per_second: Quartiles
     peak_memory_bytes: int
     load_seconds: float
 
@@ -32,11 +33,11 @@ class Point(Record):
 class Curve(Record):
     subject: str
     setting: str  # threads, gpu_layers or load
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     free_memory_bytes: int
 
     @property
-    def best(self) -> Point:
+    def best(self) -> CurvePoint:
         """The fastest that memory holds; of those as fast, the one with the least memory where the way of loading is
         chosen, and else the least value."""
         fitting = [p for p in self.points if p.peak_memory_bytes < self.free_memory_bytes]
@@ -61,7 +62,7 @@ def measure_curve(
             uses[value].append(fresh_process(subject.path, subject.target.name, runtime, settings.new_tokens))
             advanced(f"{subject.name}, {setting.replace('_', ' ')} {value}")
     points = (
-        Point(
+        CurvePoint(
             value,
             spread_of([1 / use.seconds_per_token for use in found]),
             max(use.peak_bytes for use in found),

@@ -19,12 +19,13 @@ import psutil
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, last_line
 from kl_lens.profiling.bound import decode_bound, limits_hold, prefill_bound
+from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.machine import LoadMeter, Machine
-from kl_lens.profiling.memory import MemoryUse, fresh_process
+from kl_lens.profiling.memory import MemoryUse
 from kl_lens.profiling.spread import compared, spread_of, spreads
-from kl_lens.profiling.subjects import Failure, Outcome, Timed, base_of
-from kl_lens.records import Profile, Spread
-from kl_lens.targets import RuntimeSettings, Session
+from kl_lens.profiling.subjects import Failure, Timed, Timings, base_of
+from kl_lens.records import Profile, Quartiles
+from kl_lens.targets import Session, SessionSettings
 from kl_lens.targets.contents import Contents
 from kl_lens.units import human_bytes
 
@@ -52,8 +53,8 @@ class UseSettings:
     quick: bool = False
 
     @property
-    def runtime(self) -> RuntimeSettings:
-        return RuntimeSettings(self.device, self.threads, self.gpu_layers, load=self.load)
+    def runtime(self) -> SessionSettings:
+        return SessionSettings(self.device, self.threads, self.gpu_layers, load=self.load)
 
     @property
     def context(self) -> float:
@@ -191,13 +192,13 @@ def benchmark_use(
     *,
     store: Callable[[Profile, bool], None] = lambda profile, partial: None,
     advanced: Callable[[str], None] = lambda what: None,
-) -> Outcome:
+) -> Timings:
     """Profiles of all subjects.
 
     `store` gets the profiles after every round, with what was measured by then, so that a stop loses one round. A
     subject that fails is left out from there on; what was stored of it before stays.
     """
-    results = Outcome()
+    results = Timings()
     records: dict[str, _Record] = {}
     alive = list(subjects)
 
@@ -279,10 +280,10 @@ def _time_loads(subject: Timed, sessions: Sessions, records: dict[str, _Record])
         session.close()
 
 
-def _ratios(own: _Record, base: _Record) -> dict[str, Spread]:
+def _ratios(own: _Record, base: _Record) -> dict[str, Quartiles]:
     """Those that have an interval, by the names of the timings; the base itself is 1."""
     if own is base:
-        return {name: Spread(1.0, 1.0, 1.0, len(own.rounds)) for name in own.rounds[0]}
+        return {name: Quartiles(1.0, 1.0, 1.0, len(own.rounds)) for name in own.rounds[0]}
     found = {key: compared(own.turns[key], base.turns[key]) for key in own.turns}
     spread_by_name = {name: found["".join(name.partition("@")[1:])] for name in own.rounds[0]}
     return {name: spread for name, spread in spread_by_name.items() if spread is not None}

@@ -56,7 +56,7 @@ class Bandwidth:
 
 
 @numba.njit(parallel=True, cache=True)
-def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
+def summed(values: npt.NDArray[np.int64], parts: int) -> int:
     """One stretch of memory for each thread."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts
@@ -71,7 +71,7 @@ def _sum(values: npt.NDArray[np.int64], parts: int) -> int:
 
 
 @numba.njit(parallel=True, cache=True)
-def _sum_of_eight(values: npt.NDArray[np.int64], parts: int) -> int:
+def summed_by_eight(values: npt.NDArray[np.int64], parts: int) -> int:
     """Eight stretches at once for each thread: on some processors 1.4 times as fast, and a bound has to be one."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts // 8 * 8
@@ -110,7 +110,7 @@ def read_bandwidth(
         _fill(
             values, threads
         )  # each thread its own part: on several sockets the memory lies where it is read
-        rates = max((_rates(read, values, threads, repeats) for read in (_sum, _sum_of_eight)), key=max)
+        rates = max((_rates(read, values, threads, repeats) for read in (summed, summed_by_eight)), key=max)
     finally:
         numba.set_num_threads(before)
     return Bandwidth(max(rates), statistics.median(rates), threads, values.nbytes, repeats)

@@ -1,4 +1,4 @@
-"""The fresh process of `memory.fresh_process`: loads an artifact, generates a little, prints what memory that took.
+"""The fresh process of `fresh.fresh_process`: loads an artifact, generates a little, prints what memory that took.
 
 python -m kl_lens.profiling.peak ARTIFACT [--device CPU] [--threads N]
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kl_lens.errors import KLLensError
 from kl_lens.profiling.memory import MemoryUse, resident
-from kl_lens.targets import RuntimeSettings, register, target_of
+from kl_lens.targets import SessionSettings, register, target_of
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 8
 
@@ -34,7 +34,7 @@ def main() -> int:
         target = target_of(options.artifact)
         target.prepare()  # the libraries belong to the base; loading the model begins after them
         base = resident("VmRSS")
-        settings = RuntimeSettings(options.device, options.threads, options.gpu_layers, load=options.load)
+        settings = SessionSettings(options.device, options.threads, options.gpu_layers, load=options.load)
         started = time.perf_counter()
         # Cold: a graph that was compiled earlier would hide the compiler's memory.
         session = target.open(options.artifact, settings, cold=True)

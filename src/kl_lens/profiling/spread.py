@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kl_lens.records import Profile, Spread
+from kl_lens.records import Profile, Quartiles
 
 # Timings for which more is better; of all others, less is.
 _RATES = ("_per_second", "throughput")
@@ -31,13 +31,13 @@ CROWDED = 1.3
 Rounds = Sequence[Mapping[str, float]]  # one mapping of timings per round
 
 
-def spread_of(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> Quartiles:
     """Median and quartiles (linear between the values, as numpy does)."""
     low, median, high = (float(v) for v in np.percentile(np.asarray(values, np.float64), (25, 50, 75)))
-    return Spread(median, low, high, len(values))
+    return Quartiles(median, low, high, len(values))
 
 
-def spreads(rounds: Rounds) -> dict[str, Spread]:
+def spreads(rounds: Rounds) -> dict[str, Quartiles]:
     return {name: spread_of([r[name] for r in rounds]) for name in rounds[0]} if rounds else {}
 
 
@@ -47,7 +47,7 @@ def ratio(name: str, value: float, base: float) -> float:
     return value / base if is_rate else base / value
 
 
-def compared(seconds: Sequence[float], base: Sequence[float]) -> Spread | None:
+def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | None:
     """How many times as fast as the base, with its 95 % interval, from seconds of the same turns; None for too few."""
     times = np.array([base, seconds], np.float64)
     turns = times.shape[1]
@@ -59,14 +59,14 @@ def compared(seconds: Sequence[float], base: Sequence[float]) -> Spread | None:
     quickest = times[0].min() / times[1].min()
     ends = *np.quantile(above / below, (tail, 1 - tail)), quickest
     above, below = np.quantile(times, LOW, axis=-1)
-    return Spread(float(above / below), float(min(ends)), float(max(ends)), turns)
+    return Quartiles(float(above / below), float(min(ends)), float(max(ends)), turns)
 
 
 @dataclass(frozen=True)
 class Ratio:
     """How many times as fast as the FP16 file, or why nobody can say."""
 
-    spread: Spread | None  # None: there is not even an interval
+    spread: Quartiles | None  # None: there is not even an interval
     obstacle: str | None = None  # why it is not to be shown
 
     @property

@@ -54,7 +54,7 @@ class Failure:
 
 
 @dataclass
-class Outcome:
+class Timings:
     """Profiles by subject, and what could not be measured."""
 
     profiles: dict[str, Profile] = field(default_factory=dict)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from kl_lens.errors import FormatError
 from kl_lens.quantizers.base import Quantizer
 
-_quantizers: dict[str, Quantizer] = {}
+QUANTIZERS: dict[str, Quantizer] = {}
 
 
 def register(quantizer: Quantizer) -> Quantizer:
-    if quantizer.name in _quantizers:
+    if quantizer.name in QUANTIZERS:
         raise FormatError(f"quantizer {quantizer.name!r} is registered twice")
-    _quantizers[quantizer.name] = quantizer
+    QUANTIZERS[quantizer.name] = quantizer
     return quantizer
 
 
 def known_quantizers() -> tuple[str, ...]:
     """The names of all quantizers, in order of registration."""
-    return tuple(_quantizers)
+    return tuple(QUANTIZERS)
 
 
 def get_quantizer(name: str) -> Quantizer:
     try:
-        return _quantizers[name.lower()]
+        return QUANTIZERS[name.lower()]
     except KeyError:
-        raise FormatError(f"unknown method {name!r}; known: {', '.join(_quantizers)}") from None
+        raise FormatError(f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}") from None

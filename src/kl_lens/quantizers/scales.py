@@ -80,7 +80,7 @@ def _best(
 
     Groups are rows here: (number of groups, columns of one).
     """
-    trial = _try_on_cpu if groups.device.type == "cpu" else _try
+    trial = try_scales_on_cpu if groups.device.type == "cpu" else try_scales
     scales, zero_points = trial(
         groups, weigh, plain, zeros, factors.to(groups.device), shifts.to(groups.device)
     )
@@ -106,7 +106,7 @@ def _best(
     return best
 
 
-def _try(
+def try_scales(
     groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
     shifts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -127,7 +127,7 @@ def _try(
     return scales, points
 
 
-def _try_on_cpu(
+def try_scales_on_cpu(
     groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
     shifts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.profiling import Ratio, ratio_of
-from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Score, Spread
+from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score
 from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.plans import PlanView
 
@@ -83,7 +83,7 @@ def best_profiles(view: RunView, plan: PlanView) -> list[Profile]:
     return use or profiles
 
 
-def speed_of(profile: Profile) -> tuple[str, Spread] | None:
+def speed_of(profile: Profile) -> tuple[str, Quartiles] | None:
     """The one timing that says it best, and its unit."""
     for name, unit in (("tokens_per_second", "tokens/s"), ("throughput_fps", "inferences/s")):
         if name in profile.timings:

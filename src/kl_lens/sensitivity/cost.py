@@ -54,7 +54,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SweepCost:
     """A sweep by so many workers, each on a machine like this one."""
 
     workers: int
@@ -78,7 +78,7 @@ def items_of(model: LoadedModel, candidates: Sequence[Candidate]) -> list[Item]:
 
 def estimate(
     rates: Rates, items: Sequence[Item], windows: int, batch: int, slab: int, workers: int
-) -> Estimate:
+) -> SweepCost:
     """The seconds of the worker that ends last: it starts, runs the original model on its windows, does its share."""
     some = _taken(rates, items, windows, batch, slab, workers)
     alone = some if workers == 1 else _taken(rates, items, windows, batch, slab, 1)
@@ -87,7 +87,7 @@ def estimate(
 
 def _taken(
     rates: Rates, items: Sequence[Item], windows: int, batch: int, slab: int, workers: int
-) -> Estimate:
+) -> SweepCost:
     behind = [0.0, *np.cumsum(rates.blocks[::-1])]  # behind[n]: the last n blocks
     suffix = [behind[len(rates.blocks) - max(0, min(item.start + 1, len(rates.blocks)))] for item in items]
     each = [s + rates.same for s in suffix]  # per window
@@ -105,7 +105,7 @@ def _taken(
     tail = 0.0 if workers == 1 else max(each) * min(stretch, batch) / 2
     shared = max((arithmetic + noise) / workers, committing if workers > 1 else 0.0)
     seconds = rates.starting + rates.opening + teacher + shared + tail + (committing if workers == 1 else 0.0)
-    return Estimate(
+    return SweepCost(
         workers=workers,
         seconds=seconds,
         starting=rates.starting + rates.opening,

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.records import Estimate
 from kl_lens.samples import WindowMetrics, summarise, window_kl
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.metrics import check_finite
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation
 from kl_lens.text import Windows

@@ -47,7 +47,7 @@ def of_single_components() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MethodChoice:
     """What `auto` measures: of each component and format the recipe with the least error of its own outputs, and on a
     few components every recipe, to see whether the output distribution agrees."""
 
@@ -81,7 +81,7 @@ class Choice:
 
 def by_output_error(
     model: LoadedModel, candidates: Sequence[Candidate], advanced: Callable[[Candidate], None]
-) -> Choice:
+) -> MethodChoice:
     """Chooses among candidates that differ in their method only; every weight is made, and kept by the store."""
     groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
@@ -98,4 +98,4 @@ def by_output_error(
     step = max(1, len(names) // VERIFIED)
     verified = frozenset(names[step // 2 :: step][:VERIFIED])
     kept = [c for c in candidates if c.component.name in verified or (c.component.name, c.format) in chosen]
-    return Choice(kept, frozenset(chosen), verified)
+    return MethodChoice(kept, frozenset(chosen), verified)

@@ -129,7 +129,7 @@ class Found:
     seconds: float = 0.0  # of each candidate
 
 
-class Hand:
+class PieceRunner:
     """Does pieces of one sweep in this process; the teacher of the last windows is kept."""
 
     def __init__(

@@ -15,10 +15,11 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, engine_for
+from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine
 from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
-from kl_lens.sensitivity.pieces import Done, Found, Hand, Layout, Piece, key_of
+from kl_lens.sensitivity.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
 from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
@@ -135,15 +136,15 @@ class Sweep:
             self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
         )  # fmt: skip
         engine.scratch = self.run.folder
-        hand = Hand(engine, candidates, ids)
-        pieces = hand.layout.share(costs, *self.share) if self.share else hand.layout.whole(costs)
+        runner = PieceRunner(engine, candidates, ids)
+        pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
 
         def results(pieces: Sequence[Piece]) -> Iterator[Found]:
             for piece in pieces:
                 say(f"original model on {len(piece.windows)} windows")
-                yield from hand.do(piece)
+                yield from runner.do(piece)
 
-        return hand.layout, pieces, results
+        return runner.layout, pieces, results
 
     def _say_how_much(
         self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
@@ -276,7 +277,7 @@ def chosen_engine(
     engine = build(precision or (None if known == FLOAT32 else known))
     if precision is None and known is None and engine.precision == TF32X3:
         noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
-        chosen = fastest_within(noise, _medians(engine, candidates, ids))
+        chosen = fastest_within(noise, median_kls(engine, candidates, ids))
         say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
         engine = engine if chosen == engine.precision else build(chosen)
     return engine
@@ -299,7 +300,7 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
     }
 
 
-def _medians(
+def median_kls(
     engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
 ) -> list[float]:
     """Per format, the median KL of a few candidates spread over the network, on a few windows."""

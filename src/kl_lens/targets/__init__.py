@@ -1,7 +1,7 @@
 """Files that real runtimes load, and sessions that run them."""
 
 from kl_lens.targets.artifacts import exported_places, read_artifact
-from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import StockRecipe, Target
 from kl_lens.targets.registry import (
     TARGETS,
     computed_as,
@@ -15,14 +15,14 @@ from kl_lens.targets.registry import (
     register,
     target_of,
 )
-from kl_lens.targets.session import Session
+from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES, Session, SessionSettings
 
 __all__ = [
     "ALL_LAYERS",
     "LOAD_MODES",
     "TARGETS",
-    "RuntimeSettings",
     "Session",
+    "SessionSettings",
     "StockRecipe",
     "Target",
     "computed_as",

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kl_lens.environment import processor_name, processors
 from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format
+from kl_lens.formats import Format, get_format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.published import PublishedProgram
-from kl_lens.targets.session import Session
+from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.writing import replacing
 
 if TYPE_CHECKING:  # running an exported model must not load what exporting needs
@@ -31,35 +31,6 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
 
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.formats import Quantized
-
-
-# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them; lean is mapped,
-# and what was repacked is given back.
-LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
-ALL_LAYERS = 999  # on a GPU
-
-
-@dataclass(frozen=True)
-class RuntimeSettings:
-    """How artifacts are run; each target takes what it knows."""
-
-    device: str = "CPU"
-    threads: int | None = None
-    gpu_layers: int = 0
-    exact: bool = False  # float32 arithmetic in place of what a deployment uses
-    load: str = "auto"  # how weights come into memory; llama.cpp
-
-    @property
-    def unusual(self) -> dict[str, Any]:
-        """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
-        settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
-        settings |= (
-            {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
-            if self.gpu_layers
-            else {}
-        )
-        settings |= {"load": self.load} if self.load != "auto" else {}
-        return settings | ({"exact": True} if self.exact else {})
 
 
 @dataclass(frozen=True)
@@ -239,7 +210,7 @@ class Target(ABC):
     # -- running -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         """A session. `cold`: as on the first day, without anything compiled earlier."""
 
     @property
@@ -250,11 +221,11 @@ class Target(ABC):
         except metadata.PackageNotFoundError:
             return "none"
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         """None, or why artifacts are left out with these settings; TargetError for a device that is not there."""
         return None
 
-    def device_label(self, settings: RuntimeSettings) -> str:
+    def device_label(self, settings: SessionSettings) -> str:
         """The device that a profile names."""
         return settings.device
 
@@ -265,7 +236,7 @@ class Target(ABC):
         """
         return None
 
-    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         """The same with float32 arithmetic; None where the runtime has none, or these are it."""
         return None
 
@@ -275,7 +246,17 @@ class Target(ABC):
         """Seconds of every component in every format; TargetError where they cannot be had."""
         raise TargetError(f"{self.title}: nothing here measures a latency table for it")
 
-    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+    def storable(self, table: SensitivityTable, recipes: Sequence[str]) -> list[str]:
+        """FP16, and those of the recipes' formats that this target can hold for some component."""
+        formats = dict.fromkeys([FP16, *(get_format(format_of(name)).name for name in recipes)])
+        shapes = {component.shape for component in table.candidates}
+        return [
+            name
+            for name in formats
+            if name == FP16 or any(self.holds(get_format(name), s) is None for s in shapes)
+        ]
+
+    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
         """What a time depends on besides the file: with another of these it is another time."""
         return {
             "runtime": f"{self.title} {self.version}".strip(),
@@ -291,7 +272,7 @@ class Target(ABC):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         """Whether `activations` describes what happens with these settings on this machine."""
         return False
 

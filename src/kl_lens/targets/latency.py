@@ -10,13 +10,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kl_lens.formats import get_format
 from kl_lens.records import Artifact, SensitivityTable
-
-if TYPE_CHECKING:
-    from kl_lens.targets.base import RuntimeSettings, Target
+from kl_lens.targets.session import SessionSettings
 
 FP16 = "fp16"
 KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of a run's records
@@ -45,7 +42,7 @@ class LatencyRequest:
     table: SensitivityTable
     recipes: Sequence[str]
     measured: Sequence[TimedArtifact]
-    settings: RuntimeSettings
+    settings: SessionSettings
     repeats: int = 5
     prompt_tokens: int = 32  # before what is timed, where that matters
     cache_bytes: int | None = None  # this machine's last-level cache
@@ -111,14 +108,3 @@ def other_conditions(known: Mapping[str, Any] | None, here: Mapping[str, Any]) -
 def format_of(recipe: str) -> str:
     """The grid of a recipe as it is spelled: how values were put on it does not change how fast it is read."""
     return recipe.partition("+")[0]
-
-
-def storable(target: Target, table: SensitivityTable, recipes: Sequence[str]) -> list[str]:
-    """FP16, and those of the recipes' formats that a target can hold for some component."""
-    formats = dict.fromkeys([FP16, *(get_format(format_of(name)).name for name in recipes)])
-    shapes = {component.shape for component in table.candidates}
-    return [
-        name
-        for name in formats
-        if name == FP16 or any(target.holds(get_format(name), s) is None for s in shapes)
-    ]

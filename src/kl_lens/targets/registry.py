@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import RuntimeSettings, Target
-from kl_lens.targets.session import Session
+from kl_lens.targets.base import Target
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.checkpoints import LoadedModel
@@ -93,7 +93,7 @@ def open_session(
 
     `exact` asks for float32 arithmetic where the runtime would use something faster; `load` is llama.cpp's.
     """
-    return target_of(path).open(Path(path), RuntimeSettings(device, threads, gpu_layers, exact, load))
+    return target_of(path).open(Path(path), SessionSettings(device, threads, gpu_layers, exact, load))
 
 
 def menu_of(target: Target, *, full: bool = False) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def menu_of(target: Target, *, full: bool = False) -> tuple[str, ...]:
 def computed_as(target: Target) -> str | None:
     """The target's name where it is known what its kernels do to activations here; None: weights alone."""
     recipes = dict(zip(target.menu, target.menu, strict=True))
-    return target.name if target.models_activations(RuntimeSettings(), recipes) else None
+    return target.name if target.models_activations(SessionSettings(), recipes) else None
 
 
 def deployed(target: str | None) -> Target | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +12,33 @@ import numpy.typing as npt
 from kl_lens.errors import TargetError
 
 Logits = npt.NDArray[np.float32]
+# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them; lean is mapped,
+# and what was repacked is given back.
+LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
+ALL_LAYERS = 999  # on a GPU
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How artifacts are run; each target takes what it knows."""
+
+    device: str = "CPU"
+    threads: int | None = None
+    gpu_layers: int = 0
+    exact: bool = False  # float32 arithmetic in place of what a deployment uses
+    load: str = "auto"  # how weights come into memory; llama.cpp
+
+    @property
+    def unusual(self) -> dict[str, Any]:
+        """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
+        settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
+        settings |= (
+            {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
+            if self.gpu_layers
+            else {}
+        )
+        settings |= {"load": self.load} if self.load != "auto" else {}
+        return settings | ({"exact": True} if self.exact else {})
 
 
 @runtime_checkable

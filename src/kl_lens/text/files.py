@@ -76,7 +76,7 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 
 def _read_jsonl_zst(path: Path) -> Iterator[Document]:
-    yield from _rows_of_json_lines(path, _lines(_decompressed(path)))
+    yield from _rows_of_json_lines(path, lines_of(_decompressed(path)))
 
 
 def _rows_of_json_lines(path: Path, lines: Iterator[bytes]) -> Iterator[Document]:
@@ -158,7 +158,7 @@ def _decompressed(path: Path) -> Iterator[bytes]:
         raise TextError(f"{path}: the zstd data is cut off before its end: fetch the file again")
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

@@ -46,7 +46,9 @@ def split_documents(
     if not 0 < evaluation_share < 1:
         raise TextError(f"{source.label}: evaluation share {evaluation_share} must lie between 0 and 1")
     documents = [
-        part for document in source.documents for part in _sections(document, source.characters // _SECTIONS)
+        part
+        for document in source.documents
+        for part in sections_of(document, source.characters // _SECTIONS)
     ]
     hashes = sorted({document.sha256 for document in documents})
     if len(hashes) < 2:
@@ -105,7 +107,7 @@ def shared_ngram(
     # Windows of the same text begin at different places: of short ones we can only ask for half in common.
     size = min(ngram, max(1, min(a.length, b.length) // 2))
     rows_a, rows_b = a.ids.numpy(), b.ids.numpy()
-    hashes_a, hashes_b = _ngram_hashes(rows_a, size), _ngram_hashes(rows_b, size)
+    hashes_a, hashes_b = ngram_hashes(rows_a, size), ngram_hashes(rows_b, size)
     for flat in np.flatnonzero(np.isin(hashes_b, hashes_a)):
         window_b, at_b = (int(i) for i in np.unravel_index(flat, hashes_b.shape))
         wanted = rows_b[window_b, at_b : at_b + size]
@@ -117,7 +119,7 @@ def shared_ngram(
     return None
 
 
-def _ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
+def ngram_hashes(rows: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
     """Hash of each run of `size` tokens in each row: [rows, length − size + 1].
 
     A polynomial hash modulo 2^64, put together from runs of 1, 2, 4, … tokens: H(uv) = H(u)·B^|v| + H(v).
@@ -145,7 +147,7 @@ def _place(windows: Windows, window: int, token: int) -> str:
     return f"window {window}, token {token} ({names})"
 
 
-def _sections(document: Document, longest: int) -> list[Document]:
+def sections_of(document: Document, longest: int) -> list[Document]:
     """Cut a document after blank lines (or lines) into sections of `longest` characters or a little more.
 
     The sections put one after the other are the document, character for character.

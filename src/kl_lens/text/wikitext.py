@@ -43,7 +43,7 @@ def wikitext2(split: str = "train") -> TextSource:
 
 @lru_cache(maxsize=len(SPLITS))
 def _wikitext2(split: str) -> TextSource:
-    articles = split_articles(_raw_text(split).splitlines(keepends=True))
+    articles = split_articles(raw_text(split).splitlines(keepends=True))
     documents = tuple(
         Document(f"{NAME}:{split}, article {number} ({title})", PARAGRAPH_BREAK.join(rows))
         for number, (title, rows) in enumerate(articles, start=1)
@@ -51,7 +51,7 @@ def _wikitext2(split: str) -> TextSource:
     return TextSource(NAME, split, documents)
 
 
-def _raw_text(split: str) -> str:
+def raw_text(split: str) -> str:
     path = reference_path("text", "wikitext2", f"wiki.{split}.raw.xz")
     try:
         raw = lzma.decompress(path.read_bytes())

@@ -175,7 +175,7 @@ def draw_windows(
             f"{source.label}: {windows} windows of {length} tokens need {windows * length:,} tokens, "
             f"the text has {available:,}: ask for at most {available // length} windows, or give more text"
         )
-    starts = _random_starts(available, windows, length, seed)
+    starts = random_starts(available, windows, length, seed)
     return _cut(source, stream, starts, length, order="drawn", seed=seed, stride=None)
 
 
@@ -229,7 +229,7 @@ def _long_enough_stream(source: TextSource, tokenizer: Any, length: int) -> Toke
     return stream
 
 
-def _random_starts(available: int, windows: int, length: int, seed: int) -> list[int]:
+def random_starts(available: int, windows: int, length: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     starts: list[int] = []
     in_order: list[int] = []

@@ -19,7 +19,7 @@ from kl_lens.writing import whole, write_text
 _PARTS = ("data", "scales", "zero_points")
 
 
-class Shelf:
+class DiskCache:
     """A folder of quantized weights within a budget of bytes."""
 
     def __init__(self, folder: Path, budget: int) -> None:

@@ -21,7 +21,7 @@ from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
-from kl_lens.weights.disk import Shelf
+from kl_lens.weights.disk import DiskCache
 
 DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
@@ -78,7 +78,7 @@ class WeightStore:
         self._source = source
         self._statistics = statistics
         self._in_order = in_order
-        self._shelf = None if folder is None else Shelf(folder, disk_budget)
+        self._disk = None if folder is None else DiskCache(folder, disk_budget)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
@@ -86,7 +86,7 @@ class WeightStore:
 
     def keep_in(self, folder: Path) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
-        self._shelf = Shelf(folder, DISK_BUDGET)
+        self._disk = DiskCache(folder, DISK_BUDGET)
 
     def learn_from(self, statistics: Statistics) -> None:
         """From now on, recipes whose method learns are bound to these statistics."""
@@ -182,13 +182,13 @@ class WeightStore:
         return {component: self.digest(component, recipe) for component, recipe in recipes.items()}
 
     def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
-        if self._shelf is None or not recipe.quantizer.is_expensive(recipe.grid):
+        if self._disk is None or not recipe.quantizer.is_expensive(recipe.grid):
             return self._computed(component, recipe, factors)
         name = f"{self._original(component)} {recipe.key} {recipe.quantizer.version} {_spelled(factors)} {component}"
-        kept = self._shelf.take(name)
+        kept = self._disk.take(name)
         if kept is None:
             kept = self._computed(component, recipe, factors)
-            self._shelf.put(name, kept)
+            self._disk.put(name, kept)
         device = self._source.device
         return kept if kept.data.device == device else _moved(kept, device)
 

@@ -17,7 +17,7 @@ from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
 from kl_lens.errors import CheckpointError, FormatError, PlanError, TargetError
 from kl_lens.formats import get_format
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.gguf import DEFAULT_MAP, FORMATS, export, open_session
+from kl_lens.targets.gguf import export, open_session
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.header import read_header
 from tests.families import _COMMON, CONFIGS, tiny_model
@@ -161,14 +161,9 @@ def test_plans_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     ):
         export(model, Plan("x", {"backbone.layers.9.mixer.in_proj": "q8_0"}, "test"), tmp_path)
     name = "backbone.layers.0.mixer.in_proj"
-    with pytest.raises(
-        PlanError, match=r"GGUF has no format 'int4' .* map int8 → q8_0 and int4 → q4_0 with --map"
-    ):
+    with pytest.raises(PlanError, match=r"GGUF has no format 'int4' .* kl-lens plan --target gguf"):
         export(model, Plan("x", {name: "int4"}, "test"), tmp_path)
     assert not list(tmp_path.glob("*"))
-    artifact = export(model, Plan("x", {name: "int4"}, "test"), tmp_path, format_map=DEFAULT_MAP)
-    assert next(t for t in artifact.tensors if t.component == name).realised == "q4_0"
-    assert set(DEFAULT_MAP.values()) <= set(FORMATS)
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_header_says_what_the_gguf_package_says(whole: Path) -> None:
 
 def test_every_way_of_loading_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read or mapped to the bit; without repacking by other kernels, to rounding."""
-    trial._write(tmp_path / "tiny.gguf", "mamba", *_blocks("Q4_0"))
+    trial.write_model(tmp_path / "tiny.gguf", "mamba", *_blocks("Q4_0"))
     tokens = list(range(40))
-    monkeypatch.setattr(paging, "_LEAST", 0)  # as for large files: pages are given back while it loads
+    monkeypatch.setattr(paging, "LEAST", 0)  # as for large files: pages are given back while it loads
     given_back = Mock(side_effect=paging.give_back)
     monkeypatch.setattr(paging, "give_back", given_back)
     found = {}
@@ -74,7 +74,7 @@ def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_pa
         mmap.mmap(file.fileno(), size - 4096, mmap.MAP_SHARED, mmap.PROT_READ, offset=4096) as view,
     ):
         paging.set_apart(path, [matrix, norm, embedding])
-        pieces = paging._mappings(path)
+        pieces = paging.mappings_of(path)
         assert (pieces[1][2], pieces[2][2]) == (8192, (5000 + matrix.bytes) // 4096 * 4096)
         assert len(pieces) == 3 + 16
         assert view[:] == path.read_bytes()[4096:]
@@ -85,14 +85,16 @@ def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_pa
 def test_a_large_embedding_is_cut_into_few_pieces() -> None:
     """A process may have 65,530 mappings; what is used up here is missing for threads and buffers."""
     table = TensorEntry("token_embd.weight", (1, 1), "F16", offset=4096, bytes=5 << 30)
-    pieces = list(paging._stretches(table))
+    pieces = list(paging.stretches_of(table))
     assert len(pieces) <= 1024
     assert pieces[-1][1] <= 4096 + table.bytes
 
 
 def _blocks(kind: str) -> tuple[dict[str, np.ndarray], object]:
     random = np.random.default_rng(0)
-    products = {name: trial._blocks(kind, shape, random) for name, shape in trial._PRODUCTS["mamba"].items()}
+    products = {
+        name: trial.random_blocks(kind, shape, random) for name, shape in trial._PRODUCTS["mamba"].items()
+    }
     return products, gguf.GGMLQuantizationType[kind]
 
 
@@ -108,7 +110,7 @@ def test_a_file_that_free_memory_does_not_hold_is_mapped(
 def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match="--load quick: there are auto, lean, read, mapped"):
         open_session(whole, load="quick")
-    monkeypatch.setattr(library, "_SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
+    monkeypatch.setattr(library, "SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
     with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):
         open_session(whole, load="mapped")
     with open_session(whole, threads=1) as session:
@@ -249,7 +251,7 @@ def test_state_space_models_have_no_length_limit(tmp_path: Path) -> None:
 def test_the_users_library_is_used_or_refused_never_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    find = library._found.__wrapped__
+    find = library.found_library.__wrapped__
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
     with pytest.raises(
         TargetError, match=r"LLAMA_CPP_LIB names .*libllama\.so, which is no library and no folder with one"
@@ -269,6 +271,6 @@ def test_an_unknown_parameter_layout_is_refused() -> None:
     loaded = library.find_library()
     strange = library.Parameters()
     with pytest.raises(TargetError, match="unknown layout"):
-        loaded._attention_offsets(strange)
+        loaded.attention_offsets(strange)
     with pytest.raises(TargetError, match="n_batch is not where KL Lens knows it"):
-        loaded._require(strange, "n_batch", 4, (2048,))
+        loaded.require_default(strange, "n_batch", 4, (2048,))

@@ -14,7 +14,7 @@ from kl_lens.formats import Quantized
 from kl_lens.formats.gguf_blocks import GGUFFormat
 from kl_lens.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
-from kl_lens.targets.gguf.export import STAND_INS
+from kl_lens.targets.gguf.menu import STAND_INS
 from kl_lens.targets.session import Session
 from tests.families import _COMMON, token_ids
 from tests.targets.gguf.support import (

@@ -29,7 +29,7 @@ def test_single_products(name: str, tmp_path) -> None:
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 128, generator=generator)
-    node, _, _ = constants._integers(fmt.quantize(weight), fmt, "w")
+    node, _, _ = constants.integer_constant(fmt.quantize(weight), fmt, "w")
     x = ops.parameter(ov.PartialShape([1, -1, 128]), np.float32)
     model = ov.Model([ops.result(ops.matmul(x, node, False, True))], [x], "product")
     ov.save_model(model, tmp_path / "m.xml", compress_to_fp16=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kl_lens.profiling import ratio_of
-from kl_lens.records import Profile, Spread
+from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.figures.sizes import unit_of
 from kl_lens.reporting.markup import Html
 from kl_lens.reporting.numbers import count, number, size
@@ -104,7 +104,7 @@ def speed_plot(
     return figure(f"{title} against size", plot.render(), None, legend(entries))
 
 
-def _three(spread: Spread) -> tuple[float, float, float]:
+def _three(spread: Quartiles) -> tuple[float, float, float]:
     return spread.low, spread.median, spread.high
 
 

@@ -6,13 +6,10 @@ Needs the extra `gguf` (the packages gguf and xllamacpp); a native llama.cpp is 
 from typing import TYPE_CHECKING
 
 from kl_lens.lazy import lazy_names
-from kl_lens.targets.gguf.export import (
-    FORMATS as FORMATS,
-    export as export,
-    uniform_plan as uniform_plan,
-)
+from kl_lens.targets.gguf.export import export as export, uniform_plan as uniform_plan
 from kl_lens.targets.gguf.header import read_header as read_header
 from kl_lens.targets.gguf.library import find_library as find_library
+from kl_lens.targets.gguf.menu import FORMATS as FORMATS
 from kl_lens.targets.gguf.session import GGUFSession as GGUFSession, open_session as open_session
 
 if TYPE_CHECKING:

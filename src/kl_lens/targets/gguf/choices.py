@@ -13,7 +13,7 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
-from kl_lens.targets.gguf.export import ALIASES, FORMATS, STAND_INS
+from kl_lens.targets.gguf.menu import ALIASES, FORMATS, STAND_INS
 from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 
 

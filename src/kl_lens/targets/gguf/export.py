@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.gguf.glass import HEADER_DIGEST, header_digest
+from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
 from kl_lens.units import tag_of
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from kl_lens.records import ExportedTensor
     from kl_lens.targets.gguf.writer import TensorJob
     from kl_lens.weights import Statistics, WeightStore
-
-FORMATS = (  # what a plan for this target may ask for
-    "fp16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs",
-    "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
-)  # fmt: skip
-STAND_INS = (*FORMATS, "q5_0", "q5_1", FLOAT32)  # and what else may be in a file: fallbacks, exact copies
-ALIASES = {"f16": "fp16", "f32": FLOAT32}  # llama.cpp's own spelling
 
 
 def export(

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-_CPU_INFO = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")
 # llama.cpp's word → the kernel's. Those that its products of quantized weights are written for.
 _WORDS = {
     "AVX": "avx", "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX512": "avx512f",
@@ -19,7 +19,7 @@ _WORDS = {
 def processor_instructions() -> frozenset[str]:
     """In llama.cpp's words; empty where the system does not say."""
     try:
-        text = _CPU_INFO.read_text(encoding="ascii", errors="replace")
+        text = CPU_INFO.read_text(encoding="ascii", errors="replace")
     except OSError:
         return frozenset()
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)

@@ -23,8 +23,8 @@ from typing import Any
 
 from kl_lens.environment import briefly_spinning
 from kl_lens.errors import TargetError
-from kl_lens.targets.base import ALL_LAYERS, LOAD_MODES
 from kl_lens.targets.gguf.instructions import unused_instructions
+from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _FINDING = threading.Lock()
@@ -40,7 +40,7 @@ _CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": 
 _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)  # llama.cpp's list of devices, which stands first, ends with a null
 _LOAD_MODE = (24, (-1, 1))  # of libraries that have `llama_load_mode_name`, like the switches
-_SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
+SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
 _REPACK = 74
 _CALLBACK = 48  # called with the share of the weights that is loaded; null, like what belongs to it
 # `targets.LOAD_MODES` → llama.cpp's mode (0 reads, 1 maps), and whether kernels get the weights repacked.
@@ -148,7 +148,7 @@ class LlamaLibrary:
     def has_load_modes(self) -> bool:
         """Whether the way of loading can be chosen: llama.cpp has names for it, where KL Lens knows them to be."""
         parameters: Parameters = self.functions.llama_model_default_params()
-        place, switches = _SWITCHES
+        place, switches = SWITCHES
         return (
             hasattr(self.functions, "llama_load_mode_name")
             and parameters.integer(_LOAD_MODE[0]) in _LOAD_MODE[1]
@@ -160,12 +160,12 @@ class LlamaLibrary:
         """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` hears how far it is."""
         parameters: Parameters = self.functions.llama_model_default_params()
         offset, defaults = _GPU_LAYERS
-        self._require(parameters, "n_gpu_layers", offset, defaults)
+        self.require_default(parameters, "n_gpu_layers", offset, defaults)
         parameters.set_integer(offset, gpu_layers)
         if gpu_layers == 0 and self.has_gpu:
             # Else the products of a prompt would still go there, in half precision.
             for place in (0, 4):
-                self._require(parameters, "devices", place, (0,))
+                self.require_default(parameters, "devices", place, (0,))
             nowhere = ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))
             ctypes.memmove(ctypes.addressof(parameters), ctypes.byref(nowhere), 8)
         if load is not None:
@@ -186,15 +186,15 @@ class LlamaLibrary:
         """`watcher` is a callback that hears of every operation."""
         parameters: Parameters = self.functions.llama_context_default_params()
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
-            self._require(parameters, name, offset, defaults)
+            self.require_default(parameters, name, offset, defaults)
         for name, value in {"n_ctx": context, "n_batch": batch, "n_ubatch": min(batch, 512)}.items():
             parameters.set_integer(_CONTEXT_FIELDS[name][0], value)
         if exact_attention:
-            for offset in self._attention_offsets(parameters):
+            for offset in self.attention_offsets(parameters):
                 parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
         if watcher is not None:
             place = (
-                self._attention_offsets(parameters)[1] - 16
+                self.attention_offsets(parameters)[1] - 16
             )  # with its user's pointer before the types of caches
             if any(parameters.data[place : place + 16]):
                 raise TargetError(
@@ -203,7 +203,7 @@ class LlamaLibrary:
             ctypes.memmove(ctypes.addressof(parameters) + place, ctypes.addressof(watcher), 8)
         return parameters
 
-    def _attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
+    def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
         """flash_attn_type, type_k and type_v, whose places vary: found by the defaults around them.
 
         The first is the last of four integers that say "unspecified" (−1), the other two are the one pair of
@@ -218,7 +218,9 @@ class LlamaLibrary:
             )
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
-    def _require(self, parameters: Parameters, name: str, offset: int, defaults: tuple[int, ...]) -> None:
+    def require_default(
+        self, parameters: Parameters, name: str, offset: int, defaults: tuple[int, ...]
+    ) -> None:
         value = parameters.integer(offset)
         if value not in defaults:
             raise TargetError(
@@ -275,16 +277,16 @@ def find_library() -> LlamaLibrary:
     `gguf`: right everywhere, slow on ARM).
     """
     with _FINDING:  # opened twice, it would log into a callback that is gone
-        return _found()
+        return found_library()
 
 
 def forget_library() -> None:
     """Another may be in place now."""
-    _found.cache_clear()
+    found_library.cache_clear()
 
 
 @cache
-def _found() -> LlamaLibrary:
+def found_library() -> LlamaLibrary:
     reasons = []
     for origin, path in candidates():
         if path.is_absolute() and not path.is_file():

@@ -28,7 +28,7 @@ _LARGE, _PIECE = (
 _MOST_PIECES = 2048
 _EMBEDDING = "token_embd.weight"
 # Between two times: of the file, and bytes, since looking for its pages takes time.
-_STEP, _LEAST = 0.02, 32 << 20
+_STEP, LEAST = 0.02, 32 << 20
 can_give_back = sys.platform == "linux" and _MAPS.is_file()
 
 # bool (*)(float progress, void * user_data)
@@ -37,20 +37,20 @@ ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void
 
 def give_back(path: Path) -> None:
     """Read-only, shared mappings of this file only: nothing can be lost."""
-    for start, end, _ in _mappings(path):
+    for start, end, _ in mappings_of(path):
         _advise(start, end, _DONT_NEED)
 
 
 def set_apart(path: Path, tensors: Iterable[TensorEntry]) -> None:
     """Large tensors in mappings of their own, and the embedding, of which a token needs a row, in many."""
-    stretches = [stretch for tensor in tensors if tensor.bytes >= _LARGE for stretch in _stretches(tensor)]
-    for start, end, offset in _mappings(path):
+    stretches = [stretch for tensor in tensors if tensor.bytes >= _LARGE for stretch in stretches_of(tensor)]
+    for start, end, offset in mappings_of(path):
         for first, last in stretches:
             if not _advise(max(start, start + first - offset), min(end, start + last - offset), _DONT_DUMP):
                 return  # the system has enough of them; the rest stays as it is
 
 
-def _stretches(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
+def stretches_of(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
     """Of the file's bytes, those of a tensor that get a mapping of their own: all, or every other piece."""
     end = tensor.offset + tensor.bytes
     if tensor.name != _EMBEDDING:
@@ -61,7 +61,7 @@ def _stretches(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
         yield first, min(first + piece, end)
 
 
-def _mappings(path: Path) -> list[tuple[int, int, int]]:
+def mappings_of(path: Path) -> list[tuple[int, int, int]]:
     """Where the file is in memory, read-only and shared: start, end, and from which of its bytes on."""
     found = []
     for line in _MAPS.read_text(errors="replace").splitlines():
@@ -87,7 +87,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 def giving_back(path: Path) -> Callable[[float, object], bool]:
     """What llama.cpp calls before each tensor, with the share that is done."""
-    last, step = 0.0, max(_STEP, _LEAST / path.stat().st_size)
+    last, step = 0.0, max(_STEP, LEAST / path.stat().st_size)
 
     def advanced(progress: float, _: object) -> bool:
         nonlocal last

@@ -14,11 +14,10 @@ import psutil
 
 from kl_lens.environment import processors
 from kl_lens.errors import TargetError, printable
-from kl_lens.targets.base import LOAD_MODES
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
-from kl_lens.targets.session import Logits, checked_tokens
+from kl_lens.targets.session import LOAD_MODES, Logits, checked_tokens
 
 # Tokens in one call of llama_decode. llama.cpp keeps the logits of all of them, so this bounds that memory.
 BATCH = 512

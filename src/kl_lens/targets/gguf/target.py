@@ -13,10 +13,10 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import ExportOption, Health, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest, storable
-from kl_lens.targets.session import Session
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
@@ -43,7 +43,7 @@ class GGUFTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.targets.gguf.export import FORMATS, STAND_INS
+        from kl_lens.targets.gguf.menu import FORMATS, STAND_INS
 
         if fmt.name not in STAND_INS:
             return f"GGUF has no format {fmt.name!r}; it has {', '.join(FORMATS)}"
@@ -125,9 +125,9 @@ class GGUFTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.gguf.glass import require_safe
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
         from kl_lens.targets.gguf.header import check_file
+        from kl_lens.targets.gguf.quarantine import require_safe
         from kl_lens.targets.gguf.session import open_session
 
         if not cold:  # that is asked for in a process which was made for it
@@ -160,7 +160,7 @@ class GGUFTarget(Target):
             version = "none"
         return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE) or origin_of()}"
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.gguf.library import find_library
 
         if settings.gpu_layers:
@@ -169,7 +169,7 @@ class GGUFTarget(Target):
             return None
         return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"
 
-    def device_label(self, settings: RuntimeSettings) -> str:
+    def device_label(self, settings: SessionSettings) -> str:
         """llama.cpp knows no device names: layers are on a GPU, or they are not."""
         return "GPU" if settings.gpu_layers else "CPU"
 
@@ -222,11 +222,11 @@ class GGUFTarget(Target):
         # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
         whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
         file = self.weight_file(whole.place)
-        formats = storable(self, request.table, request.recipes)
+        formats = self.storable(request.table, request.recipes)
         name = f"{self.name}-{self.device_label(request.settings)}"
         return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
-    def conditions(self, settings: RuntimeSettings) -> dict[str, Any]:
+    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
         """Builds of one version differ in the instructions that they use."""
         from kl_lens.targets.gguf.library import find_library
 
@@ -238,14 +238,14 @@ class GGUFTarget(Target):
         return super().conditions(settings) | {"runtime": library.version + unused}
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        return 2 * len(storable(self, table, recipes))
+        return 2 * len(self.storable(table, recipes))
 
     def fewest_threads(self, place: Path) -> int:
         return 1
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         return not settings.gpu_layers
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:

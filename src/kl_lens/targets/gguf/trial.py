@@ -50,25 +50,25 @@ def main() -> int:
             for kind in ("F16", *_FACTORS):
                 print(kind, flush=True)
                 for model in _PRODUCTS:
-                    _try(model, kind, Path(folder) / "tiny.gguf")
+                    try_model(model, kind, Path(folder) / "tiny.gguf")
     except KLLensError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def _try(model: str, kind: str, path: Path) -> None:
+def try_model(model: str, kind: str, path: Path) -> None:
     """The same values as blocks and in float32 must give the same logits, and steps what a prompt gives."""
     gguf = gguf_module()
     random = np.random.default_rng(0)
-    stored = {name: _blocks(kind, shape, random) for name, shape in _PRODUCTS[model].items()}
+    stored = {name: random_blocks(kind, shape, random) for name, shape in _PRODUCTS[model].items()}
     type_of = gguf.GGMLQuantizationType
     plain = {
         name: gguf.quants.dequantize(data, type_of[kind]).astype(np.float32) for name, data in stored.items()
     }
-    _write(path, model, plain, type_of.F32)
+    write_model(path, model, plain, type_of.F32)
     expected, _ = _logits(path)
-    _write(path, model, stored, type_of[kind])
+    write_model(path, model, stored, type_of[kind])
     logits, stepped = _logits(path)
     size = float((expected**2).mean())
     if not (share := _largest(logits - expected) / size) < _MOST_ERROR**2:
@@ -82,7 +82,7 @@ def _largest(error: Logits) -> float:
     return float((error**2).reshape(len(error), -1, _TILE).mean(axis=(0, 2)).max())
 
 
-def _blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> npt.NDArray[Any]:
+def random_blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> npt.NDArray[Any]:
     """A matrix of random blocks whose values are about as large as a model's."""
     gguf = gguf_module()
     size = shape[1] ** -0.5
@@ -109,7 +109,7 @@ def _logits(path: Path) -> tuple[Logits, Logits]:
         return whole, np.stack([session.step(token) for token in _STEPS])
 
 
-def _write(path: Path, model: str, products: dict[str, npt.NDArray[Any]], kind: Any) -> None:
+def write_model(path: Path, model: str, products: dict[str, npt.NDArray[Any]], kind: Any) -> None:
     gguf = gguf_module()
     writer = gguf.GGUFWriter(path, model)
     numbers = {

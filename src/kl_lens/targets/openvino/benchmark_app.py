@@ -22,7 +22,7 @@ _TO_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 class BenchmarkApp(PublishedProgram):
     def input_shapes(self, place: Path) -> str | None:
         """Dynamic inputs get one token each."""
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
         if place.is_dir():

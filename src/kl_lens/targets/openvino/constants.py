@@ -203,7 +203,7 @@ def place_weights(
                 weights = store.digest(component.name, chosen)
         else:
             quantized = store.quantized(component.name, chosen)
-            new, size, digest = _integers(quantized, chosen.grid, component.weight)
+            new, size, digest = integer_constant(quantized, chosen.grid, component.weight)
             weights = quantized.digest
         placed[component.name] = Placed(component.name, component.weight, label, size, digest, weights)
         for node in nodes:
@@ -232,7 +232,7 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
     return convert
 
 
-def _integers(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
+def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
     """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32."""
     assert quantized.scales is not None
     scales = quantized.scales.numpy()

@@ -19,10 +19,10 @@ from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError, last_line
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
-from kl_lens.targets.openvino.glass import GRAPH_DIGEST, graph_digest
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
 from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
+from kl_lens.targets.openvino.quarantine import GRAPH_DIGEST, graph_digest
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
     compile_graph,

@@ -15,11 +15,11 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.base import ExportOption, RuntimeSettings, StockRecipe, Target
+from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
-from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of, storable
+from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
-from kl_lens.targets.session import Session
+from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     import torch
@@ -136,14 +136,14 @@ class OpenVINOTarget(Target):
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.openvino.contents import graph_contents
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
 
         require_safe(place)
         return graph_contents(place, read_artifact(place))
 
     def shipped_digests(self, place: Path) -> dict[str, str]:
         from kl_lens.targets.openvino.constants import stored_digests
-        from kl_lens.targets.openvino.glass import require_safe
+        from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import graph_file, read_graph
 
         require_safe(place)
@@ -153,8 +153,8 @@ class OpenVINOTarget(Target):
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def open(self, place: Path, settings: RuntimeSettings, *, cold: bool = False) -> Session:
-        from kl_lens.targets.openvino.glass import require_safe
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import open_session
 
         # Cold is asked for in a process that was made for it. What was compiled from a graph of others is theirs too.
@@ -163,7 +163,7 @@ class OpenVINOTarget(Target):
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=cache
         )
 
-    def check_device(self, settings: RuntimeSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.openvino.session import require_device
 
         require_device(settings.device)
@@ -174,7 +174,7 @@ class OpenVINOTarget(Target):
 
         return fewest_threads(read_graph(graph_file(place)))
 
-    def in_float32(self, settings: RuntimeSettings) -> RuntimeSettings | None:
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact else replace(settings, exact=True)
 
     # -- timing --------------------------------------------------------------------------------------------
@@ -182,17 +182,17 @@ class OpenVINOTarget(Target):
     def latency(self, request: LatencyRequest) -> LatencyProfile:
         from kl_lens.targets.openvino.latency import product_latency
 
-        formats = storable(self, request.table, request.recipes)
+        formats = self.storable(request.table, request.recipes)
         return product_latency(request, formats, f"{self.name}-{request.settings.device}")
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
         from kl_lens.targets.openvino.latency import wanted_products
 
-        return len(set(wanted_products(table, storable(self, table, recipes)).values()))
+        return len(set(wanted_products(table, self.storable(table, recipes)).values()))
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: RuntimeSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
         """The integer kernels of ARM processors; a file without integers runs in half precision, not modelled."""
         deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
         return deployed and not {format_of(recipe) for recipe in recipes.values()} <= {FP16}

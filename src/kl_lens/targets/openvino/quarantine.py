@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kl_lens.records import Artifact
-from kl_lens.targets import glass
+from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
 
 GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
@@ -48,7 +48,7 @@ def require_safe(folder: Path) -> bool:
         return ours
     graph = graph_file(folder)
     files = [path for path in (graph, graph.with_suffix(".bin")) if path.is_file()]
-    glass.require_opens(__name__, folder, files, "OpenVINO")
+    quarantine.require_opens(__name__, folder, files, "OpenVINO")
     return False
 
 

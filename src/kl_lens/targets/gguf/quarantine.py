@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact
-from kl_lens.targets import glass
+from kl_lens.targets import quarantine
 
 HEADER_DIGEST = "header_digest"  # of an artifact's settings
 
@@ -25,7 +25,7 @@ def header_digest(path: Path) -> str:
 def require_safe(path: Path, artifact: Artifact | None) -> None:
     """Raises TargetError where opening this file would end or hang the process."""
     if artifact is None or artifact.settings.get(HEADER_DIGEST) != header_digest(path):
-        glass.require_opens(__name__, path, [path], "llama.cpp")
+        quarantine.require_opens(__name__, path, [path], "llama.cpp")
 
 
 def try_out(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Files from elsewhere are opened in a process of their own first: on some, a native runtime ends its process, hangs,
 or asks for all the memory there is. That process may take it; then it is an error about that file.
 
-python -m kl_lens.targets.glass MODULE PLACE: `try_out(PLACE)` of that module.
+python -m kl_lens.targets.quarantine MODULE PLACE: `try_out(PLACE)` of that module.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _VARIABLES = {
 
 
 @dataclass
-class RayHands:
-    """Actors of a Ray cluster, or of one on this machine, one for every worker: `Hands` of a crew."""
+class RayPool:
+    """Actors of a Ray cluster, or of one on this machine, one for every worker: `WorkerPool` of a crew."""
 
     address: str
     gpus_per_worker: float | None = None
@@ -60,7 +60,7 @@ class RayHands:
                 cpus = max(processors(), workers or 1)
                 self._ray.init(address=LOCAL, num_cpus=cpus, include_dashboard=False, **quiet)
             else:
-                _require_reachable(self.address)
+                require_reachable(self.address)
                 self._ray.init(address=self.address, **quiet)
         except KLLensError:
             raise
@@ -113,7 +113,7 @@ def _why(error: Exception) -> str:
     return one_line(ValueError((telling or lines or ["no reason given"])[-1]))
 
 
-def _require_reachable(address: str, seconds: float = 10.0) -> None:
+def require_reachable(address: str, seconds: float = 10.0) -> None:
     """Ray itself tries for minutes."""
     place = address.removeprefix("ray://")
     host, colon, port = place.rpartition(":")
