@@ -46,10 +46,17 @@ def require_safe(folder: Path) -> bool:
     artifact = read_artifact(folder)
     if ours := is_ours(folder, artifact):
         return ours
+    require_opened(folder)
+    return False
+
+
+def require_opened(folder: Path) -> None:
+    """Raises TargetError where OpenVINO, in a process of its own, cannot open and run it."""
+    from kl_lens.targets.openvino.session import graph_file
+
     graph = graph_file(folder)
     files = [path for path in (graph, graph.with_suffix(".bin")) if path.is_file()]
     glass.require_opens(__name__, folder, files, "OpenVINO")
-    return False
 
 
 def try_out(folder: Path) -> None:
