@@ -43,7 +43,9 @@ def show(result: ExportResult) -> None:
             f"KL as exported: the mapped formats with the activations that {title}'s kernels see, on "
             f"{first['measured_on']}; the original's perplexity there is {first['original_perplexity']:.3f}."
         )
-    for note in dict.fromkeys(n for _, artifact in result.artifacts for n in artifact.settings.get("notes", ())):
+    for note in dict.fromkeys(
+        n for _, artifact in result.artifacts for n in artifact.settings.get("notes", ())
+    ):
         out.print(f"Note: {note}.", soft_wrap=True)
     folder, artifact = result.artifacts[0]
     place = shlex.quote(str(folder))

@@ -44,7 +44,9 @@ def require_exported(folder: Path, artifact: Artifact) -> None:
     """Raises TargetError where a file is not, byte for byte, what was exported."""
     for name in artifact.files:
         if name in artifact.digests and file_digest(folder / name) != artifact.digests[name]:
-            raise TargetError(f"{folder}: {name} holds other bytes than were exported; export the model again")
+            raise TargetError(
+                f"{folder}: {name} holds other bytes than were exported; export the model again"
+            )
 
 
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:

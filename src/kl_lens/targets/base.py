@@ -209,7 +209,9 @@ class Target(ABC):
                 unopened = self.try_out(place)
             except TargetError as error:
                 reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
-                raise TargetError(f"{self.title} does not open what was exported to {folder}: {reason}") from error
+                raise TargetError(
+                    f"{self.title} does not open what was exported to {folder}: {reason}"
+                ) from error
             if unopened is not None:
                 notes = [*artifact.settings.get("notes", ()), unopened]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})

@@ -9,6 +9,7 @@ from pathlib import Path
 from kl_lens.records import Artifact
 from kl_lens.targets import glass
 from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.session import Session
 
 GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
 _STEERING = 4096  # bytes; constants up to this size say shapes and axes, larger ones are weights
@@ -46,26 +47,26 @@ def require_safe(folder: Path) -> bool:
     artifact = read_artifact(folder)
     if ours := is_ours(folder, artifact):
         return ours
-    require_opened(folder)
-    return False
-
-
-def require_opened(folder: Path) -> None:
-    """Raises TargetError where OpenVINO, in a process of its own, cannot open and run it."""
-    from kl_lens.targets.openvino.session import graph_file
-
     graph = graph_file(folder)
     files = [path for path in (graph, graph.with_suffix(".bin")) if path.is_file()]
     glass.require_opens(__name__, folder, files, "OpenVINO")
+    return False
+
+
+def opened(folder: Path) -> Session | None:
+    """Compiled for the CPU, and nothing kept of it; a session, unless it has no head to run with."""
+    from kl_lens.targets.openvino.session import compile_graph, graph_file, open_session, read_graph
+
+    if read_artifact(folder).settings.get("with_head", True):
+        return open_session(folder, threads=1, cache=False)
+    compile_graph(read_graph(graph_file(folder)), "CPU", threads=1)  # for benchmark_app alone
+    return None
 
 
 def try_out(folder: Path) -> None:
-    from kl_lens.targets.openvino.session import compile_graph, graph_file, open_session, read_graph
-
-    if not read_artifact(folder).settings.get("with_head", True):  # for benchmark_app alone
-        compile_graph(read_graph(graph_file(folder)), "CPU", threads=1)
+    session = opened(folder)
+    if session is None:
         return
-    session = open_session(folder, threads=1, cache=False)
     logits = session.logits([0, min(1, session.vocabulary - 1)])
     if read_artifact(folder).settings.get("static_tokens") is None:
         session.step(int(logits[-1].argmax()))
