@@ -219,7 +219,7 @@ class Target(ABC):
         return artifact
 
     def try_out(self, place: Path) -> str | None:
-        """Opens what `write` wrote, in another process; TargetError where the runtime cannot, why where none is here."""
+        """Opens what `write` wrote; TargetError where the runtime cannot, and why not where there is no runtime."""
         return None
 
     @abstractmethod

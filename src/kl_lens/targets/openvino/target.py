@@ -96,7 +96,7 @@ class OpenVINOTarget(Target):
         return artifact
 
     def try_out(self, place: Path) -> None:
-        """In this process, as sessions do: the graph was just made here, and a process of its own costs a second more."""
+        """In this process, as sessions do: the graph was made here, and a process of its own costs more."""
         from kl_lens.targets.openvino.glass import opened
 
         opened(place)
