@@ -259,6 +259,7 @@ class Artifact(Record):
     model: str
     model_fingerprint: str
     settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …
+    digests: dict[str, str] = field(default_factory=dict)  # file → digest of its bytes as they were exported
 
 
 ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"

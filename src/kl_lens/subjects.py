@@ -10,14 +10,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import KLLensError
 from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject, checked_plan_name
 from kl_lens.runs import Result, Run
-from kl_lens.writing import RECORD_FILE, settle
+from kl_lens.writing import DERIVED, RECORD_FILE, settle, write_text
 
+LARGE = 1 << 26  # bytes; what is smaller is read in no time
 _UNCHANGED = "fp16"  # what a component has that a plan does not name
 
 
@@ -48,9 +50,23 @@ def artifact_digest(artifact: Artifact) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Of a file's content: of a bare file from outside the run, which has no record."""
+    """Of a file's content. In exported folders that of a large file is remembered, until anything writes to it."""
+    status = path.stat()
+    # ctime too: a tool can put the old mtime back, but not that.
+    stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    memory = path.parent / DERIVED / f"{path.name}.digest"
+    remembers = status.st_size >= LARGE and (path.parent / RECORD_FILE).is_file()
+    if remembers:
+        with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged
+            known = json.loads(memory.read_text(encoding="utf-8"))
+            if known["stamp"] == stamp:
+                return str(known["digest"])
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if remembers:
+        with suppress(OSError):  # a folder that only may be read: computed again next time
+            write_text(memory, json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
 
 
 def content_digest(content: Any, size: int = 12) -> str:

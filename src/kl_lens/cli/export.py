@@ -28,6 +28,10 @@ def show(result: ExportResult) -> None:
         )
     out = console()
     out.print(table)
+    for note in dict.fromkeys(
+        n for _, artifact in result.artifacts for n in artifact.settings.get("notes", ())
+    ):
+        out.print(f"Note: {note}.", soft_wrap=True)
     folder, artifact = result.artifacts[0]
     place = shlex.quote(str(folder))
     classifies = "task" in artifact.settings

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact
+from kl_lens.subjects import file_digest
 from kl_lens.writing import RECORD_FILE, settle, write_text
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ def read_artifact(folder: Path) -> Artifact:
     if missing:
         raise TargetError(f"{folder}: {missing[0]} is missing; export the model again")
     return artifact
+
+
+def require_exported(folder: Path, artifact: Artifact) -> None:
+    """Raises TargetError where a file is not, byte for byte, what was exported."""
+    for name in artifact.files:
+        if name in artifact.digests and file_digest(folder / name) != artifact.digests[name]:
+            raise TargetError(
+                f"{folder}: {name} holds other bytes than were exported; export the model again"
+            )
 
 
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:

@@ -6,11 +6,12 @@ A new target is one class in one folder and one line in `registry.py`. Nothing o
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +20,7 @@ from kl_lens.environment import processor_name, processors
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format, get_format
 from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.subjects import file_digest
 from kl_lens.targets.artifacts import read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
@@ -160,11 +162,31 @@ class Target(ABC):
     # -- files ---------------------------------------------------------------------------------------------
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes the files and their record (`artifact.json`) whole, or leaves what was there before."""
+        """Writes the files and their record (`artifact.json`) whole, or leaves what was there before.
+
+        The runtime opens them first: what it cannot open is not kept.
+        """
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
+            digests = {name: file_digest(place / name) for name in artifact.files}
+            artifact = replace(artifact, digests=digests)
             write_record(place, artifact)
+            try:
+                unopened = self.try_out(place)
+            except TargetError as error:
+                reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
+                raise TargetError(
+                    f"{self.title} does not open what was exported to {folder}: {reason}"
+                ) from error
+            if unopened is not None:
+                notes = [*artifact.settings.get("notes", ()), unopened]
+                artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
+                write_record(place, artifact)
         return artifact
+
+    def try_out(self, place: Path) -> str | None:
+        """Opens what `write` wrote; TargetError where the runtime cannot, and why not where there is no runtime."""
+        return None
 
     @abstractmethod
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
@@ -173,7 +195,7 @@ class Target(ABC):
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
-            return self.export(model, plan, Path(folder)).realised_bytes
+            return self.write(model, plan, Path(folder)).realised_bytes
 
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """To the byte, where `file_bytes` is a bound and the difference can cost a plan that just fits."""

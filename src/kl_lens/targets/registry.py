@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.artifacts import read_artifact, require_exported
 from kl_lens.targets.base import Target
 from kl_lens.targets.session import Session, SessionSettings
 
@@ -55,17 +55,25 @@ def target_of(path: Path | str) -> Target:
 
 
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
-    """The exported folder and its record, or a bare file without one; a file of an exported folder stands for it."""
+    """The exported folder and its record, or a bare file without one; a file of an exported folder stands for it.
+
+    Every verb that opens files comes by here: TargetError where they are not what was exported.
+    """
     path = Path(path)
     if not path.is_file():
         if _owner(path) or (path.suffix and not path.is_dir()):
             raise TargetError(f"{path}: no such file")
-        return path, read_artifact(path)
-    try:
-        artifact = read_artifact(path.parent)
-    except TargetError:
-        return path, None
-    return (path.parent, artifact) if path.name in artifact.files else (path, None)
+        folder, artifact = path, read_artifact(path)
+    else:
+        folder = path.parent
+        try:
+            artifact = read_artifact(folder)
+        except TargetError:
+            return path, None
+        if path.name not in artifact.files:
+            return path, None
+    require_exported(folder, artifact)
+    return folder, artifact
 
 
 def _owner(path: Path) -> str | None:
@@ -93,7 +101,8 @@ def open_session(
 
     `exact` asks for float32 arithmetic where the runtime would use something faster; `load` is llama.cpp's.
     """
-    return target_of(path).open(Path(path), SessionSettings(device, threads, gpu_layers, exact, load))
+    place, _ = locate(path)
+    return target_of(place).open(place, SessionSettings(device, threads, gpu_layers, exact, load))
 
 
 def menu_of(target: Target, *, full: bool = False) -> tuple[str, ...]:

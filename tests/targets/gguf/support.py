@@ -48,7 +48,8 @@ def _granite(**changes: Any) -> transformers.PretrainedConfig:
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
     }
-    return transformers.GraniteMoeHybridConfig(**_COMMON, **_ATTENTION, **_ONE_GROUP, **(settings | changes))
+    common = _COMMON | _ATTENTION | _ONE_GROUP
+    return transformers.GraniteMoeHybridConfig(**(common | settings | changes))
 
 
 def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfig:
@@ -68,7 +69,7 @@ def _nemotron(feed_forward: str, **changes: Any) -> transformers.PretrainedConfi
         "topk_group": 1,
         "routed_scaling_factor": 1.7,
     }
-    return transformers.NemotronHConfig(**_COMMON, **_ATTENTION, **(settings | changes))
+    return transformers.NemotronHConfig(**(_COMMON | _ATTENTION | settings | changes))
 
 
 def _falcon_mamba(**changes: Any) -> transformers.PretrainedConfig:
@@ -100,6 +101,11 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_5_text": families.OTHERS["qwen3_5_text"],
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
+    # Without rope a head may have any size.
+    "nemotron_h, heads of 3": lambda: _nemotron("mlp", head_dim=3),
+    "granitemoehybrid, heads of 9": lambda: _granite(
+        hidden_size=36, mamba_d_head=9, num_local_experts=0, num_experts_per_tok=0
+    ),
 }
 
 

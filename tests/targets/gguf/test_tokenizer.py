@@ -149,6 +149,13 @@ def test_tokenizers_without_a_proven_equal_are_refused(reason: str) -> None:
     assert "--without-tokenizer" in str(caught.value)
 
 
+def test_a_tokenizer_without_merges_is_refused_before_anything_is_written() -> None:
+    specification = json.loads((reference_path("mamba") / "tokenizer.json").read_text())
+    specification["model"]["merges"] = []
+    with pytest.raises(TargetError, match=r"a BPE without merges.* --without-tokenizer"):
+        tokenizer_data(_from(specification, None), 10**6)
+
+
 def test_a_file_without_tokenizer_runs_on_ids(tmp_path: Path) -> None:
     artifact = export(tiny("mamba"), Plan("p", {}, "test"), tmp_path, include_tokenizer=False)
     assert artifact.settings["tokenizer"] == "none"

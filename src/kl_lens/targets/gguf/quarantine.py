@@ -25,7 +25,12 @@ def header_digest(path: Path) -> str:
 def require_safe(path: Path, artifact: Artifact | None) -> None:
     """Raises TargetError where opening this file would end or hang the process."""
     if artifact is None or artifact.settings.get(HEADER_DIGEST) != header_digest(path):
-        quarantine.require_opens(__name__, path, [path], "llama.cpp")
+        require_opened(path)
+
+
+def require_opened(path: Path) -> None:
+    """Raises TargetError where llama.cpp, in a process of its own, cannot open and run it."""
+    quarantine.require_opens(__name__, path, [path], "llama.cpp")
 
 
 def try_out(path: Path) -> None:

@@ -79,6 +79,17 @@ class GGUFTarget(Target):
 
         return export(model, plan, folder, **options)
 
+    def try_out(self, place: Path) -> str | None:
+        from kl_lens.targets.gguf.quarantine import require_opened
+        from kl_lens.targets.gguf.library import find_library
+
+        try:
+            find_library()
+        except TargetError:
+            return "no llama.cpp is installed here, so the file was not opened; kl-lens doctor says what to install"
+        require_opened(self.weight_file(place))
+        return None
+
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """To the byte, from the header alone."""
         from kl_lens.targets.gguf.export import file_bytes

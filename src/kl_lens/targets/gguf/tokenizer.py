@@ -79,6 +79,8 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     kind = specification["model"].get("type")
     if kind != "BPE":
         raise _unknown(f"its model is {kind}, not BPE")
+    if not specification["model"].get("merges"):
+        raise _unknown("it is a BPE without merges, which llama.cpp does not open")
     if specification["model"].get("byte_fallback"):
         raise _unknown("it is a SentencePiece-like BPE with byte fallback")
     return specification

@@ -9,6 +9,7 @@ from pathlib import Path
 from kl_lens.records import Artifact
 from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.session import Session
 
 GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
 _STEERING = 4096  # bytes; constants up to this size say shapes and axes, larger ones are weights
@@ -52,13 +53,20 @@ def require_safe(folder: Path) -> bool:
     return False
 
 
-def try_out(folder: Path) -> None:
+def opened(folder: Path) -> Session | None:
+    """Compiled for the CPU, and nothing kept of it; a session, unless it has no head to run with."""
     from kl_lens.targets.openvino.session import compile_graph, graph_file, open_session, read_graph
 
-    if not read_artifact(folder).settings.get("with_head", True):  # for benchmark_app alone
-        compile_graph(read_graph(graph_file(folder)), "CPU", threads=1)
+    if read_artifact(folder).settings.get("with_head", True):
+        return open_session(folder, threads=1, cache=False)
+    compile_graph(read_graph(graph_file(folder)), "CPU", threads=1)  # for benchmark_app alone
+    return None
+
+
+def try_out(folder: Path) -> None:
+    session = opened(folder)
+    if session is None:
         return
-    session = open_session(folder, threads=1, cache=False)
     logits = session.logits([0, min(1, session.vocabulary - 1)])
     if read_artifact(folder).settings.get("static_tokens") is None:
         session.step(int(logits[-1].argmax()))

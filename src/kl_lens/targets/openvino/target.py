@@ -95,13 +95,19 @@ class OpenVINOTarget(Target):
             self._bare[model.fingerprint] = artifact.realised_bytes
         return artifact
 
+    def try_out(self, place: Path) -> None:
+        """In this process, as sessions do: the graph was made here, and a process of its own costs more."""
+        from kl_lens.targets.openvino.quarantine import opened
+
+        opened(place)
+
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
         from kl_lens.recipes import fitting_recipe
 
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
-                self.export(model, Plan("fp16", {}, "fp16"), Path(folder))
+                self.write(model, Plan("fp16", {}, "fp16"), Path(folder))
         size = self._bare[model.fingerprint]
         for component in model.anatomy.candidates:
             recipe = fitting_recipe(plan.assignment.get(component.name, FP16), component.shape)[0]
@@ -124,7 +130,7 @@ class OpenVINOTarget(Target):
         key = model.fingerprint, frozenset(grids.items())
         if key not in self._exact:
             with tempfile.TemporaryDirectory() as folder:
-                written = self.export(model, Plan(plan.name, grids, plan.made_by), Path(folder))
+                written = self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder))
             self._exact[key] = written.realised_bytes
         return self._exact[key]
 

@@ -46,7 +46,7 @@ def _metadata(config: Any) -> Metadata:
         ],
         # llama.cpp uses this flag as a switch for rope in this architecture.
         "rope.scaling.finetuned": _rotary(config) > 0,
-        "rope.dimension_count": _rotary(config) or parts.head_size(config),
+        **({"rope.dimension_count": _rotary(config)} if _rotary(config) else {}),
         "rope.freq_base": parts.rope_base(config),
         "ssm.group_count": config.mamba_n_groups,
     }

@@ -39,7 +39,6 @@ def _metadata(config: Any) -> Metadata:
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
         # Releases of llama.cpp differ in which of the two they ask for.
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
-        "rope.dimension_count": config.head_dim,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
         "ssm.state_size": config.ssm_state_size,

@@ -1,0 +1,167 @@
+"""What is opened is what was exported, and what was exported can be opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kl_lens import subjects
+from kl_lens.cli.main import main
+from kl_lens.errors import TargetError
+from kl_lens.records import Plan
+from kl_lens.resources import reference_path
+from kl_lens.subjects import file_digest
+from kl_lens.targets import export, get_target, locate, open_session, read_artifact
+from kl_lens.targets.gguf import library
+from kl_lens.targets.gguf.tokenizer import TokenizerData, tokenizer_data
+from kl_lens.writing import DERIVED, RECORD_FILE
+from tests.families import _COMMON
+from tests.targets.gguf.support import tiny
+
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("openvino", reason="needs the extra openvino")
+
+WEIGHTS = {"gguf": "tiny-p.gguf", "openvino": "openvino_model.bin"}
+PLAN = Plan("p", {}, made_by="test")
+TARGETS = pytest.mark.parametrize("target", WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    model = _model()
+    for target in WEIGHTS:
+        export(model, PLAN, target, folder / target)
+    return folder
+
+
+def _model() -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
+    settings = {**_COMMON, "vocab_size": len(tokenizer), "num_hidden_layers": 1, "state_size": 8}
+    return tiny(transformers.MambaConfig(**settings), tokenizer)
+
+
+def _damage(file: Path) -> None:
+    """4,000 bytes of weights, the size and the time as they were."""
+    status, content = file.stat(), bytearray(file.read_bytes())
+    middle = len(content) * 3 // 4
+    content[middle : middle + 4000] = bytes(byte ^ 0x11 for byte in content[middle : middle + 4000])
+    with file.open("r+b") as opened:  # the same inode
+        opened.write(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@TARGETS
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["generate", "--prompt", "The city", "--max-new-tokens", "2"],
+        ["benchmark", "--quick", "--protocol", "use"],
+        ["benchmark", "--quick", "--protocol", "benchmark_app"],
+        ["evaluate", "--model", "reference:mamba", "--perplexity", "--limit", "1"],
+    ],
+    ids=["generate", "benchmark", "benchmark_app", "evaluate"],
+)
+@pytest.mark.parametrize("named", ["folder", "file"])
+def test_every_verb_refuses_other_bytes_than_were_exported(
+    target: str,
+    verb: list[str],
+    named: str,
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / target
+    shutil.copytree(exported / target, folder)
+    _damage(folder / WEIGHTS[target])
+    place = folder if named == "folder" else folder / WEIGHTS[target]
+    assert main([verb[0], str(place), *verb[1:]]) != 0
+    shown = capsys.readouterr()
+    said = " ".join((shown.out + shown.err).replace("│", " ").split())
+    assert f"{WEIGHTS[target]} holds other bytes than were exported; export the model again" in said
+
+
+def test_a_file_without_a_record_is_simply_opened(exported: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.gguf"
+    shutil.copy(exported / "gguf" / WEIGHTS["gguf"], alone)
+    assert locate(alone) == (alone, None)
+    open_session(alone, threads=1).close()
+
+
+def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gguf"
+    shutil.copytree(exported / "gguf", folder)
+    file = folder / WEIGHTS["gguf"]
+    assert not (folder / DERIVED).exists()
+    monkeypatch.setattr(subjects, "LARGE", 1)
+    digest = file_digest(file)
+    memory = folder / DERIVED / f"{file.name}.digest"
+    known = json.loads(memory.read_text())
+    assert known["digest"] == digest
+    memory.write_text(json.dumps(known | {"digest": "remembered"}))
+    assert file_digest(file) == "remembered"
+    _damage(file)
+    assert file_digest(file) not in ("remembered", digest)
+    memory.write_text("{")
+    with pytest.raises(TargetError, match="holds other bytes"):
+        locate(folder)
+
+
+def test_a_folder_that_cannot_be_written_to_is_checked_every_time(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gguf"
+    shutil.copytree(exported / "gguf", folder)
+    (folder / DERIVED).write_text("no folder: nothing can be written there, not even by root")
+    monkeypatch.setattr(subjects, "LARGE", 1)
+    locate(folder)
+    _damage(folder / WEIGHTS["gguf"])
+    with pytest.raises(TargetError, match="holds other bytes"):
+        locate(folder)
+
+
+def _without_merges(tokenizer: Any, vocabulary: int) -> TokenizerData:
+    data = tokenizer_data(tokenizer, vocabulary)
+    data.merges.clear()
+    return data
+
+
+def test_an_export_that_the_runtime_cannot_open_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    module = sys.modules["kl_lens.targets.gguf.export"]  # the package has a function of the same name
+    monkeypatch.setattr(module, "tokenizer_data", _without_merges)
+    with pytest.raises(TargetError, match=r"llama\.cpp does not open what was exported .* merges") as caught:
+        export(_model(), PLAN, "gguf", folder)
+    assert ".writing" not in str(caught.value)
+    assert not folder.exists()
+
+
+def test_without_a_library_the_record_says_that_nothing_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> None:
+        raise TargetError("no llama.cpp library")
+
+    monkeypatch.setattr(library, "find_library", none)  # looked up when it is asked for
+    artifact = export(_model(), PLAN, "gguf", tmp_path / "out")
+    assert "was not opened" in artifact.settings["notes"][-1]
+    assert read_artifact(tmp_path / "out") == artifact
+
+
+@TARGETS
+def test_every_file_of_an_export_has_its_digest(target: str, exported: Path) -> None:
+    artifact = read_artifact(exported / target)
+    there = {path.name for path in (exported / target).iterdir()} - {RECORD_FILE}
+    assert set(artifact.digests) == set(artifact.files) == there
+    assert get_target(target).name == artifact.target
