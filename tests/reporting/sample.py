@@ -193,10 +193,9 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
     whole = sum(2 * c.parameters for c in table.components)
     exact = planning.plan_for_budget(table, max_bytes=0.45 * whole, name="recommended").plan
     small = planning.plan_for_budget(table, max_bytes=0.35 * whole, name="small").plan
-    refined = replace(small, name="small_refined", family="refined", refined_from="small")
     random_ = random.Random(5)
     finished = []
-    for plan in [*made, exact, small, refined]:
+    for plan in [*made, exact, small]:
         measured = None
         if verified and plan.predicted_kl is not None:
             kl = plan.predicted_kl * random_.uniform(0.9, 1.25)

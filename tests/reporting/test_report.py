@@ -90,7 +90,7 @@ def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) 
 def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -> None:
     found = section(sample_page, "sizes")
     titles = {t.words.partition("\n")[0] for t in found.all("title")}
-    assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small_refined"} <= titles
+    assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small"} <= titles
     assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
     assert "Predicted against measured" in found.words
 
