@@ -228,7 +228,7 @@ class Artifact(Record):
     files: tuple[str, ...]  # relative to the artifact's record
     tensors: tuple[ExportedTensor, ...]
     planned_bytes: int
-    realised_bytes: int
+    realised_bytes: int  # of the files that the runtime loads (`Target.loaded_bytes`)
     model: str
     model_fingerprint: str
     settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …

@@ -128,7 +128,10 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
             '{"version": 3, "assignment": {}, "family": "royal"}',
             "family is 'royal'; expected one of uniform, paper",
         ),
-        ('{"version": 3, "assignment": {}, "interaction": 0}', "interaction is 0; expected a positive number"),
+        (
+            '{"version": 3, "assignment": {}, "interaction": 0}',
+            "interaction is 0; expected a positive number",
+        ),
         ('{"version": 3, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
         ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
         ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kl_lens.pipeline.planning import Aim
+from kl_lens.pipeline.planning import TargetPlanner
 from kl_lens.planning import Contender, contest, interaction, paired_difference
 from kl_lens.records import Estimate, Plan
 
@@ -81,8 +81,8 @@ def test_what_other_text_costs_is_told_by_the_rival_that_loses_most(monkeypatch:
     def half(**losses: float) -> SimpleNamespace:
         return SimpleNamespace(measure=lambda plan: SimpleNamespace(kl=Estimate(losses[plan["head"]], 0.0)))
 
-    monkeypatch.setattr(Aim, "halves", (half(q8_0=0.001, q4_k=0.04), half(q8_0=0.002, q4_k=0.05)))
-    aim = Aim.__new__(Aim)
+    monkeypatch.setattr(TargetPlanner, "halves", (half(q8_0=0.001, q4_k=0.04), half(q8_0=0.002, q4_k=0.05)))
+    planner = TargetPlanner.__new__(TargetPlanner)
     rivals = [Plan(name, {"head": name}, name) for name in ("q8_0", "q4_k")]
-    assert aim.other_text(rivals) == pytest.approx(1.25)
-    assert aim.other_text([]) == 1.0
+    assert planner.other_text(rivals) == pytest.approx(1.25)
+    assert planner.other_text([]) == 1.0

@@ -96,9 +96,7 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     target = content.get("target")
     if content.get("fingerprint") != _fingerprint(full, statistics, target) or content.get("bytes") != size:
         made_by = made_by if made_by == "hand" else f"{made_by}, edited by hand"
-        plan = Plan(
-            path.stem, full, made_by, bytes=size, statistics=statistics, target=target, edited=True
-        )
+        plan = Plan(path.stem, full, made_by, bytes=size, statistics=statistics, target=target, edited=True)
     else:
         plan = Plan(
             path.stem,
@@ -136,7 +134,8 @@ def _load(path: Path) -> dict[str, Any]:
     version = content.get("version")
     if version != PLAN_FILE_VERSION:
         raise PlanError(
-            f"{path}: plan file version {version!r}; this program reads version {PLAN_FILE_VERSION}: make the plan again"
+            f"{path}: plan file version {version!r}; this program reads version {PLAN_FILE_VERSION}: "
+            "make the plan again"
         )
     _require_storable(path, content)
     if unknown := sorted(set(content) - _FIELDS):

@@ -209,9 +209,7 @@ def _choices(
         )
     if not choices:
         told = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
-        raise PlanError(
-            f"{members[0].name}: the target can hold none of its recipes: {told}; measure others"
-        )
+        raise PlanError(f"{members[0].name}: the target can hold none of its recipes: {told}; measure others")
     return tuple(choices.values())
 
 

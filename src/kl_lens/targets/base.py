@@ -10,7 +10,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -112,6 +112,7 @@ class Target(ABC):
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
     published: PublishedProgram | None = None  # the benchmark that publications quote
+    loads: ClassVar[tuple[str, ...]]  # endings of the files that the runtime loads: a file's size is theirs
     methods: ClassVar[tuple[str, ...]] = ()  # how its menu's values are put on their grids, best first
 
     def require(self) -> None:
@@ -197,6 +198,7 @@ class Target(ABC):
         """Writes the files and their record (`artifact.json`) whole, or leaves what was there before."""
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
+            artifact = replace(artifact, realised_bytes=self.loaded_bytes(place))
             write_record(place, artifact)
         return artifact
 
@@ -204,8 +206,14 @@ class Target(ABC):
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files alone, to a folder that is empty."""
 
+    def loaded_bytes(self, place: Path) -> int:
+        """What "size" means in budgets, plans, tables and reports: bytes of the files that the runtime loads, of an
+        exported folder or a bare file. Our record, tokenizers and configurations beside them do not count."""
+        files = place.iterdir() if place.is_dir() else [place]
+        return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
+
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
+        """`loaded_bytes` of what `export` would write for a plan; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
             return self.export(model, plan, Path(folder)).realised_bytes
 

@@ -33,6 +33,7 @@ def section(view: RunView) -> Section:
     parts: list[Html | None] = [
         tag("div", *sentences, class_="grid answers"),
         explorer.explorer([view]),
+        *(note(line) for line in view.without_slider),
         tag("div", *_charts(view), class_="grid charts"),
     ]
     for each in answers:

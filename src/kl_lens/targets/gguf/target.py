@@ -26,6 +26,7 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
+    loads = (SUFFIX,)
     builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
     options = (

@@ -36,6 +36,7 @@ _WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; a file of more takes too long 
 
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
+    loads = (".xml", ".bin")
     published = BenchmarkApp()
     methods = ("gptq", "search")
     options = (
@@ -92,7 +93,7 @@ class OpenVINOTarget(Target):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
         artifact = export(model, plan, folder, **options)
         if set(options) <= {"fallback"} and set(plan.assignment.values()) <= {FP16}:
-            self._bare[model.fingerprint] = artifact.realised_bytes
+            self._bare[model.fingerprint] = self.loaded_bytes(folder)
         return artifact
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
