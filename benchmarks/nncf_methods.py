@@ -40,7 +40,7 @@ def put_file(
         file = next(name for name in plain.files if name.endswith(".xml"))
         graph = compressed(Path(place) / "fp16" / file, grid, method, samples, ratio=ratio)
         ov.save_model(graph, folder / file, compress_to_fp16=False)
-    return sum(path.stat().st_size for path in folder.iterdir() if path.name in plain.files)
+    return get_target("openvino").loaded_bytes(folder)
 
 
 def compressed(

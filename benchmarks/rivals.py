@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.scoring import WindowScore, score_text
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.pipeline import MeasureSettings, PlanSettings, Workbench, perform
-from kl_lens.pipeline.calibrating import LearningText
-from kl_lens.pipeline.planning import Aim, computed_as, rival_plans
+from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.planning import TargetPlanner, plan_within_budget, rival_plans
 from kl_lens.records import Plan
 from kl_lens.runs import Run
-from kl_lens.targets import SessionSettings, Target, get_target
+from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
 from stress import plant
 
@@ -99,13 +99,12 @@ def judge_files(
 
 def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     bench = Workbench()
-    menu = tuple(r for r in (target.short_menu if arguments.short else target.menu) if r != "fp16")
     measured = MeasureSettings(
         model=name.removeprefix(STRESSED_PREFIX),
         run=str(folder),
-        formats=menu,
+        target=target.name,
+        formats=menu_of(target, full=not arguments.short),
         windows=arguments.windows,
-        as_deployed=computed_as(target),
     )
     model = bench.model(measured)
     if name.startswith(STRESSED_PREFIX):
@@ -113,14 +112,17 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
     if reason := target.unsupported(model.anatomy.model_type):
         print(f"{name}, {target.name}: {reason}", flush=True)
         return []
+    statistics = perform(CalibrateSettings(model=measured.model, run=str(folder)), bench).statistics
     perform(measured, bench)
+    model = bench.in_run(model, folder)
     tokenizer = model.require_tokenizer()
     text = prepare_text("wikitext2:test", tokenizer, window=512, limit=arguments.test_windows)
     teacher = Remembered(TorchSession(model))
     rows = []
     with Run.open(folder) as run:
         table = run.table(target=target.name)
-        aim = Aim(PlanSettings(run=str(folder), target=target.name, model=measured.model), run, bench)
+        settings = PlanSettings(run=str(folder), target=target.name, model=measured.model, name="ours")
+        planner = TargetPlanner(settings, run, bench)
         known: dict[str, Judged] = {}
 
         def judged(plan: Plan) -> Judged:
@@ -131,21 +133,16 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
 
         rivals: dict[str, Callable[[], Judged]] = {
             rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
-            for rival in rival_plans(aim, table, None, everything=True)
+            for rival in rival_plans(planner, table, None, everything=True)
         }
         if target.name == "openvino":
-            ids = LearningText().drawn(run, model, bench).ids
+            ids = bench.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
         for rival, make_file in rivals.items():
             theirs = make_file()
-
-            def make(fixed_bytes: int, limit: int = theirs.bytes) -> Plan:
-                return planning.plan_for_budget(
-                    table, max_bytes=limit, name="ours", fixed_bytes=fixed_bytes, **aim.holding
-                ).plan
-
+            within = replace(settings, max_bytes=theirs.bytes)
             try:
-                ours = judged(aim.fitted(make, theirs.bytes))
+                ours = judged(plan_within_budget(within, run, table, planner, Events()))
             except PlanError as error:
                 print(f"{name}, {target.name}, {rival}: no plan of ours is as small: {error}", flush=True)
                 continue

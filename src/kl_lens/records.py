@@ -117,9 +117,9 @@ class Measurement(Record):
 
 
 _PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
-# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, measured swaps
-# (earlier versions had them), a mixture that a runtime's users know, anything else.
-PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "refined", "stock", "other")
+# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, a mixture that a
+# runtime's users know, anything else.
+PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
 
 
 def checked_plan_name(name: str) -> str:
@@ -170,8 +170,9 @@ class Plan(Record):
     limits: dict[str, float] = field(default_factory=dict)  # what was asked for: bytes, kl, latency, drop
     fixed_bytes: int = 0  # what a file needs besides the weights, where the limit in bytes is the file's
     statistics: str | None = None  # digest of what learnt recipes were made from
-    refined_from: str | None = None  # of earlier versions: the plan that measured swaps started from
     target: str | None = None  # whom it was made for: what it holds, how it computes, whose bytes are limited
+    interaction: float = 1.0  # by which whole plans lost more than their parts; in `predicted_kl` already
+    edited: bool = False  # by hand, since the program wrote the file it was read from
 
     @property
     def file_bytes(self) -> int | None:
@@ -255,7 +256,7 @@ class Artifact(Record):
     files: tuple[str, ...]  # relative to the artifact's record
     tensors: tuple[ExportedTensor, ...]
     planned_bytes: int
-    realised_bytes: int
+    realised_bytes: int  # of the files that the runtime loads (`Target.loaded_bytes`)
     model: str
     model_fingerprint: str
     settings: dict[str, Any] = field(default_factory=dict)  # device profile, rewrites, versions, …

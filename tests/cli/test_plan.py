@@ -148,6 +148,11 @@ def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_fo
     assert "text.txt" in capsys.readouterr().err
 
 
+def test_the_frontier_takes_no_limit(measured: Path, capsys) -> None:
+    assert main(["plan", "--run", str(measured), "--frontier", "--max-bpw", "3"]) != 0
+    assert "--frontier shows every size, so it takes no limit: leave out --max-bpw" in capsys.readouterr().err
+
+
 def test_the_frontier(measured: Path, capsys) -> None:
     assert main(["plan", "--run", str(measured), "--frontier"]) == 0
     assert "Complete." in capsys.readouterr().out

@@ -213,7 +213,7 @@ def test_the_best_of_the_papers_points_is_no_larger_than_its_rival() -> None:
     assert smallest is not None
     assert smallest.name == "kl_point05"
     assert best_paper_point([rival], rival) is None
-    ours = point("kl_point03_refined", 80, 0.0, "refined")
+    ours = point("kl_point03_ours", 80, 0.0, "exact")
     best = best_paper_point([*points, ours], rival)
     assert best is not None
     assert best.name == "kl_point03"

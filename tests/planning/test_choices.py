@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from kl_lens.planning import (
 from kl_lens.planning.pareto import undominated
 from kl_lens.quantizers import registry
 from kl_lens.quantizers.nearest import Nearest
-from kl_lens.records import Component, Estimate, SensitivityTable
+from kl_lens.records import Estimate, SensitivityTable
 from tests.planning.tables import component, measurement, table_of
 
 NAMES = ("head", "in_proj", "dt_proj")
@@ -91,24 +94,32 @@ def test_unknown_recipes_name_the_component(wanted: str) -> None:
         build_problem(measured_table("int4"), recipes=[wanted])
 
 
-def only_eight_bits(part: Component, recipe: str) -> bool | str:
-    return recipe in ("fp16", "int8") or f"no kernel for {recipe} of {part.shape[-1]} columns"
+def a_target(why_not: Callable[[str, int], str | None]) -> Any:
+    """One whose files add nothing; what it refuses depends on a format's name and on columns."""
+    return SimpleNamespace(
+        holds=lambda grid, shape: why_not(grid.name, shape[-1]), overhead=lambda grid: 0, name="a target"
+    )
+
+
+def only_eight_bits(name: str, columns: int) -> str | None:
+    return None if name in ("fp16", "int8") else f"no kernel for {name} of {columns} columns"
 
 
 def test_a_plan_for_a_target_holds_only_what_it_can_hold() -> None:
     table = measured_table("int4", "int8")
-    problem = build_problem(table, allowed=only_eight_bits)
+    problem = build_problem(table, target=a_target(only_eight_bits))
     assert {c.recipe for g in problem.groups for c in g.choices} == {"fp16", "int8"}
     assert problem.refused["dt_proj", "int4"] == "no kernel for int4 of 48 columns"
-    assert set(plan_for_budget(table, max_kl=9.0, allowed=only_eight_bits).plan.assignment.values()) == {
-        "int8"
-    }
+    plan = plan_for_budget(table, max_kl=9.0, target=a_target(only_eight_bits)).plan
+    assert set(plan.assignment.values()) == {"int8"}
 
 
 def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:
-    pair = [component("q", fused_with=["k"]), component("k", fused_with=["q"]), component("head")]
+    pair = [component("q", fused_with=["k"]), component("k", (64, 128), fused_with=["q"]), component("head")]
     table = table_of(pair, {(n, f): 0.1 for n in ("q", "k", "head") for f in ("int4", "int8")})
-    problem = build_problem(table, allowed=lambda part, recipe: (part.name, recipe) != ("k", "int4"))
+    problem = build_problem(
+        table, target=a_target(lambda name, columns: "no" if (name, columns) == ("int4", 128) else None)
+    )
     assert [{c.recipe for c in g.choices} for g in problem.groups] == [
         {"fp16", "int8"},
         {"fp16", "int8", "int4"},
@@ -117,7 +128,7 @@ def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:
 
 def test_a_component_that_a_target_can_hold_in_no_way_is_named() -> None:
     with pytest.raises(PlanError, match="head: the target can hold none of its recipes: too wide; too wide"):
-        build_problem(measured_table("int4"), allowed=lambda *_: "too wide")
+        build_problem(measured_table("int4"), target=a_target(lambda *_: "too wide"))
 
 
 def test_a_limit_in_bytes_is_the_files() -> None:

@@ -49,7 +49,7 @@ def test_a_plan_comes_back_unchanged(written: Path) -> None:
 
 def test_the_file_names_every_quantizable_component(written: Path) -> None:
     content = json.loads(written.read_text())
-    assert content["version"] == 2
+    assert content["version"] == 3
     assert list(content["assignment"]) == [c.name for c in COMPONENTS if c.quantizable]
     assert content["bytes"] == read_plan(written, COMPONENTS).bytes
 
@@ -58,7 +58,7 @@ def test_an_edited_plan_loses_its_prediction_and_gets_a_new_one(written: Path) -
     before = read_plan(written, COMPONENTS)
     edit(written, assignment=before.assignment | {"backbone.layers.0.mixer.in_proj": "fp16"})
     plan = read_plan(written, COMPONENTS)
-    assert plan.notes == {"edited": True}
+    assert (plan.notes, plan.edited) == ({}, True)
     assert plan.predicted_kl is None
     assert plan.made_by == "exact budget, edited by hand"
     assert plan.bytes is not None
@@ -66,12 +66,12 @@ def test_an_edited_plan_loses_its_prediction_and_gets_a_new_one(written: Path) -
     fresh = repredicted(plan, TABLE)
     assert fresh.predicted_kl is not None
     assert fresh.predicted_kl < (before.predicted_kl or 0)
-    assert fresh.notes["edited"] is True
+    assert fresh.edited
 
 
 def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
     path = tmp_path / "short.json"
-    path.write_text('{"version": 1, "assignment": {"lm_head": "INT8"}}')  # by its other name
+    path.write_text('{"version": 3, "assignment": {"lm_head": "INT8"}}')  # by its other name
     plan = read_plan(path, COMPONENTS)
     assert plan.assignment == {
         "backbone.embeddings": "int8",
@@ -118,35 +118,39 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
         ("", "no valid JSON"),
         ("[1, 2]", "no plan: expected an object"),
         ('{"version": 1}', "no plan: expected an object"),
-        ('{"version": 9, "assignment": {}}', "version 9; this program reads versions 1 and 2"),
+        ('{"version": 9, "assignment": {}}', "version 9; this program reads version 3: make the plan again"),
         ('{"assignment": {}}', "version None"),
-        ('{"version": 1, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
-        ('{"version": 1, "assignment": {}, "note": {}}', "unknown field 'note'; did you mean notes"),
-        ('{"version": 1, "assignment": {}, "predicted_kl": "low"}', "predicted_kl is 'low'"),
-        ('{"version": 1, "assignment": {}, "notes": [1]}', "notes must be an object"),
+        ('{"version": 3, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
+        ('{"version": 3, "assignment": {}, "note": {}}', "unknown field 'note'; did you mean notes"),
+        ('{"version": 3, "assignment": {}, "predicted_kl": "low"}', "predicted_kl is 'low'"),
+        ('{"version": 3, "assignment": {}, "notes": [1]}', "notes must be an object"),
         (
-            '{"version": 2, "assignment": {}, "family": "royal"}',
+            '{"version": 3, "assignment": {}, "family": "royal"}',
             "family is 'royal'; expected one of uniform, paper",
         ),
-        ('{"version": 2, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
-        ('{"version": 2, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
-        ('{"version": 2, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),
         (
-            '{"version": 2, "assignment": {}, "notes": {"a": [{"b": Infinity}]}}',
+            '{"version": 3, "assignment": {}, "interaction": 0}',
+            "interaction is 0; expected a positive number",
+        ),
+        ('{"version": 3, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
+        ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),
+        (
+            '{"version": 3, "assignment": {}, "notes": {"a": [{"b": Infinity}]}}',
             "notes.a.b is no finite number",
         ),
-        ('{"version": 2, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is no finite number"),
-        ('{"version": 2, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "no valid JSON"),
-        ('{"version": 2, "assignment": {}, "limits": {"bytes": "many"}}', "limits.bytes is 'many'"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is no finite number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "no valid JSON"),
+        ('{"version": 3, "assignment": {}, "limits": {"bytes": "many"}}', "limits.bytes is 'many'"),
         (
-            '{"version": 2, "assignment": {}, "measured": {"kl": 0.1}}',
+            '{"version": 3, "assignment": {}, "measured": {"kl": 0.1}}',
             "measured is .*expected an object of kl, perp",
         ),
         (
-            '{"version": 2, "assignment": {}, "made_by": "\\ud800"}',
+            '{"version": 3, "assignment": {}, "made_by": "\\ud800"}',
             "made_by holds characters that are no text",
         ),
-        ('{"version": 2, "assignment": {}, "made_by": 3}', "made_by is 3; expected a string"),
+        ('{"version": 3, "assignment": {}, "made_by": 3}', "made_by is 3; expected a string"),
         ("[" * 100_000, "no valid JSON"),
     ],
 )
@@ -191,8 +195,8 @@ def test_every_fact_of_a_plan_comes_back(written: Path) -> None:
         measured=MEASURED,
         fixed_bytes=1234,
         statistics="0123abcd",
-        refined_from="other",
-        family="refined",
+        interaction=1.25,
+        family="stock",
     )
     assert read_plan(write_plan(plan, written, COMPONENTS), COMPONENTS) == plan
     assert Plan.from_json(plan.to_json()) == plan
@@ -213,7 +217,7 @@ def test_other_statistics_are_other_weights(written: Path) -> None:
         replace(read_plan(written, COMPONENTS), statistics="one", measured=MEASURED), written, COMPONENTS
     )
     plan = read_plan(edit(written, statistics="two"), COMPONENTS)
-    assert (plan.notes, plan.measured, plan.statistics) == ({"edited": True}, None, "two")
+    assert (plan.edited, plan.notes, plan.measured, plan.statistics) == (True, {}, None, "two")
 
 
 def test_an_edited_plan_is_no_longer_what_it_was(written: Path) -> None:
@@ -234,7 +238,7 @@ def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
 @pytest.mark.parametrize("name", ["best (v2)", "a,b", " x", "x" * 81, ".."])
 def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
-    path.write_text('{"version": 2, "assignment": {}}')
+    path.write_text('{"version": 3, "assignment": {}}')
     with pytest.raises(PlanError, match="is no name for a plan: use letters"):
         read_plan(path, COMPONENTS)
     with pytest.raises(PlanError, match="is no name for a plan: use letters"):
@@ -246,40 +250,3 @@ def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
 def test_a_plan_is_written_under_its_own_name_only(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"must be called mine\.json"):
         write_plan(Plan("mine", {}, "test"), tmp_path / "yours.json", COMPONENTS)
-
-
-def version_1(path: Path, **notes: Any) -> Path:
-    """The file as the first version of plan files had it."""
-    content = json.loads(path.read_text())
-    kept = ("name", "made_by", "predicted_kl", "bytes", "bits_per_weight", "fingerprint", "assignment")
-    old = {"version": 1, **{key: content[key] for key in kept}}
-    path.write_text(json.dumps(old | {"notes": {"limits": content["limits"], **notes}}))
-    return path
-
-
-def test_the_first_version_is_still_read(written: Path) -> None:
-    measured = {"measured_kl": 0.02, "measured_kl_standard_error": 0.001, "perplexity": 21.5,
-                "perplexity_standard_error": 0.2, "original_perplexity": 21.0,
-                "measured_on": "wikitext2:valid, 4 windows"}  # fmt: skip
-    new = read_plan(written, COMPONENTS)
-    old = read_plan(version_1(written, **measured, metric="mse"), COMPONENTS)
-    assert old == replace(new, measured=MEASURED, notes={"metric": "mse"})
-    assert json.loads(write_plan(old, written, COMPONENTS).read_text())["version"] == 2
-
-
-@pytest.mark.parametrize(
-    ("made_by", "notes", "family"),
-    [
-        ("the paper's points, cpu pipeline, ranked by mse", {}, "paper"),
-        ("greedy under a perplexity budget", {"perplexity": 21.5, "baseline_perplexity": 20.0}, "greedy"),
-        ("exact budget, refined by measured swaps", {"refined_from": "small"}, "refined"),
-        ("Pareto frontier of bytes and KL", {}, "exact"),
-        ("somebody", {}, "other"),
-    ],
-)
-def test_families_of_the_first_version(
-    written: Path, made_by: str, notes: dict[str, Any], family: str
-) -> None:
-    plan = read_plan(edit(version_1(written, **notes), made_by=made_by), COMPONENTS)
-    assert (plan.family, plan.measured) == (family, None)
-    assert plan.refined_from == notes.get("refined_from")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kl_lens.pipeline.planning import Aim
-from kl_lens.planning import Contender, contest, interaction, paired_difference
+from kl_lens.pipeline.planning import TargetPlanner
+from kl_lens.planning import Contender, contest, interaction, paired_difference, stock_with_our_methods
 from kl_lens.records import Estimate, Plan
+from tests.planning.tables import component, table_of
 
 DIFFICULTY = np.array([0.5, 1.0, 1.5, 2.0])  # common to all plans, as in real text
 
@@ -81,8 +84,43 @@ def test_what_other_text_costs_is_told_by_the_rival_that_loses_most(monkeypatch:
     def half(**losses: float) -> SimpleNamespace:
         return SimpleNamespace(measure=lambda plan: SimpleNamespace(kl=Estimate(losses[plan["head"]], 0.0)))
 
-    monkeypatch.setattr(Aim, "halves", (half(q8_0=0.001, q4_k=0.04), half(q8_0=0.002, q4_k=0.05)))
-    aim = Aim.__new__(Aim)
+    monkeypatch.setattr(TargetPlanner, "halves", (half(q8_0=0.001, q4_k=0.04), half(q8_0=0.002, q4_k=0.05)))
+    planner = TargetPlanner.__new__(TargetPlanner)
     rivals = [Plan(name, {"head": name}, name) for name in ("q8_0", "q4_k")]
-    assert aim.other_text(rivals) == pytest.approx(1.25)
-    assert aim.other_text([]) == 1.0
+    assert planner.other_text(rivals) == pytest.approx(1.25)
+    assert planner.other_text([]) == 1.0
+
+
+def test_a_mixture_that_fits_by_its_written_size_wins_over_sums_of_bounds() -> None:
+    """The solver's bounds say that all-int8 is too large; the written file says that it is not."""
+
+    def size(model: object, plan: Plan) -> int:
+        return (plan.bytes or 0) + (100 if plan.assignment["head"] == "int8" else 120)
+
+    planner = TargetPlanner.__new__(TargetPlanner)
+    planner.target = SimpleNamespace(name="toy", title="Toy", exact_file_bytes=size)  # type: ignore[assignment]
+    planner.__dict__["fixed_bytes"] = 100
+    planner._run = planner._settings = SimpleNamespace()  # type: ignore[assignment]
+    planner._bench = SimpleNamespace(model_of=lambda run, settings: None)  # type: ignore[assignment]
+    small = Plan("ours", {"head": "int4"}, "exact budget", 0.5, 500, limits={"bytes": 1100}, fixed_bytes=120)
+    whole = Plan("mixture", {"head": "int8"}, "a mixture", 0.1, 1000)
+    assert planner.fitted(lambda fixed: small, 1100).file_bytes == 620
+    found = planner.fitted(lambda fixed: small, 1100, [whole])
+    assert (found.name, found.assignment, found.file_bytes) == ("ours", {"head": "int8"}, 1100)
+    assert found.limits == {"bytes": 1100}
+    assert planner.fitted(lambda fixed: small, 1099, [whole]).assignment == {"head": "int4"}
+    worse = replace(whole, predicted_kl=0.9)
+    assert planner.fitted(lambda fixed: small, 1100, [worse]).assignment == {"head": "int4"}
+
+
+def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:
+    parts = [component("head", (64, 64)), component("in_proj", (64, 64), fused_with=["k"]), component("k")]
+    damage = {"int4": 0.2, "int8": 0.02, "int8+search": 0.01, "q8_0": 0.001}
+    table = table_of(parts, {(c.name, recipe): kl for c in parts for recipe, kl in damage.items()})
+    target: Any = SimpleNamespace(
+        holds=lambda grid, shape: "not here" if grid.name == "q8_0" else None, overhead=lambda grid: 10
+    )
+    mixture = {"head": "int8", "in_proj": "int4", "k": "int8"}
+    [found] = stock_with_our_methods(table, [mixture], target=target)
+    assert found == {"head": "int8+search", "in_proj": "int4", "k": "int8+search"}
+    assert stock_with_our_methods(table, [mixture], target=target, recipes=["int8"]) == []

@@ -120,9 +120,11 @@ BESIDES = 7000  # bytes of a target's file that are no weights
 def add_target(folder: Path, target: str = "openvino") -> Path:
     """A recommendation for a target, in bytes of its file."""
     with Run.open(folder) as run:
-        table, holding = run.table(), planning.holding(get_target(target))
-        name = f"recommended-{target}"
-        made = planning.plan_for_budget(table, max_bpw=10, name=name, fixed_bytes=BESIDES, **holding).plan
+        table, name = run.table(), f"recommended-{target}"
+        planning.store_fixed_bytes(run, get_target(target), BESIDES)
+        made = planning.plan_for_budget(
+            table, max_bpw=10, name=name, fixed_bytes=BESIDES, target=get_target(target)
+        ).plan
         planning.write_plan(
             replace(made, target=target), planning.plan_path(folder / "plans", name), table.components
         )
@@ -193,10 +195,9 @@ def _plan(run: Run, verified: bool) -> list[Plan]:
     whole = sum(2 * c.parameters for c in table.components)
     exact = planning.plan_for_budget(table, max_bytes=0.45 * whole, name="recommended").plan
     small = planning.plan_for_budget(table, max_bytes=0.35 * whole, name="small").plan
-    refined = replace(small, name="small_refined", family="refined", refined_from="small")
     random_ = random.Random(5)
     finished = []
-    for plan in [*made, exact, small, refined]:
+    for plan in [*made, exact, small]:
         measured = None
         if verified and plan.predicted_kl is not None:
             kl = plan.predicted_kl * random_.uniform(0.9, 1.25)

@@ -207,18 +207,18 @@ def test_an_allowed_loss_is_a_budget_too(desktop: Opened) -> None:
 
 
 def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_path: Path) -> None:
-    folder, holding = make_run(tmp_path / "run"), planning.holding(get_target("openvino"))
+    folder, target = make_run(tmp_path / "run"), get_target("openvino")
     with Run.open(add_target(folder)) as run:
         table, path = run.table(), write_report(run)
     found = opened(browser, path, DESKTOP)
     page = found.page
     assert page.get_by_role("radio", name="OpenVINO").is_checked()
     least, most = planning.achievable_range(
-        planning.build_problem(table, fixed_bytes=BESIDES, **holding)
+        planning.build_problem(table, fixed_bytes=BESIDES, target=target)
     ).bytes
     for budget in (least, least + (most - least) // 3, most):
         limits: dict[str, Any] = {"max_bytes": budget, "fixed_bytes": BESIDES}
-        expected = planning.plan_for_budget(table, **limits, **holding).totals
+        expected = planning.plan_for_budget(table, **limits, target=target).totals
         assert ask(page, budget) == (expected.bytes, pytest.approx(expected.kl, rel=1e-9))
     page.get_by_label("Tokens per second").check()
     slow, _ = ask(page, 30_000)

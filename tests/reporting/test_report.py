@@ -100,7 +100,7 @@ def test_tau_is_given_for_every_metric_format_and_calibration(sample_page: str) 
 def test_every_plan_is_in_the_size_figures_with_the_frontier(sample_page: str) -> None:
     found = section(sample_page, "sizes")
     titles = {t.words.partition("\n")[0] for t in found.all("title")}
-    assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small_refined"} <= titles
+    assert {"the original", "uniform_int8", "uniform_int4", "recommended", "small"} <= titles
     assert {f"kl_point{i:02}" for i in range(1, 11)} <= titles
     assert "Predicted against measured" in found.words
 
@@ -233,16 +233,27 @@ def test_the_page_holds_every_choice_that_planning_has_to_the_byte(
 
 
 def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
-    """Also where no FP16 file says what a file needs besides weights: a plan for the target does."""
-    folder, holding = make_run(tmp_path / "run", stages=()), planning.holding(get_target("openvino"))
+    folder = make_run(tmp_path / "run", stages=())
     with Run.open(add_target(folder)) as run:
         table, spaces = run.table(), collect(run).spaces
     assert list(spaces) == ["openvino"]
-    expected = planning.build_problem(table, fixed_bytes=BESIDES, **holding)
+    expected = planning.build_problem(table, fixed_bytes=BESIDES, target=get_target("openvino"))
     assert spaces["openvino"].problem.groups == expected.groups
     assert spaces["openvino"].problem.fixed_bytes == expected.fixed_bytes
     cheapest = {c.recipe: c.bytes for c in expected.groups[0].choices}
     assert cheapest != {c.recipe: c.bytes for c in build_problem(table).groups[0].choices}
+
+
+def test_without_a_slider_the_page_says_why(tmp_path: Path) -> None:
+    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
+        run.store("fixed_bytes", "openvino", None)
+        run.store("latency", "openvino-cpu", {"backbone.embeddings": {"fp16": 1.0}})
+        page = write_report(run).read_text()
+        assert "No slider for openvino: the run does not say what its OpenVINO file needs" in page
+        planning.store_fixed_bytes(run, get_target("openvino"), BESIDES)
+        page = write_report(run).read_text()
+    assert "No slider" not in page
+    assert "No speeds in the slider for openvino: the latency profile has no time for" in page
 
 
 def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,8 +31,8 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS, SessionSettings, Target, describe_target, get_target
-from kl_lens.targets.latency import KIND, PROTOCOL_KIND, other_conditions
+from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
+from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
 from kl_lens.units import human_bytes, human_seconds, spell_share
 
 _paper = grouped("the paper's points")
@@ -39,6 +40,7 @@ _quality = grouped("greedy under a quality budget")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measured on held-out text")
 ALL, USUAL = "all", "usual"  # rivals
+MIXTURE = "a well-known mixture with our methods"
 ROUNDS = 4  # in which a plan for a size of file is corrected
 KL = "kl_teacher_to_student"
 
@@ -112,13 +114,15 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         return {name: getattr(self, name) for name in names}
 
     @property
+    def limits(self) -> list[str]:
+        """The flags of all limits that are set."""
+        names = (*self.budgets, "max_loss", "max_drop", "gamma", "gamma_exhaustive")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+
+    @property
     def choice(self) -> dict[str, Any]:
         """What may be chosen from: arguments of every planner."""
         return {"recipes": self.formats or None, "no_head": self.no_head}
-
-    def menu(self, table: SensitivityTable) -> dict[str, Any]:
-        """The same, as arguments of `build_problem`."""
-        return {"recipes": self.formats or None, "exclude": {table.head} if self.no_head else ()}
 
 
 @dataclass(frozen=True)
@@ -136,49 +140,55 @@ class PlanResult:
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
     if settings.rivals and settings.target is None:
         raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
+    if settings.frontier and (ignored := settings.limits):
+        raise PlanError(
+            f"--frontier shows every size, so it takes no limit: leave out {', '.join(ignored)}, or --frontier"
+        )
     with Run.open(settings.run_folder) as run:
         table = run.table(target=settings.target)
         folder = run.folder / "plans"
         if settings.compare:
             plans = [_read(folder, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
-        aim = Aim(settings, run, bench)
+        planner = TargetPlanner(settings, run, bench)
         if settings.frontier:
-            return _frontier(settings, run, table, aim, events)
+            return _frontier(settings, run, table, planner, events)
         if not settings.dry_run:
             run.note_command(["kl-lens", *command_of(settings)])
-        plans = _made(settings, run, table, aim, events)
+        plans = _made(settings, run, table, planner, events)
         if settings.rivals:
-            plans = _with_rivals(settings, table, plans, aim, events)
+            plans = _with_rivals(settings, table, plans, planner, events)
         elif settings.verify:
-            factor = aim.interaction(table, plans) if aim.target else 1.0
-            plans = [verified(each, table, aim.halves[1], events, factor) for each in plans]
+            factor = planner.interaction(table, plans) if planner.target else 1.0
+            plans = [verified(each, table, planner.halves[1], events, factor) for each in plans]
         if settings.dry_run:
             return PlanResult(table, plans)
+        if planner.target:
+            planning.store_fixed_bytes(run, planner.target, planner.fixed_bytes)
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
         return PlanResult(table, plans, folder)
 
 
 def _frontier(
-    settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
+    settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> PlanResult:
     latency = _latency(settings, run, events)[1] if settings.profile else None
     problem = planning.build_problem(
         table,
         latency=latency,
         metric=_metric(settings, table, events),
-        fixed_bytes=aim.besides if aim.target else 0,
-        **settings.menu(table),
-        **aim.holding,
+        target=planner.target,
+        fixed_bytes=planner.fixed_bytes,
+        **settings.choice,
     )
     if latency is not None:
         return PlanResult(table, surface=planning.pareto_surface(problem))
     return PlanResult(table, frontier=planning.pareto_frontier(problem))
 
 
-class Aim:
-    """Whom plans are for: nobody in particular, or a target with what it holds, how it computes and what it writes.
+class TargetPlanner:
+    """Sizes and measures plans for one target (None: weights alone, no file).
 
     The model is opened only when something has to be measured or sized.
     """
@@ -218,38 +228,39 @@ class Aim:
         worst = max(losses, key=lambda loss: loss[0], default=None)
         return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
 
-    @property
-    def holding(self) -> dict[str, Any]:
-        """What the target allows, as an argument of planners."""
-        return planning.holding(self.target)
-
-    def sized(self, plan: Plan, *, exact: bool = False) -> Plan:
-        """The plan as one for this target: with the size of its file, or a bound that is sooner known."""
+    def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
+        """The plan as one for this target: with the size of its file, or an upper bound that is sooner known."""
         if self.target is None:
             return plan
         size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
         return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
 
-    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None) -> Plan:
-        """What `make` gives for a file's bytes besides the weights, so that the file is no larger than asked."""
+    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:
+        """What `make` gives for a file's bytes besides the weights, so that the file is no larger than asked; or one of
+        `others`, where its file is no larger either and it is predicted to lose less."""
         if self.target is None or max_bytes is None:
             return self.sized(make(0))
-        besides = self.besides
+        fixed = self.fixed_bytes
         best: Plan | None = None
         for _ in range(ROUNDS):
-            made = make(besides)
-            plan = self.sized(made, exact=True)
+            made = make(fixed)
+            plan = self.sized(made)
             size = plan.file_bytes
             assert size is not None
-            if size <= max_bytes and (
-                best is None or (plan.predicted_kl or 0.0) < (best.predicted_kl or 0.0)
-            ):
+            if size <= max_bytes and (best is None or _loses_less(plan, best)):
                 best = plan
             # What such a file needs besides, as it turned out. A byte too many can cost a plan that just fits.
             wrong = plan.fixed_bytes - made.fixed_bytes
             if wrong == 0 or (wrong > 0 and best is not None):
                 break
-            besides += wrong if best is not None else max(wrong, size - max_bytes)
+            fixed += wrong if best is not None else max(wrong, size - max_bytes)
+        for other in others:
+            # Weights alone first: most need not be written to be weighed.
+            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (best and not _loses_less(other, best)):
+                continue
+            plan = self.sized(replace(other, name=made.name, limits=made.limits))
+            if (plan.file_bytes or 0) <= max_bytes:
+                best = plan
         if best is not None:
             return best
         raise PlanError(
@@ -257,27 +268,29 @@ class Aim:
             "raise the budget"
         )
 
-    @property
-    def besides(self) -> int:
+    @cached_property
+    def fixed_bytes(self) -> int:
         """What the target's file needs besides the weights, as far as no recipe changes it."""
+        if self.target is None:
+            return 0
         weights = sum(2 * c.parameters for c in self.model.anatomy.components)
-        return self.sized(Plan("fp16", {}, "fp16", bytes=weights)).fixed_bytes
+        return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
 
 
-def computed_as(target: Target) -> str | None:
-    """The target, where what its kernels do to activations is known for this machine; None: weights alone."""
-    recipes = dict(zip(target.menu, target.menu, strict=True))
-    return target.name if target.models_activations(SessionSettings(), recipes) else None
+def _loses_less(plan: Plan, other: Plan) -> bool:
+    return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
 
 
 def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
     return planning.read_plan(planning.plan_path(folder, name), table.components)
 
 
-def _made(settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events) -> list[Plan]:
+def _made(
+    settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
+) -> list[Plan]:
     if settings.plan:
         plan = _read(run.folder / "plans", settings.plan, table)
-        return [planning.repredicted(plan, table) if plan.notes.get("edited") else plan]
+        return [planning.repredicted(plan, table) if plan.edited else plan]
     made: list[Plan] = []
     if settings.paper or settings.gpu or settings.gpu_int4:
         made += paper_points(
@@ -289,11 +302,11 @@ def _made(settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, e
     for name in settings.uniform:
         made.append(planning.uniform_plan(table, name, no_head=settings.no_head))
     if settings.gamma is not None or settings.gamma_exhaustive is not None:
-        made.append(_greedy(settings, table, aim, events))
+        made.append(_greedy(settings, table, planner, events))
     if settings.max_drop is not None or settings.max_loss is not None:
-        made.append(_within_loss(settings, table, aim, events))
+        made.append(_within_loss(settings, table, planner, events))
     elif any(value is not None for value in settings.budgets.values()):
-        made.append(_within_budget(settings, run, table, aim, events))
+        made.append(plan_within_budget(settings, run, table, planner, events))
     if not made and not settings.rivals:
         raise PlanError(
             "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, --max-drop, "
@@ -302,15 +315,15 @@ def _made(settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, e
     for each in made:
         for name in each.notes.get("not_in_the_lists", []):
             events.warn(f"{name} was never measured and stays FP16")
-    return [each if each.target else aim.sized(each) for each in made]
+    return [each if each.target else planner.sized(each) for each in made]
 
 
-def _greedy(settings: PlanSettings, table: SensitivityTable, aim: Aim, events: Events) -> Plan:
+def _greedy(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events) -> Plan:
     gamma = settings.gamma or settings.gamma_exhaustive
     assert gamma is not None
     result = greedy_plan(
         table,
-        aim.halves[0].perplexity,
+        planner.halves[0].perplexity,
         gamma=gamma,
         exhaustive=settings.gamma_exhaustive is not None,
         metric=_metric(settings, table, events),
@@ -324,14 +337,16 @@ def _greedy(settings: PlanSettings, table: SensitivityTable, aim: Aim, events: E
     return result.plan
 
 
-def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, events: Events) -> Plan:
+def _within_loss(
+    settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events
+) -> Plan:
     """The smallest plan within a measured loss: of KL, or of perplexity."""
     if any(value is not None for value in settings.budgets.values()):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings.budgets)
         raise PlanError(
             f"--max-loss and --max-drop set the KL limit themselves; use one of them without {flags}"
         )
-    meter = aim.halves[0]
+    meter = planner.halves[0]
 
     # One standard error on top of either: a little text must not talk us into too small a plan.
     def lost_perplexity(assignment: Mapping[str, str]) -> float:
@@ -351,7 +366,7 @@ def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, even
         asked, loss, allowed = f"{settings.max_loss:g} nats", lost_kl, settings.max_loss
         limits = {"loss": settings.max_loss}
     result = planning.plan_for_loss(
-        table, loss, max_loss=allowed, name=settings.name, **settings.choice, **aim.holding
+        table, loss, max_loss=allowed, name=settings.name, target=planner.target, **settings.choice
     )
     events.note(
         f"within {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
@@ -360,9 +375,10 @@ def _within_loss(settings: PlanSettings, table: SensitivityTable, aim: Aim, even
     return replace(result.plan, limits=limits)
 
 
-def _within_budget(
-    settings: PlanSettings, run: Run, table: SensitivityTable, aim: Aim, events: Events
+def plan_within_budget(
+    settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
+    """The plan of least predicted damage (or bytes, or time) within the limits, by the bytes of the target's file."""
     timed = settings.max_latency or settings.minimise == "latency" or settings.profile
     profile, latency = _latency(settings, run, events) if timed else (None, None)
     metric = _metric(settings, table, events)
@@ -376,38 +392,64 @@ def _within_budget(
                 minimise=settings.minimise,
                 metric=metric,
                 name=settings.name,
+                target=planner.target,
                 fixed_bytes=fixed_bytes,
                 **settings.budgets,
                 **settings.choice,
-                **aim.holding,
             )
         )
         return solutions[-1].plan
 
-    plan = aim.fitted(make, settings.max_bytes)
+    # Mixtures can tell which file fits to the byte, where sums over formats are bounds. With other limits than bytes,
+    # or another goal, only the solver knows what is best.
+    bytes_alone = settings.limits == ["--max-bytes"] and settings.minimise in (None, "kl")
+    others = _mixtures(settings, table, planner, metric) if planner.target and bytes_alone else ()
+    plan = planner.fitted(make, settings.max_bytes, others)
     solution = solutions[-1]
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
     events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
+    if plan.made_by == MIXTURE:
+        events.note(f"{MIXTURE} fits into the file, by its exact size, and is predicted to lose less")
     if profile is None:
         return plan
     events.note(f"{human_seconds(plan.notes['predicted_latency'])} per token, by the latency table {profile}")
     return replace(plan, notes=plan.notes | {"latency_table": profile})
 
 
+def _mixtures(
+    settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, metric: str
+) -> list[Plan]:
+    """The target's own mixtures with our methods."""
+    assert planner.target is not None
+    stock = planner.target.stock_recipes(planner.model)
+    made = planning.stock_with_our_methods(
+        table, [one.assignment for one in stock], target=planner.target, metric=metric, **settings.choice
+    )
+    predictor = planning.Predictor(table, metric)
+    return [
+        planning.finished_plan(table, "mixture", assignment, MIXTURE, predictor=predictor)
+        for assignment in made
+    ]
+
+
 def _with_rivals(
-    settings: PlanSettings, table: SensitivityTable, plans: Sequence[Plan], aim: Aim, events: Events
+    settings: PlanSettings,
+    table: SensitivityTable,
+    plans: Sequence[Plan],
+    planner: TargetPlanner,
+    events: Events,
 ) -> list[Plan]:
     """The plans beside the runtime's own mixtures, all measured alike; where one of those wins, it takes our place."""
-    rivals = rival_plans(aim, table, plans[-1] if plans else None, everything=settings.rivals == ALL)
+    rivals = rival_plans(planner, table, plans[-1] if plans else None, everything=settings.rivals == ALL)
     if not plans and not settings.verify:
         return rivals
-    meter = aim.halves[1]
-    factor = aim.interaction(table, plans) * aim.other_text(rivals)
+    meter = planner.halves[1]
+    factor = planner.interaction(table, plans) * planner.other_text(rivals)
     measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
     if not plans:
         return measured
     ours, others = measured[len(plans) - 1], measured[len(plans) :]
-    contest = judged(ours, others, meter)
+    contest = judged(planner, ours, others)
     sentence = contest.sentence(ours.name)
     events.note(f"{ours.name}: {sentence}")
     kept = [replace(ours, notes=ours.notes | {"contest": sentence})]
@@ -415,40 +457,45 @@ def _with_rivals(
         winner = next(each for each in others if each.name == contest.winner)
         made_by = f"{winner.made_by}; in the place of our own plan"
         notes = winner.notes | {"contest": sentence, "taken_over": winner.name}
-        kept = [
-            replace(ours, name=f"{ours.name}.own"),
-            replace(winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits),
-        ]
+        taken = replace(winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits)
+        kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
     return [*measured[: len(plans) - 1], *others, *kept]
 
 
-def rival_plans(aim: Aim, table: SensitivityTable, ours: Plan | None, *, everything: bool) -> list[Plan]:
+def rival_plans(
+    planner: TargetPlanner, table: SensitivityTable, ours: Plan | None, *, everything: bool
+) -> list[Plan]:
     """The target's well-known mixtures as plans: all, or the usual ones and the largest that is no larger than ours."""
-    assert aim.target is not None
-    stock = aim.target.stock_recipes(aim.model)
+    assert planner.target is not None
+    stock = planner.target.stock_recipes(planner.model)
     made = {
-        one.plan_name: aim.sized(
-            planning.finished_plan(table, one.plan_name, dict(one.assignment), one.origin, family="stock")
+        one.plan_name: planning.finished_plan(
+            table, one.plan_name, dict(one.assignment), one.origin, family="stock"
         )
         for one in stock
     }
     if everything:
-        return list(made.values())
-    usual = {one.plan_name: made[one.plan_name] for one in stock if one.usual}
-    size = ours.file_bytes if ours else None
+        return [planner.sized(plan) for plan in made.values()]
+    usual = {one.plan_name: planner.sized(made[one.plan_name]) for one in stock if one.usual}
+    size = (ours.file_bytes if ours else None) or 0
     # The last of equals: with an importance matrix, where there are both.
-    below = [plan for plan in reversed(made.values()) if size is not None and (plan.file_bytes or 0) <= size]
-    if below:
-        nearest = max(below, key=lambda plan: plan.file_bytes or 0)
-        usual[nearest.name] = nearest
+    below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + planner.fixed_bytes <= size]
+    for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
+        nearest = planner.sized(plan)
+        if (nearest.file_bytes or 0) <= size:
+            usual[nearest.name] = nearest
+            break
     return list(usual.values())
 
 
-def judged(ours: Plan, rivals: Sequence[Plan], meter: PlanMeter) -> planning.Contest:
-    """Ours against rivals on the meter's text, by the sizes of their files."""
+def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
+    """Ours against rivals on the confirming text, by the sizes of their files; all under our name, which some files
+    hold."""
+    meter = planner.halves[1]
 
     def contender(plan: Plan) -> planning.Contender:
-        return planning.Contender(plan.name, plan.file_bytes or 0, meter.kl_by_window(plan.assignment))
+        size = planner.sized(replace(plan, name=ours.name)).file_bytes or 0
+        return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
 
     def keeps(rival: planning.Contender) -> bool:
         result = meter.measure(by_name[rival.name].assignment)
@@ -459,15 +506,13 @@ def judged(ours: Plan, rivals: Sequence[Plan], meter: PlanMeter) -> planning.Con
     return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
 
 
-def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, dict[tuple[str, str], float]]:
+def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, planning.LatencyTable]:
     """The name of a profile with what it was measured with, and the profile.
 
     It is stored as {component: {format: seconds}}, under its target and device.
     """
     name, target = settings.profile, settings.target
-    profiles = run.load_all(KIND)
-    if target is not None:
-        profiles = {key: value for key, value in profiles.items() if key.startswith(f"{target}-")}
+    profiles = planning.latency_profiles(run, target)
     if not profiles:
         whose = f" of {target}" if target else ""
         raise PlanError(
@@ -485,8 +530,7 @@ def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, dic
             f"latency table {name} was measured with {other}; kl-lens benchmark --layers makes one here"
         )
     told = f" ({known['threads']} thread(s), {known['runtime']}, {known['processor']})" if known else ""
-    seconds = {(c, fmt): float(s) for c, row in profiles[name].items() for fmt, s in row.items()}
-    return name + told, seconds
+    return name + told, profiles[name]
 
 
 def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> str:
@@ -513,7 +557,11 @@ def verified(
     verification = planning.verify(predicted, result.kl)
     if verification.explained is False:
         (events or Events()).warn(f"{plan.name}: {verification.message}")
-    notes = plan.notes | {"verification": verification.message}
-    if factor != 1.0:
-        notes |= {"interaction": factor}
-    return replace(plan, measured=measured, notes=notes, predicted_kl=predicted.value, statistics=learnt)
+    return replace(
+        plan,
+        measured=measured,
+        notes=plan.notes | {"verification": verification.message},
+        predicted_kl=predicted.value,
+        interaction=factor,
+        statistics=learnt,
+    )

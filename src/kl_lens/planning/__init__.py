@@ -10,8 +10,14 @@ from kl_lens.planning.cost import Cost, FormatShare, cost_of
 from kl_lens.planning.drop import LossResult, plan_for_loss
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
+from kl_lens.planning.inputs import (
+    latency_profiles,
+    stock_with_our_methods,
+    store_fixed_bytes,
+    stored_fixed_bytes,
+)
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric, repredicted, uniform_plan
-from kl_lens.planning.problem import Allowed, LatencyTable, Overhead, Problem, build_problem, holding
+from kl_lens.planning.problem import LatencyTable, Problem, build_problem
 from kl_lens.planning.rivals import Contender, Contest, PairedDifference, contest, paired_difference
 from kl_lens.planning.surface import SurfacePoint, pareto_surface
 from kl_lens.planning.table import Comparison, Difference, PlanRow, compare, plan_row
@@ -19,7 +25,6 @@ from kl_lens.planning.verify import Verification, interaction, verify
 
 __all__ = [
     "AchievableRange",
-    "Allowed",
     "BudgetSolution",
     "Comparison",
     "Contender",
@@ -31,7 +36,6 @@ __all__ = [
     "FrontierPoint",
     "LatencyTable",
     "LossResult",
-    "Overhead",
     "PairedDifference",
     "PlanRow",
     "Predictor",
@@ -44,8 +48,8 @@ __all__ = [
     "contest",
     "cost_of",
     "finished_plan",
-    "holding",
     "interaction",
+    "latency_profiles",
     "paired_difference",
     "pareto_frontier",
     "pareto_surface",
@@ -56,6 +60,9 @@ __all__ = [
     "prediction_metric",
     "read_plan",
     "repredicted",
+    "stock_with_our_methods",
+    "store_fixed_bytes",
+    "stored_fixed_bytes",
     "uniform_plan",
     "verify",
     "write_plan",

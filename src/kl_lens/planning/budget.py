@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
+from kl_lens.planning.cost import recipe_of
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
-from kl_lens.planning.problem import Allowed, LatencyTable, Overhead, Problem, Totals, build_problem
+from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.units import human_bytes, human_kl, human_seconds
+
+if TYPE_CHECKING:
+    from kl_lens.targets import Target
 
 QUANTITIES = ("bytes", "kl", "latency")
 _HUMAN = {"bytes": human_bytes, "kl": human_kl, "latency": human_seconds}
@@ -55,9 +60,8 @@ def plan_for_budget(
     no_head: bool = False,
     keep_fused: bool = True,
     metric: str | None = None,
-    allowed: Allowed | None = None,
+    target: Target | None = None,
     fixed_bytes: int = 0,
-    overhead: Overhead | None = None,
     name: str | None = None,
 ) -> BudgetSolution:
     """The plan that is best within the limits, proven by a mixed-integer solver.
@@ -67,7 +71,6 @@ def plan_for_budget(
     other choices see `build_problem`; with `fixed_bytes`, `max_bytes` is the file's, `max_bpw` still the weights'.
     Raises BudgetError with the achievable range where no plan meets the limits.
     """
-    exclude = set(exclude) | ({table.head} if no_head else set())
     if max_latency is not None and latency is None:
         raise PlanError(
             "a latency limit needs a latency profile of the target; make one with `kl-lens benchmark`"
@@ -77,12 +80,12 @@ def plan_for_budget(
         table,
         recipes=recipes,
         exclude=exclude,
+        no_head=no_head,
         keep_fused=keep_fused,
         latency=latency,
         metric=metric or usual,
-        allowed=allowed,
+        target=target,
         fixed_bytes=fixed_bytes,
-        overhead=overhead,
     )
     limits = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
@@ -114,7 +117,8 @@ def plan_for_budget(
     )
     assert plan.bytes is not None
     besides = totals.bytes - plan.bytes
-    grown = sum(overhead(c, plan.assignment[c.name]) for c in table.candidates) if overhead else 0
+    grids = (recipe_of(plan.assignment[c.name]).grid for c in table.candidates)
+    grown = sum(target.overhead(grid) for grid in grids) if target else 0
     assert besides == fixed_bytes + grown, "the plan's bytes must be those that the solver added up"
     plan = replace(plan, limits=limits, fixed_bytes=besides)
     return BudgetSolution(plan, totals, goal, optimum.gap, optimum.variables, optimum.seconds)

@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.planning import files_v1
 from kl_lens.planning.cost import FP16, cost_of, recipe_of
 from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan, checked_plan_name
 from kl_lens.writing import write_text
 
-PLAN_FILE_VERSION = 2
+PLAN_FILE_VERSION = 3
 _FIELDS = {
     "version",
     "name",
     "family",
     "made_by",
-    "refined_from",
     "target",
     "predicted_kl",
+    "interaction",
     "bytes",
     "bits_per_weight",
     "fixed_bytes",
@@ -53,7 +52,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         raise PlanError(f"{path}: the file of plan {plan.name} must be called {plan.name}.json")
     components = tuple(components)
     cost = cost_of(components, plan.assignment)
-    notes = {key: value for key, value in plan.notes.items() if key not in ("edited", "not_named")}
+    notes = {key: value for key, value in plan.notes.items() if key != "not_named"}
     if cost.fallbacks:
         notes["fallbacks"] = {**notes.get("fallbacks", {}), **cost.fallbacks}
     content = {
@@ -61,9 +60,9 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "name": plan.name,
         "family": plan.family,
         "made_by": plan.made_by,
-        "refined_from": plan.refined_from,
         "target": plan.target,
         "predicted_kl": plan.predicted_kl,
+        "interaction": plan.interaction,
         "bytes": cost.bytes,
         "bits_per_weight": round(cost.bits_per_weight, 6),
         "fixed_bytes": plan.fixed_bytes,
@@ -83,7 +82,7 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
 
     Components that are not named stay FP16; `notes["not_named"]` lists them. Bytes are computed afresh. Where
     the assignment was edited since it was written, or the model is another, what was predicted and measured of
-    the old one is dropped and `notes["edited"]` says so; `repredicted` makes a new prediction.
+    the old one is dropped and `edited` is set; `repredicted` makes a new prediction.
     """
     path = Path(path)
     components = tuple(components)
@@ -96,9 +95,7 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
     target = content.get("target")
     if content.get("fingerprint") != _fingerprint(full, statistics, target) or content.get("bytes") != size:
         made_by = made_by if made_by == "hand" else f"{made_by}, edited by hand"
-        plan = Plan(
-            path.stem, full, made_by, None, size, {"edited": True}, statistics=statistics, target=target
-        )
+        plan = Plan(path.stem, full, made_by, bytes=size, statistics=statistics, target=target, edited=True)
     else:
         plan = Plan(
             path.stem,
@@ -112,8 +109,8 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
             dict(content.get("limits") or {}),
             content.get("fixed_bytes") or 0,
             statistics,
-            content.get("refined_from"),
             target,
+            1.0 if content.get("interaction") is None else content["interaction"],
         )
     if missing:
         plan.notes["not_named"] = missing
@@ -134,18 +131,16 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("assignment"), dict):
         raise PlanError(f'{path}: no plan: expected an object with an "assignment" of component to format')
     version = content.get("version")
-    if version not in (1, PLAN_FILE_VERSION) or isinstance(version, bool):
+    if version != PLAN_FILE_VERSION:
         raise PlanError(
-            f"{path}: plan file version {version!r}; this program reads versions 1 and {PLAN_FILE_VERSION}"
+            f"{path}: plan file version {version!r}; this program reads version {PLAN_FILE_VERSION}: "
+            "make the plan again"
         )
     _require_storable(path, content)
-    known = files_v1.FIELDS if version == 1 else _FIELDS
-    if unknown := sorted(set(content) - known):
-        raise PlanError(f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], known)}")
+    if unknown := sorted(set(content) - _FIELDS):
+        raise PlanError(f"{path}: unknown field {unknown[0]!r}{_hint(unknown[0], _FIELDS)}")
     if not isinstance(content.get("notes") or {}, dict):
         raise PlanError(f"{path}: notes must be an object")
-    if version == 1:
-        content = files_v1.modern(content)
     _require_types(path, content)
     return content
 
@@ -191,7 +186,7 @@ def _require_types(path: Path, content: Mapping[str, Any]) -> None:
         checked_plan_name(path.stem)
     except PlanError as error:
         raise PlanError(f"{path}: {error}; rename the file and the name inside") from None
-    for field in ("made_by", "statistics", "refined_from", "target", "fingerprint"):
+    for field in ("made_by", "statistics", "target", "fingerprint"):
         require(field, lambda v: isinstance(v, str), "a string", content.get(field))
     family = content.get("family")
     require("family", lambda v: v in PLAN_FAMILIES, f"one of {', '.join(PLAN_FAMILIES)}", family)
@@ -199,6 +194,7 @@ def _require_types(path: Path, content: Mapping[str, Any]) -> None:
         require(field, _is_count, "a whole number of bytes", content.get(field))
     for field in ("predicted_kl", "bits_per_weight"):
         require(field, _is_amount, "a number", content.get(field))
+    require("interaction", lambda v: _is_amount(v) and v > 0, "a positive number", content.get("interaction"))
     require("limits", lambda v: isinstance(v, dict), "an object", content.get("limits"))
     for limit, value in (content.get("limits") or {}).items():
         require(f"limits.{limit}", _is_amount, "a number", value if value is not None else "null")

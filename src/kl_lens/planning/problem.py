@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kl_lens.errors import FormatError, PlanError
 from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, recipe_of, stored_recipe
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 # Seconds that one component takes in one format (or recipe), measured on the target.
 LatencyTable = Mapping[tuple[str, str], float]
-# Whether a target can hold a component in a recipe: True, or False, or why not.
-Allowed = Callable[[Component, str], bool | str]
-# Bytes that a component in a recipe adds to a target's files beyond its own, compared with FP16.
-Overhead = Callable[[Component, str], int]
 
 
 @dataclass(frozen=True)
@@ -82,22 +78,18 @@ class Problem:
         )
 
 
-def holding(target: Target | None) -> dict[str, Any]:
-    """What a target allows and what its files need for it, as arguments of `build_problem` and of every planner."""
-    if target is None:
-        return {}
+def bytes_for(component: Component, recipe: str, target: Target | None) -> int:
+    """Of a component in a recipe that fits it, with what the target's file needs for it besides."""
+    extra = target.overhead(recipe_of(recipe).grid) if target else 0
+    return component_bytes(component, recipe) + extra
 
-    def allowed(component: Component, recipe: str) -> bool | str:
-        grid = recipe_of(recipe).grid
-        reason = target.holds(grid, component.shape)
-        if reason is None and grid.bytes(component.shape) + target.overhead(grid) > 2 * component.parameters:
-            reason = "the file would not become smaller"
-        return reason or True
 
-    def overhead(component: Component, recipe: str) -> int:
-        return target.overhead(recipe_of(recipe).grid)
-
-    return {"allowed": allowed, "overhead": overhead}
+def _why_not(component: Component, recipe: str, target: Target) -> str | None:
+    """Why a plan for the target never gives this component this recipe, or None."""
+    reason = target.holds(recipe_of(recipe).grid, component.shape)
+    if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
+        return "the file would not become smaller"
+    return reason
 
 
 def build_problem(
@@ -105,28 +97,28 @@ def build_problem(
     *,
     recipes: Sequence[str] | None = None,
     exclude: Collection[str] = (),
+    no_head: bool = False,
     keep_fused: bool = True,
     latency: LatencyTable | None = None,
     metric: str | None = None,
-    allowed: Allowed | None = None,
+    target: Target | None = None,
     fixed_bytes: int = 0,
-    overhead: Overhead | None = None,
 ) -> Problem:
-    """Groups and choices from a sensitivity table.
+    """Groups and choices from a sensitivity table: the one builder for `plan`, its frontier and the report's slider.
 
     A group's choices are FP16 and each of `recipes` (default: all measured ones that a runtime can store)
-    that all its members were measured in. Components in `exclude` stay FP16.
+    that all its members were measured in. Components in `exclude`, and the head with `no_head`, stay FP16.
 
     Args:
         metric: whose sum is the damage (default: `prediction_metric`).
-        allowed: what the target can hold: a plan made for it never has a recipe of which this says no.
+        target: a plan made for it has only recipes that it holds, and sizes count what its file adds for each.
         fixed_bytes: what the target's file needs besides the weights as plans count them (header, tokenizer,
             vectors in float32); sizes and limits in bytes are then the file's.
-        overhead: what that grows by with each component's recipe.
     """
     metric = metric or prediction_metric(table)[0]
     require_sane(table, metric)
     menu = _menu(table, recipes)
+    exclude = {*exclude, *([table.head] if no_head else [])}
     by_name = {c.name: c for c in table.components}
     if unknown := sorted(set(exclude) - set(by_name)):
         raise PlanError(f"cannot exclude {unknown[0]!r}: no such component; `kl-lens inspect` lists them all")
@@ -138,7 +130,7 @@ def build_problem(
     groups = tuple(
         Group(
             tuple(c.name for c in members),
-            _choices(members, menu, predictor, latency, allowed, refused, overhead),
+            _choices(members, menu, predictor, latency, target, refused),
         )
         for members in clusters
     )
@@ -191,9 +183,8 @@ def _choices(
     menu: Sequence[str],
     predictor: Predictor,
     latency: LatencyTable | None,
-    allowed: Allowed | None,
+    target: Target | None,
     refused: dict[tuple[str, str], str],
-    overhead: Overhead | None,
 ) -> tuple[Choice, ...]:
     choices: dict[str, Choice] = {}
     for wanted in (FP16, *menu):
@@ -205,36 +196,21 @@ def _choices(
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
         if recipe in choices or len(values) < len(members):
             continue
-        if allowed is not None and not _all_allowed(members, recipe, allowed, refused):
-            continue
+        if target is not None:
+            reasons = {(m.name, recipe): why for m in members if (why := _why_not(m, recipe, target))}
+            refused |= reasons
+            if reasons:
+                continue
         choices[recipe] = Choice(
             recipe=recipe,
-            bytes=sum(
-                component_bytes(member, recipe) + (overhead(member, recipe) if overhead else 0)
-                for member in members
-            ),
+            bytes=sum(bytes_for(member, recipe, target) for member in members),
             kl=math.fsum(values),
             seconds=math.fsum(_seconds(member, recipe, latency) for member in members) if latency else 0.0,
         )
     if not choices:
-        reasons = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
-        raise PlanError(
-            f"{members[0].name}: the target can hold none of its recipes: {reasons}; measure others"
-        )
+        told = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
+        raise PlanError(f"{members[0].name}: the target can hold none of its recipes: {told}; measure others")
     return tuple(choices.values())
-
-
-def _all_allowed(
-    members: Sequence[Component], recipe: str, allowed: Allowed, refused: dict[tuple[str, str], str]
-) -> bool:
-    """Whether the target takes the recipe for every member; `refused` keeps why not."""
-    good = True
-    for member in members:
-        answer = allowed(member, recipe)
-        if answer is not True:
-            good = False
-            refused[member.name, recipe] = answer or f"{recipe} is nothing that the target can hold"
-    return good
 
 
 def _seconds(component: Component, recipe: str, latency: LatencyTable) -> float:

@@ -68,7 +68,7 @@ def read_timed(path: Path, known: Known | None = None) -> Timed:
     """Raises TargetError that names the artifact when it is missing, damaged or not the size it should have."""
     place, artifact = locate(path)
     target = target_of(place)
-    size = _checked_size(place, target.weight_file(place), artifact)
+    size = _checked_size(place, target, artifact)
     digest = file_digest(place) if artifact is None else artifact_digest(artifact)
     of_run = (known or {}).get(place.resolve())
     if of_run is not None:
@@ -79,12 +79,10 @@ def read_timed(path: Path, known: Known | None = None) -> Timed:
     return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
 
-def _checked_size(place: Path, file: Path, artifact: Artifact | None) -> int:
-    """Bytes of all files of an artifact, which must be those of the record; of a bare file its own."""
-    if artifact is None:
-        return file.stat().st_size
-    size = sum((place / name).stat().st_size for name in artifact.files)
-    if size != artifact.realised_bytes:
+def _checked_size(place: Path, target: Target, artifact: Artifact | None) -> int:
+    """Bytes that the runtime loads, which must be those of the record where there is one."""
+    size = target.loaded_bytes(place)
+    if artifact is not None and size != artifact.realised_bytes:
         raise TargetError(
             f"{place} holds {size} bytes and its record says {artifact.realised_bytes}; export the model again"
         )

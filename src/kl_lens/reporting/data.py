@@ -75,6 +75,7 @@ class RunView:
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
     spaces: dict[str | None, Space]  # by target
+    without_slider: tuple[str, ...]  # why there is none for a target, a line each
     artifacts: dict[str, Artifact]
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
@@ -155,6 +156,7 @@ def collect(run: Run) -> RunView:
         name: _record(run, "artifact", name, value, Artifact)
         for name, value in run.load_all("artifact").items()
     }
+    spaces, without_slider = read_spaces(run, plans)
     return RunView(
         folder=str(run.folder),
         identity=identity,
@@ -162,7 +164,8 @@ def collect(run: Run) -> RunView:
         noise=noise.get(KL),
         ranking=_ranking(run),
         plans=plans,
-        spaces=read_spaces(run, plans, artifacts),
+        spaces=spaces,
+        without_slider=without_slider,
         artifacts=artifacts,
         scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
         profiles=_profiles(run),

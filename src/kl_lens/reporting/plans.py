@@ -14,7 +14,6 @@ FAMILIES = {
     "uniform": "uniform",
     "paper": "paper's points",
     "exact": "exact budget",
-    "refined": "refined",
     "greedy": "greedy",
     "stock": "stock recipes",
     "other": "other plans",

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kl_lens import planning
 from kl_lens.errors import KLLensError, PlanError
-from kl_lens.planning.cost import FP16, recipe_of
+from kl_lens.planning.cost import FP16
 from kl_lens.planning.hull import hull_of
-from kl_lens.records import Artifact, SensitivityTable
+from kl_lens.records import SensitivityTable
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
@@ -39,51 +40,43 @@ class Space:
         return "weights alone" if self.target is None else get_target(self.target).title
 
 
-def read_spaces(
-    run: Run, plans: Sequence[PlanView], artifacts: Mapping[str, Artifact]
-) -> dict[str | None, Space]:
-    """One for each target that the run has plans for, and one for plans that are nobody's in particular."""
+def read_spaces(run: Run, plans: Sequence[PlanView]) -> tuple[dict[str | None, Space], tuple[str, ...]]:
+    """One for each target that the run has plans for, and one for plans that are nobody's in particular; and a line for
+    each that cannot be had, or not with speeds."""
     targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
     if "components" not in run.identity:
-        return {}
+        return {}, ()
     if not targets or any(p.target is None and set(p.stored.values()) != {FP16} for p in plans):
         targets.append(None)
-    spaces = {target: _space(run, target, plans, artifacts) for target in targets}
-    return {target: space for target, space in spaces.items() if space is not None}
-
-
-def _space(
-    run: Run, name: str | None, plans: Sequence[PlanView], artifacts: Mapping[str, Artifact]
-) -> Space | None:
-    table = run.table(target=name)
-    ours = next((p.plan for p in plans if p.target == name and p.family != "stock"), None)
-    factor = float(ours.notes.get("interaction", 1.0)) if ours else 1.0
-    try:
-        target = get_target(name) if name else None
-        besides = 0
-        if target is not None:
-            weights = sum(2 * c.parameters for c in table.components)
-            fp16 = artifacts.get(f"{name}/uniform_fp16")
-            if fp16 is not None:
-                besides = fp16.realised_bytes - weights
-            elif ours is not None:
-                besides = ours.fixed_bytes - sum(
-                    target.overhead(recipe_of(r).grid) for r in ours.assignment.values()
-                )
-        choice = {"fixed_bytes": besides, **planning.holding(target)}
-        problem = planning.build_problem(table, **choice)
-    except KLLensError:  # too little was measured to plan with, or the target is no longer there
-        return None
-    timed = [n for n in run.load_all("latency") if name and n.startswith(f"{name}-")][-1:]
-    for profile in timed:
-        stored = run.load("latency", profile) or {}
-        seconds = {(c, f): float(s) for c, row in stored.items() for f, s in row.items()}
+    spaces, missing = dict[str | None, Space](), []
+    for target in targets:
         try:
-            problem = planning.build_problem(table, latency=seconds, **choice)
-        except PlanError:  # a format has no time
+            spaces[target], why = _space(run, target, plans)
+            missing += why
+        except KLLensError as error:
+            missing.append(f"No slider for {target or 'weights alone'}: {error}.")
+    return spaces, tuple(missing)
+
+
+def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> tuple[Space, list[str]]:
+    table, target = run.table(target=name), get_target(name) if name else None
+    ours = next((p.plan for p in plans if p.target == name and p.family != "stock"), None)
+    factor = ours.interaction if ours else 1.0
+    choice: dict[str, Any] = {
+        "target": target,
+        "fixed_bytes": planning.stored_fixed_bytes(run, target),
+    }
+    problem, missing = planning.build_problem(table, **choice), []
+    profiles = planning.latency_profiles(run, name) if name else {}
+    timed = list(profiles)[-1:]
+    for profile in timed:
+        try:
+            problem = planning.build_problem(table, latency=profiles[profile], **choice)
+        except PlanError as error:  # a format has no time
+            missing.append(f"No speeds in the slider for {name}: {error}.")
             timed = []
     windows = run.window_kl(run.measured_role(name))
-    return Space(name, table, problem, factor, _line(problem, factor), windows, *timed)
+    return Space(name, table, problem, factor, _line(problem, factor), windows, *timed), missing
 
 
 def _line(problem: planning.Problem, factor: float) -> Line:

@@ -85,6 +85,7 @@ class Target(ABC):
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
     published: PublishedProgram | None = None  # the benchmark that publications quote
+    loads: ClassVar[tuple[str, ...]]  # endings of the files that the runtime loads: a file's size is theirs
     methods: ClassVar[tuple[str, ...]] = ()  # how its menu's values are put on their grids, best first
 
     def require(self) -> None:
@@ -169,7 +170,7 @@ class Target(ABC):
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
-            artifact = replace(artifact, digests=digests)
+            artifact = replace(artifact, digests=digests, realised_bytes=self.loaded_bytes(place))
             write_record(place, artifact)
             try:
                 unopened = self.try_out(place)
@@ -192,10 +193,17 @@ class Target(ABC):
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files alone, to a folder that is empty."""
 
+    def loaded_bytes(self, place: Path) -> int:
+        """What "size" means in budgets, plans, tables and reports: bytes of the files that the runtime loads, of an
+        exported folder or a bare file. Our record, tokenizers and configurations beside them do not count."""
+        files = place.iterdir() if place.is_dir() else [place]
+        return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
+
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """Bytes on disk of what `export` writes for a plan, all its files together; never less than it will be."""
+        """`loaded_bytes` of what `export` would write for a plan; never less than it will be."""
         with tempfile.TemporaryDirectory() as folder:
-            return self.write(model, plan, Path(folder)).realised_bytes
+            self.write(model, plan, Path(folder))
+            return self.loaded_bytes(Path(folder))
 
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """To the byte, where `file_bytes` is a bound and the difference can cost a plan that just fits."""

@@ -19,7 +19,6 @@ _STYLES = {
     "uniform": (series_class(0), "square"),
     "paper": (series_class(1), "circle"),
     "exact": (series_class(2), "triangle"),
-    "refined": (series_class(3), "diamond"),
     "greedy": (series_class(4), "down"),
     "stock": (series_class(7), "plus"),
     "other": (series_class(6), "cross"),

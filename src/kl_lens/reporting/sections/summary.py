@@ -34,6 +34,7 @@ def section(view: RunView) -> Section:
     parts: list[Html | None] = [
         tag("div", *sentences, class_="grid answers"),
         explorer.explorer([view]),
+        *(note(line) for line in view.without_slider),
         tag("div", *_charts(view), class_="grid charts"),
     ]
     for each in answers:
@@ -181,7 +182,7 @@ def _protocol(plans: list[PlanView]) -> str:
 
 
 def _learnt(plans: list[PlanView]) -> str:
-    factor = next((p.plan.notes["interaction"] for p in plans if "interaction" in p.plan.notes), None)
+    factor = next((p.plan.interaction for p in plans if p.plan.interaction != 1), None)
     return "" if factor is None else f", times {factor:.3f} as learnt from other plans and text"
 
 
@@ -197,7 +198,6 @@ def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
         others += [p for p in points if p.bytes <= plan.bytes][-1:] + [
             p for p in points if p.bytes > plan.bytes
         ][:1]
-        others += [p for p in view.plans if p.family == "refined"][:2]
     unique = {p.name: p for p in [*others, plan] if set(p.stored.values()) - {"fp16"}}  # FP16 has its own row
     return sorted(unique.values(), key=lambda p: -explorer.bytes_of(view, p, plan.target))
 

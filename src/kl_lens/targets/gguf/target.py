@@ -26,6 +26,7 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
+    loads = (SUFFIX,)
     builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
     options = (
@@ -80,8 +81,8 @@ class GGUFTarget(Target):
         return export(model, plan, folder, **options)
 
     def try_out(self, place: Path) -> str | None:
-        from kl_lens.targets.gguf.quarantine import require_opened
         from kl_lens.targets.gguf.library import find_library
+        from kl_lens.targets.gguf.quarantine import require_opened
 
         try:
             find_library()

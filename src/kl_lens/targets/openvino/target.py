@@ -36,6 +36,7 @@ _WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; a file of more takes too long 
 
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
+    loads = (".xml", ".bin")
     published = BenchmarkApp()
     methods = ("gptq", "search")
     options = (
@@ -92,7 +93,7 @@ class OpenVINOTarget(Target):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
         artifact = export(model, plan, folder, **options)
         if set(options) <= {"fallback"} and set(plan.assignment.values()) <= {FP16}:
-            self._bare[model.fingerprint] = artifact.realised_bytes
+            self._bare[model.fingerprint] = self.loaded_bytes(folder)
         return artifact
 
     def try_out(self, place: Path) -> None:
@@ -130,8 +131,8 @@ class OpenVINOTarget(Target):
         key = model.fingerprint, frozenset(grids.items())
         if key not in self._exact:
             with tempfile.TemporaryDirectory() as folder:
-                written = self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder))
-            self._exact[key] = written.realised_bytes
+                self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder))
+                self._exact[key] = self.loaded_bytes(Path(folder))
         return self._exact[key]
 
     def overhead(self, fmt: Format) -> int:

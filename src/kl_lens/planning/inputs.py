@@ -1,0 +1,85 @@
+"""What plans for a target are made from, besides the measurements, as the run folder holds it.
+
+`plan`, its frontier and the report's slider read it here, so that all three solve the same problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kl_lens.errors import PlanError
+from kl_lens.planning.cost import stored_recipe
+from kl_lens.planning.problem import LatencyTable, Problem, build_problem, bytes_for
+from kl_lens.records import SensitivityTable
+from kl_lens.runs import Run
+from kl_lens.targets import Target
+from kl_lens.targets.latency import KIND
+
+_FIXED_BYTES = "fixed_bytes"  # kind of the run's records: target → bytes
+
+
+def store_fixed_bytes(run: Run, target: Target, fixed_bytes: int) -> None:
+    """Keeps what the target's file needs besides the weights; only a verb that opens the model can find out."""
+    run.store(_FIXED_BYTES, target.name, fixed_bytes)
+
+
+def stored_fixed_bytes(run: Run, target: Target | None) -> int:
+    if target is None:
+        return 0
+    known = run.load(_FIXED_BYTES, target.name)
+    if known is None:
+        raise PlanError(
+            f"the run does not say what its {target.title} file needs besides the weights; "
+            f"any `kl-lens plan --target {target.name}` that writes a plan finds out"
+        )
+    return int(known)
+
+
+def latency_profiles(run: Run, target: str | None) -> dict[str, LatencyTable]:
+    """Latency tables of the run by name, the newest last; with a target, its own alone."""
+    return {
+        name: {(c, fmt): float(s) for c, row in stored.items() for fmt, s in row.items()}
+        for name, stored in run.load_all(KIND).items()
+        if target is None or name.startswith(f"{target}-")
+    }
+
+
+def stock_with_our_methods(
+    table: SensitivityTable,
+    stock: Sequence[Mapping[str, str]],
+    *,
+    target: Target,
+    recipes: Sequence[str] | None = None,
+    no_head: bool = False,
+    metric: str | None = None,
+) -> list[dict[str, str]]:
+    """The target's own mixtures with our methods: of what plans choose from, each component gets the recipe of least
+    damage that takes no more bytes than the mixture's.
+
+    Component by component: a mixture may well give siblings different formats. One that has nothing as small to choose
+    from is left out.
+    """
+    problem = build_problem(
+        table, recipes=recipes, no_head=no_head, metric=metric, target=target, keep_fused=False
+    )
+    by_name = {c.name: c for c in table.components}
+    found = []
+    for mixture in stock:
+        sizes = {
+            name: bytes_for(by_name[name], stored_recipe(by_name[name], recipe)[0], target)
+            for name, recipe in mixture.items()
+        }
+        if (assignment := _least_damage(problem, sizes)) is not None:
+            found.append(assignment)
+    return found
+
+
+def _least_damage(problem: Problem, sizes: Mapping[str, int]) -> dict[str, str] | None:
+    assignment = {}
+    for group in problem.groups:
+        (name,) = group.members
+        fitting = [c for c in group.choices if name not in sizes or c.bytes <= sizes[name]]
+        if not fitting:
+            return None
+        assignment[name] = min(fitting, key=lambda choice: (choice.kl, choice.bytes)).recipe
+    return assignment
