@@ -5,6 +5,7 @@ Any other verb that meets a recipe whose method learns takes the run's statistic
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
+    SEED,
+    TOKENS,
     FromDisk,
     HeldOut,
     Settings,
@@ -54,9 +57,13 @@ class LearningText(Settings):
     windows: int | None = _text(
         None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
     )
-    window_length: int | None = _text(None, "tokens each (default: the run's, or 512; 16 images)", kind=COUNT)
+    window_length: int | None = _text(
+        None, "tokens each (default: the run's, or 512; 16 images)", kind=TOKENS
+    )
     seed: int | None = _text(
-        None, "chooses the windows (default: another than measure's: what was learnt from does not judge)"
+        None,
+        "chooses the windows (default: another than measure's: what was learnt from does not judge)",
+        kind=SEED,
     )
 
     @property
@@ -106,6 +113,11 @@ class CalibrateSettings(LearningText, HeldOut, FromDisk):
         "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
     )
 
+    def check(self) -> None:
+        super().check()
+        if self.rescaled is not None and os.path.lexists(self.rescaled):
+            raise RunError(f"--rescaled {self.rescaled}: it is there already; name a new folder")
+
 
 @dataclass(frozen=True)
 class CalibrateResult:
@@ -151,8 +163,6 @@ def _calibrated(
 
 
 def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
-    if folder.exists():
-        raise RunError(f"--rescaled {folder}: it is there already; name a new folder")
     found = tuple(rescalings(model, statistics, RESCALED_FOR))
     if any(one.exponent for one in found):
         write_rescaled(model, changed_weights(model, found), folder)
