@@ -67,6 +67,7 @@ def _target_options(within: str) -> list[Option]:
                     name,
                     is_switch=switch,
                     bare=each.given if switch else None,
+                    several=each.kind == "names",
                     within=within,
                 ),
             )

@@ -5,12 +5,13 @@ The command line, a YAML file and Python fill the same dataclasses, and `command
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -146,6 +147,7 @@ class Option:
     nargs: str | int | None = None  # as argparse has it
     bare: Any = None  # the value of a flag without a word behind it
     repeated: bool = False
+    several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
     within: str = ""  # the field that holds it beside others, by keyword
 
@@ -182,12 +184,20 @@ class Option:
         """Raises KLLensError where a value is none that this option can have."""
         if value is None and self.default is None and not self.required:
             return
-        if (self.repeated or self.has_many) and not isinstance(value, tuple):
-            raise KLLensError(f"{self.flag or self.name} {_short(value)}: expected a tuple of values")
+        if isinstance(value, tuple) != self.several:
+            expected = "a tuple of values" if self.several else "one value"
+            raise KLLensError(f"{self.flag or self.name} {_short(value)}: expected {expected}")
+        if isinstance(self.nargs, int) and not all(
+            isinstance(one, tuple) and len(one) == self.nargs for one in value
+        ):
+            raise KLLensError(
+                f"{self.flag or self.name} {_short(value)}: expected {self.nargs} values each time"
+            )
         self._check_each(value)
 
     def _check_each(self, value: Any) -> None:
-        for one in _flat(value):
+        each = value if isinstance(value, tuple) else (value,)
+        for one in itertools.chain(*each) if each and isinstance(each[0], tuple) and self.repeated else each:
             if self.is_switch:
                 expected = None if isinstance(one, bool) else "true or false"
             elif self.choices:
@@ -225,7 +235,8 @@ def grouped(title: str) -> Callable[..., Any]:
     return partial(option, group=title)
 
 
-def options_of(settings: type[Settings]) -> list[Option]:
+@cache
+def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
     hints = typing.get_type_hints(settings)
     options: list[Option] = []
@@ -239,9 +250,12 @@ def options_of(settings: type[Settings]) -> list[Option]:
         required = f.default is MISSING
         default = None if required else f.default
         switch = hints[f.name] is bool
-        metadata = {"metavar": kind.metavar} | metadata
+        several = any(
+            typing.get_origin(part) is tuple for part in (hints[f.name], *typing.get_args(hints[f.name]))
+        )
+        metadata = {"metavar": kind.metavar, "several": several} | metadata
         options.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
-    return options
+    return tuple(options)
 
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
@@ -269,17 +283,11 @@ def _bare_type(hint: Any) -> Any:
 
 def _short(value: Any, most: int = 60) -> str:
     """A value as errors show it."""
-    text = str(value) if isinstance(value, str | Path | float) else repr(value)
+    try:
+        text = str(value) if isinstance(value, str | Path | float) else repr(value)
+    except ValueError:  # Python spells no number of thousands of digits
+        text = "(a very large number)"
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """The values of a tuple, and of tuples within it; or the one value."""
-    if isinstance(value, tuple):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
 
 
 T = TypeVar("T", bound="Settings")
