@@ -235,9 +235,13 @@ def grouped(title: str) -> Callable[..., Any]:
     return partial(option, group=title)
 
 
-@cache
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
+    return _options_of(settings)  # type: ignore[arg-type]  # classes are hashable, whatever mypy says of them
+
+
+@cache
+def _options_of(settings: type[Settings]) -> tuple[Option, ...]:
     hints = typing.get_type_hints(settings)
     options: list[Option] = []
     for f in fields(settings):
