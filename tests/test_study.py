@@ -97,12 +97,12 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.measure(engine="reference"), "engine='reference' is none of fast, plain"),
-        (lambda s: s.measure(windows="many"), "windows='many' does not fit"),
-        (lambda s: s.measure(windows=-1), "windows=-1 does not fit"),
-        (lambda s: s.plan(max_bytes="4 stones"), "max_bytes='4 stones' does not fit"),
+        (lambda s: s.measure(engine="reference"), "--engine reference: expected one of fast, plain"),
+        (lambda s: s.measure(windows="many"), "--windows many: expected"),
+        (lambda s: s.measure(windows=-1), "--windows -1: expected"),
+        (lambda s: s.plan(max_bytes="4 stones"), "--max-bytes 4 stones"),
         (lambda s: s.plan(budgets=3), "plan takes no 'budgets'; there are"),
-        (lambda s: s.plan(minimise="speed"), "minimise='speed' is none of bytes, kl, latency"),
+        (lambda s: s.plan(minimise="speed"), "--minimise speed: expected one of bytes, kl, latency"),
         (lambda s: s.plan(), "say what to plan"),
         (lambda s: s.export("nothing-of-the-kind"), "nothing-of-the-kind"),
         (lambda s: kl.Study(target="onnx"), "no target is called 'onnx'"),

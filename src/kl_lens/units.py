@@ -8,6 +8,7 @@ from kl_lens.errors import KLLensError
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LARGEST = 10**18  # bytes
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
@@ -17,7 +18,10 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise KLLensError(f"{text!r} is no size; write something like 90MB, 1.5GiB or 4096")
     unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit]))
+    size = float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit])
+    if size > _LARGEST:
+        raise KLLensError(f"{text[:20]}… is more than any disk holds; write something like 90MB or 1.5GiB")
+    return int(size)
 
 
 def parse_seconds(text: str) -> float:

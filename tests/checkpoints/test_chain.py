@@ -200,3 +200,13 @@ def test_a_model_whose_own_forward_fails_says_so_in_one_line() -> None:
 def test_rwkv_in_half_precision_is_refused_with_a_hint() -> None:
     with pytest.raises(CheckpointError, match="open it in float32"):
         Chain(tiny_model("rwkv"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_a_head_whose_logits_the_model_widens(dtype: str) -> None:
+    assert load("reference:mamba", dtype=dtype).chain.head_scale == 1.0
+
+
+def test_auto_is_the_gpu_where_there_is_one() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert load("reference:mamba", device="auto").chain.device.type == expected

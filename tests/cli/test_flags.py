@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from kl_lens.cli.flags import as_yaml, file_values
-from kl_lens.cli.main import VERBS, build_parser, main, parse, settings_from
+from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
+from kl_lens.errors import KLLensError
 from kl_lens.pipeline import (
     MeasureSettings,
     PlanSettings,
@@ -17,7 +19,7 @@ from kl_lens.pipeline import (
     settings as settings_module,
 )
 from kl_lens.pipeline.settings import options_of
-from kl_lens.pipeline.verbs import HOMES, settings_of
+from kl_lens.pipeline.verbs import HOMES, perform, settings_of
 
 COMMANDS = [
     "inspect",
@@ -63,6 +65,36 @@ def test_every_verb_has_settings_and_says_what_each_means() -> None:
         for option in options_of(settings_of(verb)):
             named = option.meaning or option.choices or option.metavar
             assert named, f"kl-lens {verb} {option.flag}"
+
+
+def test_the_help_shows_the_flags_that_people_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, flags in USUAL.items():
+        known = {option.flag for option in options_of(settings_of(verb))}
+        assert set(flags.split()) < known, verb
+        assert len(flags.split()) <= 11, verb
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", word])
+        assert end.value.code == 0
+        shown[word] = capsys.readouterr().out
+    assert "--max-bytes" in shown["--help"]
+    assert "--gpu-int4" not in shown["--help"]
+    assert "--gpu-int4" in shown["--help-all"]
+    assert "--help-all" in shown["--help"].splitlines()[-1]
+
+
+def test_settings_are_checked_whoever_made_them() -> None:
+    for settings, message in (
+        (MeasureSettings(engine="reference"), "--engine reference: expected one of"),
+        (MeasureSettings(windows=0), "--windows 0: expected a whole number from 1 to 1,000,000"),
+        (MeasureSettings(windows="8"), "--windows 8: expected a whole number"),  # type: ignore[arg-type]
+        (PlanSettings(max_kl=float("nan")), "--max-kl nan: expected a number"),
+        (RunSettings(held_out_windows=2), "--held-out-windows 2: --max-loss and --max-drop need at least 3"),
+    ):
+        with pytest.raises(KLLensError, match=re.escape(message)):
+            perform(settings)
+    RunSettings(held_out_windows=2, max_bytes=10**6).check()
 
 
 def test_yaml_holds_the_same_settings(tmp_path: Path) -> None:

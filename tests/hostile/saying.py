@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def says_one_line(words: Sequence[str], capsys: Any, *, may_succeed: bool = Fals
     told("unexpected, one line" if code == EXIT_CODE else "one clear line")
     assert code != EXIT_CODE, (words, last)
     return last
+
+
+@contextmanager
+def within_time(seconds: int, about: object) -> Iterator[None]:
+    """A hang is a failure that says what hung."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"a hang: {about}")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def told(how: str) -> None:

@@ -4,19 +4,53 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kl_lens.cli.main import VERBS
-from kl_lens.pipeline.settings import options_of
+from kl_lens.cli.main import VERBS, build_parser, settings_from
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.settings import Option, Settings, options_of, with_values
 from kl_lens.pipeline.verbs import settings_of
-from tests.hostile.saying import cases, says_one_line
+from tests.hostile.saying import cases, says_one_line, told, within_time
 
 SLIPS = {
     "a device without a driver": (["inspect", "reference:mamba", "--device", "meta:x"], "--device"),
     "a dtype as a device": (["inspect", "reference:mamba", "--device", "float16"], "--device float16"),
+    "a device without numbers": (["inspect", "reference:mamba", "--device", "meta"], "--device meta"),
+    "a size of 400 digits": (["plan", "--max-bytes", "9" * 400], "--max-bytes"),
+    "a billion static tokens": (
+        ["export", "x", "--target", "openvino", "--format", "int8", "--static-tokens", "999999999"],
+        "--static-tokens 999999999: expected a whole number from 1 to 65,536",
+    ),
+    "more windows than any text has": (["plan", "--held-out-windows", "99999999999"], "--held-out-windows"),
+    "no windows at all": (["rank", "--evaluation-windows", "0"], "--evaluation-windows 0"),
+    "a loss that is no number": (["plan", "--max-loss", "nan"], "--max-loss nan"),
+    "a colder temperature": (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature -1"),
+    "one window that decides": (["run", "--held-out-windows", "2"], "at least 3"),
+    "one window that decides a plan": (["plan", "--max-drop", "3%", "--held-out-windows", "2"], "at least 3"),
+    "one window for two halves": (
+        ["plan", "--verify", "--uniform", "int8", "--held-out-windows", "1"],
+        "at least 2",
+    ),
+    "a rescaled model that is there": (
+        ["calibrate", "reference:mamba", "--rescaled", "docs"],
+        "--rescaled docs",
+    ),
+    "windows apart": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
+    "a limit on tasks without any": (["evaluate", "--max-drop", "3%"], "--tasks"),
+    "task files without tasks": (["run", "--task-data", "docs"], "--task-data"),
+    "another target's option": (
+        ["export", "x", "--target", "gguf", "--format", "q8_0", "--static-tokens", "8"],
+        "--static-tokens is not for --target gguf",
+    ),
+    "a stream of what does not": (["export", "--target", "openvino", "--stream"], "--stream"),
+    "an unknown format": (["measure", "x", "--formats", "int4,int99"], "int99"),
+    "an open bracket": (["measure", "x", "--components", "("], "--components"),
+    "bits that are none": (["import-legacy", "--model", "x", "--bits", "²", "x.json"], "--bits"),
+    "an empty prompt": (["generate", "x", "--prompt", ""], "--prompt"),
     "an unknown user": (["inspect", "~nosuch/x"], "~nosuch/x"),
     "a path of 300 characters": (["inspect", "x/" + "y" * 300], "yyy"),
     "a run of 300 characters": (["report", "--run", "z" * 300], "zzz"),
@@ -36,6 +70,84 @@ def test_common_slips_are_one_line(name: str, capsys, monkeypatch: pytest.Monkey
     line = says_one_line(words, capsys)
     assert named in line
     assert "unexpected" not in line
+
+
+# What stands behind a flag in the fuzzers below.
+VALUES = [
+    "", " ", "0", "-1", "1", "2", "1.5", "1e308", "1e309", "-1e-320", "nan", "-inf", "99999999999", "9" * 400,
+    "9" * 5000, "9" * 400 + "GB", "1e9s", "9" * 400 + "ms", "101%", "nan%", "²", "１２", "0x10", "1_000", "+1", "-0",
+    "é", "日本語", "\ud800", "\udcff", "\x1b[2J", "a,b", ",,,", "a,,a", "all", "auto", "none", "x" * 5000, "../" * 50,
+    "/dev/null", "\x00", "--", "-", "=", "{}", "[", "(" * 500, "a{99999999999}", "%s", "%(prog)s", "1/0", "3/16", "0/0",
+    "cuda:999999", "meta", "int4+", "+gptq", "int4+gptq+gptq", "int4-g0", "int4-g99999999999", "int999999999", "q4_0",
+    "~", "$HOME", "a\nb",
+]  # fmt: skip
+OBJECTS: list[object] = [
+    *VALUES, None, True, -1, 0, 10**400, 10**5000, float("nan"), float("inf"), -0.5, 1e308, b"x", object(), [], ["a"],
+    {}, (), ("a",), (1,), (None,), ((),), (-1, 1e400), Path("\x00"), Path("x"), int, ("\x00", "1"),
+    (("4", "x"), ("²", "x")),
+]  # fmt: skip
+
+
+def _needed(verb: str) -> list[str]:
+    """Words for what a verb cannot do without."""
+    needed: list[str] = []
+    for option in options_of(settings_of(verb)):
+        if option.required:
+            word = next(iter(option.choices), "x")
+            needed += [*([option.flag] if option.flag else []), *([word] * (option.nargs or 1))]  # type: ignore[operator]
+    return needed
+
+
+def _flags() -> list[tuple[str, Option]]:
+    return [(verb, option) for verb in VERBS for option in options_of(settings_of(verb))]
+
+
+def _is_fine_or_says_why(make: Callable[[], Settings], about: object) -> None:
+    """Nothing but a KLLensError of one line, or argparse's own end, comes of settings that nobody should give."""
+    said, code = None, 2
+    try:
+        with within_time(60, about):
+            make().check()
+    except KLLensError as error:
+        said = str(error)
+    except SystemExit as end:
+        said, code = "argparse", end.code
+    assert code == 2, about
+    assert said is None or 0 < len(said.strip()) < 8000, about
+    told("worked" if said is None else "one clear line")
+
+
+@cases(300, 6000)
+def test_any_word_behind_every_flag(
+    cases: int, capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read and checked, without opening anything; flags once, twice and with one another."""
+    monkeypatch.chdir(tmp_path)
+    draw, flags = random.Random(cases), _flags()
+    parsers = {verb: build_parser([verb]) for verb in VERBS}
+    for case in range(cases):
+        verb, option = flags[case % len(flags)]
+        words = [verb, *_needed(verb)]
+        for each in (option, *draw.sample([o for v, o in flags if v == verb], draw.choice([0, 0, 1]))):
+            for _ in range(draw.choice([1, 1, 1, 2])):
+                value = [] if each.is_switch else [draw.choice(VALUES)] * (2 if each.nargs == 2 else 1)
+                words += [each.flag, *value] if each.flag else value
+        _is_fine_or_says_why(lambda: settings_from(parsers[verb].parse_args(words)), words)  # noqa: B023
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@cases(300, 6000)
+def test_any_object_in_every_setting(cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python may be given, where a command line has only words."""
+    monkeypatch.chdir(tmp_path)
+    draw, flags = random.Random(cases), _flags()
+    for case in range(cases):
+        verb, option = flags[case % len(flags)]
+        settings = settings_of(verb)
+        values: dict[str, object] = {o.name: "x" for o in options_of(settings) if o.required}
+        values |= {option.name: draw.choice(OBJECTS)}
+        about = (verb, option.name, repr(values)[:200] if 10**5000 not in values.values() else "10**5000")
+        _is_fine_or_says_why(lambda: with_values(settings, values), about)  # noqa: B023
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

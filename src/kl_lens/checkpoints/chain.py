@@ -156,6 +156,7 @@ class Chain:
             logits = self._forward(ids)
         if len(seen) != 1 or (given := self.task.by_row(seen[0], ids)).shape != logits.shape:
             return None
+        given, logits = given.float(), logits.float()  # models may widen what their head gives
         largest = int(given.abs().argmax())
         scale = float(logits.flatten()[largest] / given.flatten()[largest])
         for candidate in (1.0, scale):

@@ -32,6 +32,7 @@ from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
 from kl_lens.checkpoints.residency import (
+    AUTO,
     DISK,
     MEMORY,
     PLACES,
@@ -189,7 +190,7 @@ def load(
     Args:
         source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
-        device: where to put it.
+        device: where to put it; `auto`: on the GPU where there is one and the model fits.
         revision: branch, tag or commit of a hub id.
         tokenizer: folder, `tokenizer.json` or hub id, when the model has none or another one is wanted.
         trust_remote_code: run Python code that comes with the checkpoint. Off unless you read that code.
@@ -211,7 +212,8 @@ def load(
     config = read_config(folder)
     is_folder = os.path.isdir(os.path.expanduser(source))
     name = folder.name if is_folder else str(source)
-    chosen, place = _dtype(dtype), _device(device)
+    chosen = _dtype(dtype)
+    place = _chosen_device(folder, chosen, weights) if device == AUTO else _device(device)
     check_sizes(folder, config)
     models.register()
     kind = task_of(config, task)
@@ -472,6 +474,16 @@ def _reasonable(tokenizer: Any, place: Path) -> Any:
     if largest > _LARGEST_TOKEN:
         raise CheckpointError(f"{place} names a token {largest}, more than any vocabulary has")
     return tokenizer
+
+
+def _chosen_device(folder: Path, dtype: torch.dtype, weights: str) -> torch.device:
+    """The GPU, unless there is none or the model has to be there as a whole and does not fit."""
+    gpu = torch.device("cuda")
+    if not torch.cuda.is_available() or (
+        weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
+    ):
+        return torch.device("cpu")
+    return gpu
 
 
 def _device(device: str | torch.device) -> torch.device:

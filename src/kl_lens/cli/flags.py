@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,15 @@ from kl_lens.errors import KLLensError
 from kl_lens.pipeline.settings import Option, Settings, options_of, values_of
 
 
-def add_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
-    """An argument for every field. None has a default here: what was not typed is left to the dataclass."""
+def add_arguments(
+    parser: argparse.ArgumentParser, settings: type[Settings], shown: Collection[str] | None = None
+) -> int:
+    """An argument for every field. None has a default here: what was not typed is left to the dataclass.
+
+    `shown`: the flags that the help names; None: all. What it leaves out works all the same. Returns how many it is.
+    """
+    left_out = 0
+    parser.usage = " ".join(["%(prog)s", *_needed(settings), "[OPTIONS]"])
     groups: dict[str, Any] = {"": parser}
     for option in options_of(settings):
         for name, make in (
@@ -23,9 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> 
         ):
             if name not in groups:
                 groups[name] = make(name)
+        is_shown = shown is None or option.flag in shown or option.required or not option.flag
+        left_out += not is_shown
+        help_text = (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
         groups[option.excludes or option.group].add_argument(
-            *_names(option), **_behaviour(option), help=option.meaning.replace("%", "%%") or None
+            *_names(option), **_behaviour(option), help=help_text
         )
+    return left_out
+
+
+def _needed(settings: type[Settings]) -> Iterator[str]:
+    """What stands alone, and the flags that have to be there."""
+    for option in options_of(settings):
+        metavar = option.metavar or "|".join(option.choices)
+        values = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+        if not option.flag:
+            yield {"?": f"[{values}]", "*": f"[{values} ...]"}.get(str(option.nargs), values)
+        elif option.required:
+            yield f"{option.flag} {values}"
 
 
 def _names(option: Option) -> tuple[str, ...]:
@@ -39,8 +61,7 @@ def _behaviour(option: Option) -> dict[str, Any]:
     if option.is_switch:
         const = True if option.bare is None else option.bare
         return behaviour | {"action": "store_const", "const": const}
-    if option.kind.parse is not str:
-        behaviour["type"] = _named(option)
+    behaviour["type"] = _reader(option)
     for name, value in (("metavar", option.metavar), ("choices", option.choices), ("nargs", option.nargs)):
         if value:
             behaviour[name] = value
@@ -49,20 +70,13 @@ def _behaviour(option: Option) -> dict[str, Any]:
     return behaviour | ({"action": "append"} if option.repeated else {})
 
 
-def _named(option: Option) -> Any:
-    """The option's own parser, whose errors name the flag."""
+def _reader(option: Option) -> Any:
+    """The option's own reader, whose errors name the flag."""
 
     def parse(text: str) -> Any:
-        if text is argparse.SUPPRESS:  # argparse converts even this, for what stands alone and is left out
-            return text
-        try:
-            return option.kind.parse(text)
-        except KLLensError as error:
-            raise KLLensError(f"{option.flag or option.name} {error}") from None
+        # argparse converts even this, for what stands alone and is left out
+        return text if text is argparse.SUPPRESS else option.read(text)
 
-    parse.__name__ = getattr(option.kind.parse, "__name__", "value").removeprefix(
-        "_"
-    )  # argparse names it in errors
     return parse
 
 
@@ -137,9 +151,6 @@ def _converted(option: Option, value: Any, file: str) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = ",".join(str(item) for item in value)
     try:
-        converted = option.kind.parse(str(value))
-    except (ValueError, KLLensError) as error:
-        raise KLLensError(f"{file}: {option.title}: {value!r} does not fit ({error})") from error
-    if option.choices and converted not in option.choices:
-        raise KLLensError(f"{file}: {option.title}: {value!r} is none of {', '.join(option.choices)}")
-    return converted
+        return option.read(str(value))
+    except KLLensError as error:
+        raise KLLensError(f"{file}: {error}") from error

@@ -47,13 +47,33 @@ VERBS = {
 }
 
 
+# The flags that `kl-lens VERB --help` shows: what people use. `--help-all` shows the others too. (Verbs that are not
+# here have few.)
+USUAL = {
+    "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --threads --without",
+    "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
+    "calibrate": "--run --text --windows --window-length --in-order --rescaled --again --device",
+    "measure": "--run --formats --methods --as-deployed --text --windows --components --device --workers --estimate",
+    "rank": "--run --evaluation-text --evaluation-windows --other-text --device",
+    "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
+    "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
+    "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
+    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --layers --quick",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
 
 
-def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentParser:
-    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries."""
+def build_parser(
+    verbs: Collection[str] = tuple(VERBS), *, everything: bool = True
+) -> argparse.ArgumentParser:
+    """The whole command line; only the arguments of `verbs` are filled in, for each loads its libraries.
+
+    `everything`: the help names every flag, not only the usual ones.
+    """
     parser = _Parser(
         prog="kl-lens",
         description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
@@ -66,14 +86,18 @@ def build_parser(verbs: Collection[str] = tuple(VERBS)) -> argparse.ArgumentPars
         description = help_text[0].upper() + help_text[1:] + "."
         subparser = subparsers.add_parser(verb, help=help_text, description=description)
         if verb in verbs:
-            _add_arguments(subparser, verb)
+            _add_arguments(subparser, verb, everything)
     return parser
 
 
-def _add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool) -> None:
     from kl_lens.cli.flags import add_arguments
 
-    add_arguments(parser, settings_of(verb))
+    if verb in USUAL:
+        parser.add_argument("--help-all", action="help", help="show every flag, the rare ones too")
+    usual = USUAL[verb].split() if verb in USUAL and not everything else None
+    if left_out := add_arguments(parser, settings_of(verb), usual):
+        parser.epilog = f"{left_out} more flags: kl-lens {verb} --help-all"
     if hasattr(_shown_by(verb), "as_json"):
         parser.add_argument("--json", action="store_true", help="print records as JSON instead of a table")
     if verb == "run":
@@ -98,7 +122,7 @@ def _shown_by(verb: str) -> Any:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command, loading only what its verb needs."""
-    return build_parser(_verb(words)).parse_args(words)
+    return build_parser(_verb(words), everything="--help-all" in words).parse_args(words)
 
 
 def _verb(words: Sequence[str]) -> list[str]:
@@ -118,6 +142,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 def execute(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if place := getattr(arguments, "write_config", None):
+        settings.check()
         _write_config(settings, place)
         return 0
     wants_json = getattr(arguments, "json", False)

@@ -70,7 +70,8 @@ class RayPool:
             raise KLLensError(f"{self.flag}: {one_line(error)}") from None
         there = self._ray.cluster_resources()
         cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
-        on_gpu = str(order.how.get("device", "cpu")).startswith("cuda")
+        wanted = str(order.how.get("device", "cpu"))
+        on_gpu = wanted.startswith("cuda") or (wanted == "auto" and gpus >= 1)
         each = self.gpus_per_worker if self.gpus_per_worker is not None else float(on_gpu)
         nodes = [int(n["Resources"].get("CPU", 0)) for n in self._ray.nodes() if n["Alive"]]
         count = workers or (int(gpus / each) if each else len(nodes)) or 1

@@ -15,7 +15,9 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
     LOAD_HELP,
+    MOST_THREADS,
     NAMES,
+    TOKENS,
     Kind,
     OfRun,
     chosen_targets,
@@ -28,6 +30,7 @@ from kl_lens.pipeline.settings import (
     thread_counts,
 )
 from kl_lens.runs import ALL_PLANS, Run
+from kl_lens.targets import ALL_LAYERS
 from kl_lens.units import parse_names
 
 _use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
@@ -66,13 +69,13 @@ class BenchmarkSettings(OfRun):
     threads: tuple[int, ...] | None = option(
         None,
         "one number; or several, or auto, to see each and go on with the best (default: all processors)",
-        kind=Kind(thread_counts, _spell_list),
+        kind=Kind(thread_counts, _spell_list, type=int, least=1, most=MOST_THREADS),
         metavar="LIST",
     )
     gpu_layers: tuple[int, ...] = option(
         (0,),
         "llama.cpp: layers on a GPU; several (0,8,16,all) to see the curve",
-        kind=Kind(layer_counts, spell_layers),
+        kind=Kind(layer_counts, spell_layers, type=int, most=ALL_LAYERS),
         metavar="LIST",
     )
     load: tuple[str, ...] = option(("auto",), LOAD_HELP, kind=Kind(load_modes, ",".join), metavar="LIST")
@@ -86,13 +89,17 @@ class BenchmarkSettings(OfRun):
     prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
         "tokens",
-        kind=Kind(_lengths, _spell_list),
+        kind=Kind(_lengths, _spell_list, type=int, least=1, most=TOKENS.most),
         metavar="LIST",
     )
-    new_tokens: int = _use(64, kind=COUNT)
+    new_tokens: int = _use(64, kind=TOKENS)
     repeats: int = _use(5, kind=COUNT)
     layers: bool = _layers(False, "time components by shape and format")
     formats: tuple[str, ...] = _layers((), "default: those that the run measured", kind=NAMES)
+
+    def check(self) -> None:
+        super().check()
+        chosen_targets(self.targets)
 
     @property
     def use(self) -> profiling.UseSettings:

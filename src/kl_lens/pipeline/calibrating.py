@@ -6,6 +6,7 @@ none it stops and names this command.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
+    SEED,
+    TOKENS,
     FromDisk,
     HeldOut,
     Settings,
@@ -49,9 +52,13 @@ class LearningText(Settings):
     windows: int | None = _text(
         None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
     )
-    window_length: int | None = _text(None, "tokens each (default: the run's, or 512; 16 images)", kind=COUNT)
+    window_length: int | None = _text(
+        None, "tokens each (default: the run's, or 512; 16 images)", kind=TOKENS
+    )
     seed: int | None = _text(
-        None, "chooses the windows (default: another than measure's: what was learnt from does not judge)"
+        None,
+        "chooses the windows (default: another than measure's: what was learnt from does not judge)",
+        kind=SEED,
     )
 
     @property
@@ -101,6 +108,11 @@ class CalibrateSettings(LearningText, HeldOut, FromDisk):
         "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
     )
 
+    def check(self) -> None:
+        super().check()
+        if self.rescaled is not None and os.path.lexists(self.rescaled):
+            raise RunError(f"--rescaled {self.rescaled}: it is there already; name a new folder")
+
 
 @dataclass(frozen=True)
 class CalibrateResult:
@@ -147,8 +159,6 @@ def _calibrated(
 
 
 def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
-    if folder.exists():
-        raise RunError(f"--rescaled {folder}: it is there already; name a new folder")
     found = tuple(rescalings(model, statistics, RESCALED_FOR))
     if any(one.exponent for one in found):
         write_rescaled(model, changed_weights(model, found), folder)

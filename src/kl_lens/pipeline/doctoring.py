@@ -74,6 +74,13 @@ class RuntimeSettings(Settings):
     )
     target: str | None = option(None, "whose runtime (default: the one that can be built)", choices=TARGETS)
 
+    def check(self) -> None:
+        super().check()
+        if (self.action == USE) != (self.folder is not None):
+            raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
+        if self.gpu and self.action != BUILD:
+            raise KLLensError("--gpu is for `build`; what `use` puts in place has a GPU backend or not")
+
 
 @dataclass(frozen=True)
 class RuntimeResult:
@@ -84,10 +91,6 @@ class RuntimeResult:
 def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
     buildable = (name for name in TARGETS if describe_target(name).builds)
     target = describe_target(settings.target or next(buildable))
-    if (settings.action == USE) != (settings.folder is not None):
-        raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
-    if settings.gpu and settings.action != BUILD:
-        raise KLLensError("--gpu is for `build`; what `use` puts in place has a GPU backend or not")
     if settings.action == REMOVE:
         if not target.remove_runtime():
             raise KLLensError(f"{target.title}: nothing was put in place by `kl-lens runtime`")

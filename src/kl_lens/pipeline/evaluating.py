@@ -19,18 +19,21 @@ from kl_lens.paper import write_published
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
+    DTYPES,
     LAYERS,
     LOAD,
     LOAD_HELP,
     NAMES,
     SHARE,
     THREADS,
+    TOKENS,
     Loading,
     OfRun,
     chosen_targets,
     command_of,
     grouped,
     loading,
+    number,
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
@@ -71,15 +74,15 @@ class EvaluateSettings(Loading, OfRun):
         bare="",
         metavar="TEXT",
     )
-    window: int | None = _what(None, "tokens each (default: 2048; 16 images)", kind=COUNT)
+    window: int | None = _what(None, "tokens each (default: 2048; 16 images)", kind=TOKENS)
     stride: int | None = _what(
-        None, "score only the last S tokens of each window (default: the window)", kind=COUNT, metavar="S"
+        None, "score only the last S tokens of each window (default: the window)", kind=TOKENS, metavar="S"
     )
     limit: int | None = _what(None, "only the first N windows", kind=COUNT)
     tasks: tuple[str, ...] | None = _tasks(None, "such as arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES)
     task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
     task_limit: int | None = _tasks(None, "only the first N examples", kind=COUNT)
-    few_shot: int | None = _tasks(None, "worked examples (default: the task's own)", metavar="N")
+    few_shot: int | None = _tasks(None, "worked examples (default: the task's own)", kind=number(1000))
     max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
     exact: bool = _running(False, "float32 arithmetic instead of the fastest")
     runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
@@ -88,13 +91,38 @@ class EvaluateSettings(Loading, OfRun):
     load: str = _running("auto", LOAD_HELP, kind=LOAD)
     again: bool = _running(False, "measure afresh what the run holds already")
     tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
-    dtype: str = loading("float32", "what PyTorch computes in")
-    device: str = loading("cpu", "PyTorch's", flag="--torch-device", metavar="DEVICE")
+    dtype: str = loading("float32", "what PyTorch computes in", choices=DTYPES)
+    device: str = loading(
+        "auto", "PyTorch's; auto: the GPU where there is one", flag="--torch-device", metavar="DEVICE"
+    )
+
+    def check(self) -> None:
+        super().check()
+        chosen_targets(self.targets, TORCH)
+        check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit, few_shot=self.few_shot)
+        if self.max_drop is not None and self.tasks is None:
+            raise KLLensError("--max-drop is accuracy that tasks may lose; name some with --tasks")
+        if self.window is not None and (self.stride or 0) > self.window:
+            raise KLLensError(
+                f"--stride {self.stride} is more than --window {self.window}: text between windows would not be scored"
+            )
 
     @property
     def is_kept(self) -> bool:
         """Files given without --run are judged without a run folder."""
         return self.run is not None or not self.artifact
+
+
+def check_tasks(tasks: tuple[str, ...] | None, **about_them: object) -> None:
+    """Refuses tasks that nothing here can judge by, and settings of tasks without any."""
+    if tasks is None:
+        for name, value in about_them.items():
+            if value is not None:
+                raise KLLensError(f"--{name.replace('_', '-')} is about tasks; name some with --tasks")
+        return
+    if not tasks:
+        raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
+    require_lm_eval()
 
 
 @dataclass
@@ -132,11 +160,6 @@ class EvaluateResult:
 
 
 def evaluate(settings: EvaluateSettings, bench: Workbench, events: Events) -> EvaluateResult:
-    chosen_targets(settings.targets, TORCH)
-    if settings.tasks is not None:
-        if not settings.tasks:
-            raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
-        require_lm_eval()
     with _run(settings) as run:
         return _Evaluation(settings, run, bench, events).judged()
 

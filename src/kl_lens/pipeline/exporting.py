@@ -19,6 +19,7 @@ from kl_lens.pipeline.settings import (
     Option,
     command_of,
     new_run_folder,
+    number,
     option,
 )
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
@@ -33,7 +34,7 @@ from kl_lens.units import parse_names
 _KINDS = {
     "switch": Kind(str),
     "text": Kind(str, metavar="NAME"),
-    "number": COUNT,
+    "number": number(1 << 16, 1),  # tokens of a forward without state
     "names": Kind(
         lambda text: tuple(name for name in parse_names(text) if name != "none"),
         lambda names: ",".join(names) or "none",
@@ -61,6 +62,7 @@ def _target_options(within: str) -> list[Option]:
                     name,
                     is_switch=switch,
                     bare=each.given if switch else None,
+                    several=each.kind == "names",
                     within=within,
                 ),
             )
@@ -100,6 +102,25 @@ class ExportSettings(Loading):
     def run_folder(self) -> Path:
         return Path(self.run or "runs/reference-mamba")
 
+    def check(self) -> None:
+        super().check()
+        if self.format is None and self.run is None and self.model is not None:
+            raise PlanError(
+                "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
+            )
+        if self.format:
+            _named_model(self)
+        target = describe_target(self.target)
+        if self.stream and not target.streams:
+            raise PlanError(
+                f"--stream is not for --target {target.name}; {target.title} needs the whole model"
+            )
+        # `run` allows every target to lower what it cannot hold.
+        unknown = set(self.options) - {each.keyword for each in target.options} - {"fallback"}
+        for each in _target_options(""):
+            if each.name in unknown:
+                raise PlanError(f"{each.flag} is not for --target {target.name}")
+
     @property
     def target_options(self) -> dict[str, Any]:
         """The options that the target knows, as its export takes them."""
@@ -117,10 +138,6 @@ def export(settings: ExportSettings, bench: Workbench, events: Events) -> Export
         if _learns(settings.format):
             return ExportResult([_learnt_model(settings, settings.format, bench, events)])
         return ExportResult([_whole_model(settings, settings.format, bench)])
-    if settings.run is None and settings.model is not None:
-        raise PlanError(
-            "say what to export: --format FORMAT for a whole model, or --run DIR [--plan NAME] for plans"
-        )
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
@@ -216,9 +233,6 @@ def _source(run: Run, settings: ExportSettings, bench: Workbench) -> LoadedModel
 
 
 def _streamed(settings: ExportSettings, source: str) -> Path:
-    target = get_target(settings.target)
-    if not target.streams:
-        raise PlanError(f"--stream is not for --target {target.name}; {target.title} needs the whole model")
     return model_folder(source, revision=settings.revision)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, LAYERS, LOAD, LOAD_HELP, THREADS, Settings, option
+from kl_lens.pipeline.settings import LAYERS, LOAD, LOAD_HELP, SEED, THREADS, TOKENS, Settings, number, option
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
@@ -25,9 +25,11 @@ class GenerateSettings(Settings):
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
     prompt: str = option(metavar="TEXT")
-    max_new_tokens: int = option(64, kind=COUNT)
-    temperature: float = option(0.0, "0: always the likeliest token", metavar="T")
-    seed: int = option(0, "for a temperature above 0", metavar="S")
+    max_new_tokens: int = option(64, kind=TOKENS)
+    temperature: float = option(
+        0.0, "0: always the likeliest token", kind=number(1000, of=float), metavar="T"
+    )
+    seed: int = option(0, "for a temperature above 0", kind=SEED, metavar="S")
     tokenizer: str | None = option(
         None,
         "folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
@@ -37,6 +39,11 @@ class GenerateSettings(Settings):
     threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
     load: str = option("auto", LOAD_HELP, kind=LOAD)
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompt:
+            raise TargetError("--prompt is empty; give some text to go on from")
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,6 @@ class GenerateResult:
 
 
 def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
-    if settings.temperature < 0:
-        raise TargetError("--temperature must not be negative")
     begin = time.perf_counter()
     session = open_session(
         settings.artifact,
@@ -121,6 +126,5 @@ def _generated(
 def _choose(logits: Logits, temperature: float, random: np.random.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
+    weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     return int(random.choice(len(weights), p=weights / weights.sum()))

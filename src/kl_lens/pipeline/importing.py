@@ -25,6 +25,12 @@ class ImportLegacySettings(Loading):
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
 
+    def check(self) -> None:
+        super().check()
+        for bits, _ in self.bits:
+            if bits not in map(str, range(1, 17)):
+                raise RunError(f"--bits {bits[:20]}: expected a number of bits, 1 to 16, then a file")
+
 
 @dataclass(frozen=True)
 class ImportLegacyResult:
@@ -37,8 +43,6 @@ def import_legacy(settings: ImportLegacySettings, bench: Workbench, events: Even
     model = bench.model(settings)
     measurements = []
     for bits, path in settings.bits:
-        if not bits.isdigit():
-            raise RunError(f"--bits {bits}: expected a number, then a file")
         measurements += read_legacy(Path(path), int(bits), model.anatomy)
     with Run.create(new_run_folder(settings.run, model.name)) as run:
         if run.roles():

@@ -23,13 +23,16 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
+    SEED,
     SIZE,
+    TOKENS,
     FromDisk,
     OfModel,
     Settings,
     command_of,
     grouped,
     new_run_folder,
+    number,
     option,
 )
 from kl_lens.pipeline.spreading import (
@@ -49,7 +52,7 @@ from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.sensitivity import methods
 from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
-from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
 from kl_lens.sensitivity.precision import PRECISIONS
 from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine, work_of
 from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
@@ -67,8 +70,8 @@ class Calibration(Settings):
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
     windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=COUNT)
-    seed: int = calibration_text(42, "chooses the windows")
+    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=TOKENS)
+    seed: int = calibration_text(42, "chooses the windows", kind=SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
         choices=PRECISIONS,
     )
     anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
-    settled_at: float = _how(0.9, "Kendall τ that counts as settled", metavar="TAU")
+    settled_at: float = _how(0.9, "Kendall τ that counts as settled", kind=number(1, of=float), metavar="TAU")
     shard: str | None = several(
         None,
         "only the third of sixteen shares, into DIR/shards/03-of-16, for `kl-lens merge`; without a word: the one that "
@@ -129,6 +132,26 @@ class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
         if self.formats is not None:
             return self.formats
         return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        return None if self.shard is None else share_of(self.shard)
+
+    def check(self) -> None:
+        super().check()
+        if self.share and self.anytime:
+            raise KLLensError(
+                "--shard and --anytime: a share cannot tell whether the whole ranking is settled"
+            )
+        if self.share and (self.ray or (self.workers or 1) > 1):
+            other = "--ray" if self.ray else "--workers"
+            raise KLLensError(
+                f"--shard and {other}: workers share the whole sweep among themselves; give one of them"
+            )
+        if not self.menu:
+            raise KLLensError("--formats names no format; write something like int4,int8")
+        wanted_recipes(self.menu, self.methods)
+        name_pattern(self.components)
 
 
 @dataclass(frozen=True)
@@ -162,16 +185,7 @@ class EstimateResult:
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | EstimateResult:
     begin = time.time()
-    share = None if settings.shard is None else share_of(settings.shard)
-    if share and settings.anytime:
-        raise KLLensError("--shard and --anytime: a share cannot tell whether the whole ranking is settled")
-    if share and (settings.ray or (settings.workers or 1) > 1):
-        other = "--ray" if settings.ray else "--workers"
-        raise KLLensError(
-            f"--shard and {other}: workers share the whole sweep among themselves; give one of them"
-        )
-    if not settings.menu:
-        raise KLLensError("--formats names no format; write something like int4,int8")
+    share = settings.share
     model = bench.model(here(settings))
     recipes, unsuited = wanted_recipes(settings.menu, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.settings import SIZE, FromDisk, OfRun, command_of, option
+from kl_lens.pipeline.settings import COUNT, SIZE, FromDisk, OfRun, command_of, option
 from kl_lens.pipeline.spreading import Spread, crew_for, here
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
@@ -28,7 +28,7 @@ class RankSettings(Spread, FromDisk, OfRun):
     verb: ClassVar[str] = "rank"
 
     evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
-    evaluation_windows: int = option(128, "windows of held-out text", metavar="N")
+    evaluation_windows: int = option(128, "windows of held-out text", kind=COUNT)
     other_text: tuple[str, ...] = option(
         (), "also calibrate on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
     )

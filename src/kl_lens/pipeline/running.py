@@ -21,12 +21,11 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
-from kl_lens.evaluation.tasks import require_lm_eval
 from kl_lens.formats import get_format
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
-from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings
+from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
@@ -130,8 +129,12 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
             )
         return held
 
+    @property
+    def searches(self) -> bool:
+        return self.max_bytes is None and self.budget is None
+
     def check(self) -> None:
-        """What would fail after minutes is refused at once."""
+        super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
         for target in chosen_targets(self.targets):
@@ -140,8 +143,7 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
             raise KLLensError(
                 "--max-drop, --budget and --max-bytes: give one of them; each sets the plan's size"
             )
-        if self.tasks is not None:
-            require_lm_eval()
+        check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,6 @@ class RunResult:
 
 def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     begin = time.perf_counter()
-    settings.check()
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:

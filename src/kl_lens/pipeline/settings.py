@@ -5,11 +5,13 @@ The command line, a YAML file and Python fill the same dataclasses, and `command
 
 from __future__ import annotations
 
+import itertools
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,25 +26,37 @@ DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 @dataclass(frozen=True)
 class Kind:
-    """How a value is written as one word, and read back."""
+    """How a value is written as one word, and read back; what it must be, whoever gives it."""
 
     parse: Callable[[str], Any]
     spell: Callable[[Any], str] = str
     metavar: str | None = None
+    type: type = str  # of the value, or of each of several
+    least: int = 0  # of numbers
+    most: int = 0
+
+    def refusal(self, value: Any) -> str | None:
+        """What was expected in place of a value; None where nothing is wrong with it."""
+        if self.type in (str, Path):
+            if not isinstance(value, str | Path):
+                return "a text"
+            return None if _is_plain(str(value)) else "a text in UTF-8 without null characters"
+        fits = isinstance(value, int if self.type is int else int | float) and not isinstance(value, bool)
+        if fits and self.least <= value <= self.most:  # not true of nan
+            return None
+        return f"{'a whole number' if self.type is int else 'a number'} from {self.least:,} to {self.most:,}"
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{text} is not positive")
-    return value
+def _is_plain(text: str) -> bool:
+    """Names of files, and what the journal keeps, can hold it."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        return False
 
 
-def _threads(text: str) -> int:
-    value = _positive(text)
-    if value > MOST_THREADS:
-        raise ValueError(f"{text} is more than {MOST_THREADS}")
-    return value
+def number(most: int, least: int = 0, of: type = int, metavar: str | None = "N") -> Kind:
+    return Kind(of, str, metavar, of, least, most)
 
 
 def thread_counts(text: str) -> tuple[int, ...]:
@@ -52,7 +66,7 @@ def thread_counts(text: str) -> tuple[int, ...]:
         doubled = (16 << step for step in range(5))
         return (*range(1, min(every, 8) + 1), *(n for n in doubled if n < every), *([every] * (every > 8)))
     try:
-        return tuple(sorted({_threads(each) for each in units.parse_names(text) or (text,)}))
+        return tuple(sorted({int(each) for each in units.parse_names(text) or (text,)}))
     except ValueError:
         raise KLLensError(f"{text}: give numbers of threads from 1 to {MOST_THREADS}, or {AUTO}") from None
 
@@ -96,15 +110,24 @@ LOAD_HELP = (
 )
 PLACES = ("auto", "memory", "disk")  # of weights; as `checkpoints.residency` has them, which loads torch
 MOST_THREADS = 512  # llama.cpp ends the process at more
-COUNT = Kind(_positive, metavar="N")
-THREADS = Kind(_threads, metavar="N")
-LAYERS = Kind(_layers, spell_layers, "N")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Far more than anybody needs, and little enough that a slip of the keyboard asks for no terabytes.
+COUNT = number(1_000_000, 1)
+TOKENS = number(1 << 20, 1)  # of a window
+SEED = number(2**62)
+THREADS = number(MOST_THREADS, 1)
+LAYERS = Kind(_layers, spell_layers, "N", int, 0, ALL_LAYERS)
 LOAD = Kind(_load, metavar="MODE")
-SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE")
-SHARE = Kind(units.parse_share, units.spell_share, "SHARE")
-TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME")
+SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
+SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
+TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME", float, 0, 10**6)
 NAMES = Kind(units.parse_names, ",".join, "LIST")
-_PLAIN = {str: Kind(str), int: Kind(int, metavar="N"), float: Kind(float), Path: Kind(Path)}
+_PLAIN = {
+    str: Kind(str),
+    int: number(2**62),
+    float: number(10**9, of=float, metavar=None),
+    Path: Kind(Path, type=Path),
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +147,7 @@ class Option:
     nargs: str | int | None = None  # as argparse has it
     bare: Any = None  # the value of a flag without a word behind it
     repeated: bool = False
+    several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
     within: str = ""  # the field that holds it beside others, by keyword
 
@@ -144,31 +168,63 @@ class Option:
     def has_many(self) -> bool:
         return self.nargs in ("*", "+") or isinstance(self.nargs, int)
 
+    def read(self, text: str) -> Any:
+        """The value of one word; KLLensError where it has none."""
+        try:
+            value = self.kind.parse(text)
+        except KLLensError as error:
+            raise KLLensError(f"{self.flag or self.name} {error}") from None
+        except ValueError:
+            expected = self.kind.refusal(None) or "something else"
+            raise KLLensError(f"{self.flag or self.name} {_short(text)}: expected {expected}") from None
+        self._check_each(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raises KLLensError where a value is none that this option can have."""
+        if value is None and self.default is None and not self.required:
+            return
+        if isinstance(value, tuple) != self.several:
+            expected = "a tuple of values" if self.several else "one value"
+            raise KLLensError(f"{self.flag or self.name} {_short(value)}: expected {expected}")
+        if isinstance(self.nargs, int) and not all(
+            isinstance(one, tuple) and len(one) == self.nargs for one in value
+        ):
+            raise KLLensError(
+                f"{self.flag or self.name} {_short(value)}: expected {self.nargs} values each time"
+            )
+        self._check_each(value)
+
+    def _check_each(self, value: Any) -> None:
+        each = value if isinstance(value, tuple) else (value,)
+        for one in itertools.chain(*each) if each and isinstance(each[0], tuple) and self.repeated else each:
+            if self.is_switch:
+                expected = None if isinstance(one, bool) else "true or false"
+            elif self.choices:
+                fits = isinstance(one, str) and one in self.choices
+                expected = None if fits else f"one of {', '.join(self.choices)}"
+            else:
+                expected = self.kind.refusal(one)
+            if expected is not None:
+                raise KLLensError(f"{self.flag or self.name} {_short(one)}: expected {expected}")
+
     def spelled(self, value: Any) -> str:
         """For people and YAML: one text."""
         return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
 
     def from_python(self, value: Any) -> Any:
-        """A Python caller's value, or the words that mean it on a command line."""
+        """A Python caller's value, or the words that mean it on a command line; what does not fit is left to `check`."""
         if self.is_switch:
-            return (True if self.bare is None else self.bare) if value else None
-        if self.has_many or self.repeated:
-            each = [value] if isinstance(value, str | Path) else value
-            return tuple(self._one(one) for one in each)
-        if isinstance(value, list | tuple) and self.kind is NAMES:
-            value = ",".join(map(str, value))
-        return tuple(value) if isinstance(value, list) else self._one(value)
-
-    def _one(self, value: Any) -> Any:
-        if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
-            word = value if isinstance(value, str) else self.kind.spell(value)
-            try:
-                value = self.kind.parse(word)
-            except (ValueError, KLLensError) as error:
-                raise KLLensError(f"{self.name}={value!r} does not fit: {error}") from None
-        if self.choices and value not in self.choices:
-            raise KLLensError(f"{self.name}={value!r} is none of {', '.join(self.choices)}")
-        return value
+            return (True if self.bare is None else self.bare) if value else self.default
+        if isinstance(value, str | Path):
+            word = self.read(str(value))
+            return (word,) if self.has_many or self.repeated else word
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(
+            self.from_python(one)[0] if self.has_many and isinstance(one, str | Path) else one
+            for one in value
+        )
 
     def words(self, value: Any) -> list[str]:
         """What gives this value on a command line."""
@@ -193,8 +249,13 @@ def grouped(title: str) -> Callable[..., Any]:
     return partial(option, group=title)
 
 
-def options_of(settings: type[Settings]) -> list[Option]:
+def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
+    return _options_of(settings)  # type: ignore[arg-type]  # classes are hashable, whatever mypy says of them
+
+
+@cache
+def _options_of(settings: type[Settings]) -> tuple[Option, ...]:
     hints = typing.get_type_hints(settings)
     options: list[Option] = []
     for f in fields(settings):
@@ -207,9 +268,12 @@ def options_of(settings: type[Settings]) -> list[Option]:
         required = f.default is MISSING
         default = None if required else f.default
         switch = hints[f.name] is bool
-        metadata = {"metavar": kind.metavar} | metadata
+        several = any(
+            typing.get_origin(part) is tuple for part in (hints[f.name], *typing.get_args(hints[f.name]))
+        )
+        metadata = {"metavar": kind.metavar, "several": several} | metadata
         options.append(Option(f.name, flag, kind, default, required=required, is_switch=switch, **metadata))
-    return options
+    return tuple(options)
 
 
 def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
@@ -246,6 +310,15 @@ def _bare_type(hint: Any) -> Any:
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 
+def _short(value: Any, most: int = 60) -> str:
+    """A value as errors show it."""
+    try:
+        text = str(value) if isinstance(value, str | Path | float) else repr(value)
+    except ValueError:  # Python spells no number of thousands of digits
+        text = "(a very large number)"
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 T = TypeVar("T", bound="Settings")
 
 
@@ -255,6 +328,14 @@ class Settings:
 
     verb: ClassVar[str]
     opens_models: ClassVar[bool] = True  # its function takes a workbench
+
+    def check(self) -> None:
+        """Raises KLLensError where these settings cannot work. `perform` asks before anything is opened.
+
+        Here each value for itself; classes of settings add what cannot be together.
+        """
+        for each, value in values_of(self):
+            each.check(value)
 
 
 def command_of(settings: Settings) -> list[str]:
@@ -280,8 +361,8 @@ class Loading(Settings):
     tokenizer: str | None = loading(
         None, "folder, tokenizer.json or hub id of another tokenizer", metavar="PLACE"
     )
-    dtype: str = loading("float32", "what to compute in")
-    device: str = loading("cpu", "where to compute")
+    dtype: str = loading("float32", "what to compute in", choices=DTYPES)
+    device: str = loading(AUTO, "where to compute; auto: on the GPU where there is one, else on the CPU")
     trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
     task: str | None = loading(
         None, "what the model is asked (default: what its config.json says)", choices=("text", "image")
@@ -291,6 +372,15 @@ class Loading(Settings):
         "images for a classifier, in place of text: a folder of CLASS/*.png, with or without train/, val/ and test/",
         metavar="FOLDER",
     )
+
+    def check(self) -> None:
+        super().check()
+        # As torch names them; whether there is one is seen when the model is opened.
+        if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", self.device):
+            flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
+            raise KLLensError(
+                f"{flag} {self.device[:60]}: models compute on cpu, cuda, cuda:1; auto takes a GPU where there is one"
+            )
 
     @property
     def how(self) -> dict[str, Any]:
@@ -337,6 +427,24 @@ class HeldOut(Settings):
 
     held_out: str = option("wikitext2:valid", metavar="TEXT")
     held_out_windows: int = option(32, kind=COUNT)
+
+    @property
+    def searches(self) -> bool:
+        """Whether plans are measured until the loss fits: by their mean and its standard error."""
+        return any(getattr(self, name, None) is not None for name in ("max_loss", "max_drop"))
+
+    def check(self) -> None:
+        super().check()
+        if self.searches and self.held_out_windows < 3:
+            raise KLLensError(
+                f"--held-out-windows {self.held_out_windows}: --max-loss and --max-drop need at least 3; "
+                "the first half decides, and one window has no standard error"
+            )
+        measures = any(
+            getattr(self, name, None) for name in ("verify", "rivals", "gamma", "gamma_exhaustive")
+        )
+        if measures and self.held_out_windows < 2:
+            raise KLLensError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:

@@ -15,7 +15,7 @@ from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.environment import available_memory
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, Loading, Settings, grouped
+from kl_lens.pipeline.settings import COUNT, Loading, Settings, grouped, number
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.input_major import gains_by_input_major
 from kl_lens.sensitivity.sweep import Crew
@@ -42,7 +42,10 @@ class Spread(Settings):
         kind=COUNT,
     )
     gpus_per_worker: float | None = several(
-        None, "of a cluster (default: 1 with --device cuda; 0.5: two share one)", metavar="G"
+        None,
+        "of a cluster (default: 1 where workers compute on GPUs; 0.5: two share one)",
+        kind=number(64, of=float),
+        metavar="G",
     )
 
     @property
@@ -72,8 +75,6 @@ def crew_for(
         target: as deployed there.
         operations: that are left to do; for nothing no process is started.
     """
-    if settings.gpus_per_worker is not None and not 0 <= settings.gpus_per_worker <= 64:
-        raise KLLensError(f"--gpus-per-worker {settings.gpus_per_worker:g}: expected 0 to 64")
     budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
     count = settings.workers
     if settings.ray is None:
@@ -82,7 +83,7 @@ def crew_for(
             return nullcontext()
         if model.chain.device.type != "cpu":
             raise KLLensError(
-                f"--workers {count} on {model.chain.device}: workers on GPUs are Ray's; add --ray local"
+                f"--workers {count} on {model.chain.device}: workers on GPUs are Ray's; add --ray local or --device cpu"
             )
         if settings.workers is None:
             events.note(f"{count} processes side by side; --workers 1: this one alone")
@@ -92,6 +93,8 @@ def crew_for(
     from kl_lens.cluster.worker import Order
 
     how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
+    if settings.ray is None:  # here the choice is made
+        how["device"] = model.chain.device.type
     if where := getattr(settings, "weights", None):  # each worker finds out whether they fit into its memory
         how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
     order = Order(

@@ -39,11 +39,12 @@ def settings_of(verb: str) -> type[Settings]:
 
 
 def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:
-    """Does what the settings say and returns the verb's result; prints nothing.
+    """Does what the settings say and returns the verb's result; prints nothing. Settings that cannot work are refused.
 
     Example:
         >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements
     """
+    settings.check()
     function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb.replace("-", "_"))
     if not settings.opens_models:
         return function(settings, events or Events())

@@ -58,6 +58,14 @@ class Candidate:
         return f"{self.component.name} {self.format}"
 
 
+def name_pattern(text: str | None) -> re.Pattern[str]:
+    """--components as a regular expression; without one, every name."""
+    try:
+        return re.compile(text or "")
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RunError(f"--components {text!r} is no regular expression: {error}") from error
+
+
 def find_candidates(
     anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None
 ) -> tuple[list[Candidate], list[tuple[Component, str, str]]]:
@@ -66,10 +74,7 @@ def find_candidates(
     What does not fit is measured as what runtimes store in its place, where that is not FP16. A pattern that matches
     nothing, or an unknown recipe, is an error.
     """
-    try:
-        expression = re.compile(pattern or "")
-    except re.error as error:
-        raise RunError(f"--components {pattern!r} is no regular expression: {error}") from error
+    expression = name_pattern(pattern)
     matching = [c for c in anatomy.candidates if any(expression.search(n) for n in (c.name, *c.tied_with))]
     if not matching:
         raise RunError(
