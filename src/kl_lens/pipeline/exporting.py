@@ -13,7 +13,6 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.pipeline.calibrating import for_streaming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
-    COUNT,
     Kind,
     Loading,
     Option,

@@ -213,7 +213,7 @@ class Option:
         return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
 
     def from_python(self, value: Any) -> Any:
-        """A Python caller's value, or the words that mean it on a command line; what does not fit is left to `check`."""
+        """A Python caller's value, or the words that mean it on a command line. `check` sees whether it fits."""
         if self.is_switch:
             return (True if self.bare is None else self.bare) if value else self.default
         if isinstance(value, str | Path):
