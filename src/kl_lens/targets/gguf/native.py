@@ -69,14 +69,16 @@ def build_library(
         except TargetError as error:
             if patched:
                 raise
-            raise TargetError(f"{error}; with --patched, faults of the release that are known are mended") from error
+            raise TargetError(
+                f"{error}; with --patched, faults of the release that are known are mended"
+            ) from error
 
 
 def fetch_source(folder: Path) -> Path:
     """Downloads the pinned release into a folder; llama.cpp's folder in it."""
     wanted = folder / "source.txt"
     wanted.write_text(f"{SOURCE} --hash=sha256:{SHA256}\n", encoding="utf-8")
-    words = "pip download --no-deps --no-binary :all: --require-hashes".split()
+    words = ["pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
     command = [sys.executable, "-m", *words, "--requirement", str(wanted), "--dest", str(folder)]
     _call(command, f"pip cannot fetch {SOURCE}")
     (sdist,) = folder.glob("*.tar.gz")
