@@ -70,7 +70,7 @@ def test_a_release_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(native, "SHA256", "0" * 64)
     again = tmp_path / "again"
     again.mkdir()
-    with pytest.raises(TargetError, match="(?i)hash"):
+    with pytest.raises(TargetError, match=r"(?i)hash"):
         native.fetch_source(again)
     assert not list(again.glob("*.tar.gz"))
 
