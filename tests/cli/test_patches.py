@@ -47,12 +47,16 @@ def test_a_patch_says_what_it_does_and_gains_and_for_which_release(file: Path) -
     assert f"Release: the llama.cpp of {package} {version}." in header.splitlines()
 
 
-@pytest.mark.slow
-def test_every_patch_fits_the_release_that_is_built(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        source = native.fetch_source(tmp_path)
+        return native.fetch_source(tmp_path_factory.mktemp("release"))
     except TargetError as error:
         pytest.skip(f"the release cannot be fetched: {error}")
+
+
+@pytest.mark.slow
+def test_every_patch_fits_the_release_that_is_built(source: Path) -> None:
     native.apply_patches(source)
     assert MARK in (source / "ggml/src/ggml.c").read_text(encoding="utf-8")
     # `patch` leaves one of these where a hunk did not fit to the letter.
@@ -62,17 +66,13 @@ def test_every_patch_fits_the_release_that_is_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_release_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        native.fetch_source(tmp_path)
-    except TargetError as error:
-        pytest.skip(f"the release cannot be fetched: {error}")
+def test_a_release_with_another_hash_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "SHA256", "0" * 64)
-    again = tmp_path / "again"
-    again.mkdir()
     with pytest.raises(TargetError, match=r"(?i)hash"):
-        native.fetch_source(again)
-    assert not list(again.glob("*.tar.gz"))
+        native.fetch_source(tmp_path)
+    assert not list(tmp_path.glob("*.tar.gz"))
 
 
 def test_a_patch_that_does_not_fit_is_named_and_nothing_is_built(
