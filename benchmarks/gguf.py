@@ -246,7 +246,7 @@ def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: di
             f"{name:6s} {row.file['bytes'] / MIB:8.1f} {way.threads:3d} {decode:8.2f} ±{row.spread('decode'):6.2f} "
             f"{decode / first:7.2f} {prefill:9.1f} ±{row.spread('prefill'):6.1f} {row.middle('memory') / MIB:9.0f} "
             f"{row.file['moved'] / MIB:12.1f} {decode * row.file['moved'] / bandwidth[way.threads]:9.2f}  "
-            f"{found['load_mode']}, {found['library']} ({found['found']})",
+            f"{found['load_mode']}, {found['library']} ({found['found']}; {found['version']})",
             flush=True,
         )
     if options.folder is None:

@@ -1,7 +1,8 @@
-"""Where the files that ship with the project are: reference checkpoints and reference text.
+"""Where the files that ship with the project are: reference checkpoints, reference text, patches.
 
-In a checkout they lie in `reference/` at the top; an installed wheel carries them inside the package, in
-`kl_lens/_reference/`. Everybody who needs one asks here, so nobody else has to know which it is.
+In a checkout they lie in `reference/` and `patches/` at the top; an installed wheel carries them inside the package,
+in `kl_lens/_reference/` and `kl_lens/_patches/`. Everybody who needs one asks here, so nobody else has to know which
+it is.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ def reference_path(*parts: str) -> Path:
     return find_resource(_PACKAGE, *parts)
 
 
-def find_resource(package: Path, *parts: str) -> Path:
-    wanted = "/".join(parts) or "reference files"
-    roots = [root for root in _candidate_roots(package) if root.is_dir()]
+def patches_path(*parts: str) -> Path:
+    """The same for the patches, such as `patches_path("llama.cpp")`."""
+    return find_resource(_PACKAGE, *parts, kind="patches")
+
+
+def find_resource(package: Path, *parts: str, kind: str = "reference") -> Path:
+    wanted = "/".join(parts) or f"{kind} files"
+    roots = [root for root in _candidate_roots(package, kind) if root.is_dir()]
     if not roots:
         raise KLLensError(
-            f"{wanted}: the reference files are missing from this installation ({package}): "
+            f"{wanted}: the {kind} files are missing from this installation ({package}): "
             "reinstall kl-lens, or run from a full checkout"
         )
     for root in roots:
         path = root.joinpath(*parts)
         if path.exists():
             return path
-    raise KLLensError(f"{wanted}: not among the reference files in {roots[0]}: reinstall kl-lens")
+    raise KLLensError(f"{wanted}: not among the {kind} files in {roots[0]}: reinstall kl-lens")
 
 
-def _candidate_roots(package: Path) -> list[Path]:
-    roots = [package / "_reference"]
+def _candidate_roots(package: Path, kind: str) -> list[Path]:
+    roots = [package / f"_{kind}"]
     checkout = package.parent.parent
-    # Without this test any folder called "reference" two levels above site-packages would be believed.
+    # Without this test any folder of that name two levels above site-packages would be believed.
     if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
-        roots.append(checkout / "reference")
+        roots.append(checkout / kind)
     return roots

@@ -116,8 +116,10 @@ class Target(ABC):
         advanced: Callable[[int, str], None] = lambda percent, what: None,
         *,
         gpu: bool = False,
+        patched: bool = False,
     ) -> Path:
-        """Puts a faster runtime in place: the libraries of a folder, or (None) built here, with `gpu` for a GPU too."""
+        """Puts a faster runtime in place: the libraries of a folder, or (None) built here, with `gpu` for a GPU too,
+        `patched` with this project's changes to it."""
         raise UnsupportedError(
             f"{self.title}: its packages are as fast as they get; there is nothing to build"
         )

