@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def machine_measured_once() -> Iterator[None]:
         patch.setattr(machine, "read_bandwidth", short)
         patch.setattr(benchmark, "measure_machine", functools.cache(benchmark.measure_machine))
         yield
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to SIGINT, for the test and its children: who started the tests may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -68,13 +68,17 @@ class Forks:
         *,
         kill_after: float | None = None,
         kill_before: int | None = None,
+        ctrl_c_after: float | None = None,
         folder: Path | None = None,
-        limit: float = 300,
+        limit: float = 600,
     ) -> Ended:
-        """`kill_after` seconds, or `kill_before` the n-th thing that Python does to a file of `folder`."""
+        """`kill_after` seconds, or `kill_before` the n-th thing that Python does to a file of `folder`.
+
+        `ctrl_c_after` seconds, SIGINT for the fork and its children, as a terminal sends it.
+        """
         request = {
             "function": function, "arguments": list(arguments), "kill_after": kill_after, "kill_before": kill_before,
-            "folder": str(folder), "limit": limit,
+            "ctrl_c_after": ctrl_c_after, "folder": str(folder), "limit": limit,
         }  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -99,6 +103,9 @@ def _be_the_command(request: dict[str, Any], writing: int, answers: Any) -> None
     code: object = 99
     try:
         answers.close()
+        os.setpgid(0, 0)
+        # Who started the tests may have it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(writing, 1)
         os.dup2(writing, 2)
@@ -132,8 +139,9 @@ def _watched(child: int, reading: int, begin: float, request: dict[str, Any]) ->
     """Reads what the fork says until it ends, or kills it when its time has come."""
     import select
 
-    deadline = begin + (request["limit"] if request["kill_after"] is None else request["kill_after"])
-    said, killed = b"", False
+    ctrl_c, kill = request["ctrl_c_after"], request["kill_after"]
+    deadline = begin + next(each for each in (ctrl_c, kill, request["limit"]) if each is not None)
+    said, signals = b"", [signal.SIGKILL] if ctrl_c is None else [signal.SIGINT, signal.SIGKILL]
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
         if ready:
@@ -141,9 +149,10 @@ def _watched(child: int, reading: int, begin: float, request: dict[str, Any]) ->
             said = (said + part)[-20_000:]
             if not part:
                 break
-        elif not killed:
-            os.kill(child, signal.SIGKILL)
-            deadline, killed = time.monotonic() + 60, True
+        elif signals:
+            number = signals.pop(0)
+            (os.killpg if number == signal.SIGINT else os.kill)(child, number)
+            deadline = time.monotonic() + 60
         else:
             break  # a child of the fork still has its output
     os.close(reading)

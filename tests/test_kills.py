@@ -3,6 +3,7 @@ the same results as one that nobody disturbed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -16,11 +17,11 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kl_lens import planning
 from kl_lens.journal import FILE
-from kl_lens.profiling import machine
+from kl_lens.profiling import in_use, machine
 from kl_lens.runs import Run
 from kl_lens.subjects import artifact_digest
 from kl_lens.targets import get_target, read_artifact
@@ -40,6 +41,7 @@ WARM = (
     "kl_lens.sensitivity.sweep", "kl_lens.planning.budget", "transformers.models.mamba.modeling_mamba", "lzma",
 )  # fmt: skip
 IN_A_ROW = 8  # kills before the command is let through
+CTRL_C = 10
 
 
 def command(words: list[str]) -> int:
@@ -48,6 +50,7 @@ def command(words: list[str]) -> int:
 
     machine.SMALLEST_BUFFER = machine.MIB
     machine.last_level_cache = lambda *_: machine.MIB  # type: ignore[assignment]
+    in_use.LOADS = 1
     return main(words)
 
 
@@ -62,25 +65,23 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Mamba that knows the commonest words of three texts beside it."""
+    """A random Mamba with a byte-level tokenizer, which both runtimes take, and three texts beside it."""
     folder = tmp_path_factory.mktemp("kills") / "tiny"
     tiny_model("mamba").save_pretrained(folder)
     documents = [document.text for document in wikitext2("valid").documents]
-    counts: Counter[str] = Counter()
     for name, part in {
         "calibration": documents[:8],
         "held": documents[8:12],
         "judged": documents[12:16],
     }.items():
-        text = "\n\n".join(part)
-        (folder / f"{name}.txt").write_text(text)
-        counts.update(word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(text))
-    words = ["[UNK]", *(word for word, _ in counts.most_common(VOCABULARY - 1))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
-        folder
+        (folder / f"{name}.txt").write_text("\n\n".join(part))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        documents, trainers.BpeTrainer(vocab_size=VOCABULARY, limit_alphabet=64, show_progress=False)
     )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -94,22 +95,21 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
         "rank": ["rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
         "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
-        "export gguf": ["export", *of_run, "--target", "gguf", "--plan", "small", "--map",
-                        "--without-tokenizer", *held],
+        "export gguf": ["export", *of_run, "--target", "gguf", "--plan", "small", "--map", *held],
         "evaluate": ["evaluate", *of_run, "--perplexity", f"{model}/judged.txt", "--divergence", "--window", "32",
                      "--limit", "3", "--targets", "torch,openvino", "--threads", "1"],
         "benchmark": ["benchmark", *of_run, "--targets", "openvino", "--threads", "1", "--prompt-lengths", "4",
                       "--new-tokens", "4", "--repeats", "2"],
         "report": ["report", *of_run],
         "run": ["run", str(model), *of_run, *text, *held, "--evaluation-text", f"{model}/judged.txt",
-                "--evaluation-windows", "3", "--targets", "openvino", "--menu", "short", "--rivals", "none",
+                "--evaluation-windows", "3", "--formats", "int4,int8,q4_0,q8_0", "--rivals", "none",
                 "--repeats", "1", "--threads", "1", "--max-loss", "0.05"],
     }  # fmt: skip
 
 
 KILLS = {
     "measure": 44, "rank": 28, "plan": 28, "export openvino": 24, "export gguf": 24, "evaluate": 24, "benchmark": 12,
-    "report": 12, "run": 8,
+    "report": 12, "run": 50,
 }  # fmt: skip
 
 
@@ -194,6 +194,12 @@ def results(folder: Path) -> dict[str, Any]:
     found["plans"] = {path.name: path.read_text() for path in (folder / "plans").glob("*.json")}
     places = [record.parent for record in (folder / "artifacts").glob(f"*/*/{RECORD_FILE}")]
     found["artifacts"] = {str(place.relative_to(folder)): held_by(place) for place in places}
+    # Byte by byte, but for the record, which says when and how long; what it tells of tensors is in the digest.
+    found["files"] = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (folder / "artifacts").rglob("*")
+        if path.is_file() and path.name != RECORD_FILE and ".compiled" not in path.parts
+    }
     found["report"] = (folder / "report.html").exists()
     found["leftovers"] = sorted(
         str(path.relative_to(folder))
@@ -261,6 +267,29 @@ def test_killed_and_given_again_it_ends_as_if_nothing_had_been(
         assert ended.code == 0, (verb, ended)
         require_whole(folder)
         assert differences(results(folder), expected) == []
+
+
+def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(
+    model: Path, forks: Forks, stations: dict[str, tuple[Path, Any, Ended]]
+) -> None:
+    before, expected, undisturbed = stations["run"]
+    draw, folder, stopped = random.Random("Ctrl-C"), before.parent / "run", 0
+    words = commands(model, folder)["run"]
+    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(CTRL_C):
+        ended = forks.call(COMMAND, [words], ctrl_c_after=draw.uniform(1, undisturbed.seconds))
+        assert ended.code in (0, 130), ended
+        if ended.code:
+            stopped += 1
+            lines = ended.said.rstrip().splitlines()
+            assert lines[-1].startswith("kl-lens run: stopped"), ended.said
+            assert "same command" in lines[-1]
+            assert "Traceback" not in ended.said
+        require_whole(folder)
+    ended = forks.call(COMMAND, [words])
+    assert ended.code == 0, ended
+    assert stopped
+    assert differences(results(folder), expected) == []
 
 
 def test_so_many_kills() -> None:

@@ -100,6 +100,7 @@ def test_what_was_done_is_not_done_again(run_folder: Path, held_out: str, capsys
     assert len(scored) == 8
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, monkeypatch) -> None:
     command = ["--run", str(run_folder), "--perplexity", held_out, "--divergence", "--targets", "torch"]
     original = Evaluator.score_window

@@ -151,6 +151,7 @@ def _rows(folder: Path) -> int:
         return 0
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
     measure_arguments, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_driver_that_is_killed_leaves_nobody_and_goes_on_from_what_was_committ
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nobody(world: World, tmp_path) -> None:
     """It reaches the driver alone: a worker is in a session of its own, and goes with the driver."""
     driver = subprocess.Popen(

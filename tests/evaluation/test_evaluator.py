@@ -189,6 +189,7 @@ def test_the_rule_looks_at_differences_by_window() -> None:
     assert within(differences(scores(hard + scatter - scatter.mean()), scores(hard)))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(
     model: LoadedModel, text: EvaluationText, tmp_path: Path
 ) -> None:

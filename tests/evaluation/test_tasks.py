@@ -128,6 +128,7 @@ def test_drops_are_paired_by_example(model: LoadedModel, ours: SessionLM, task_d
     assert values["acc_drop"].value == pytest.approx(sum(lost) / len(lost))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_task_goes_on(
     model: LoadedModel, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

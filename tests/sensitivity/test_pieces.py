@@ -195,7 +195,9 @@ def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: i
     assert sum(piece.noise for piece in spread) == 1
 
 
-def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(mamba) -> None:
+def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(mamba, monkeypatch) -> None:
+    # On ARM, copies of weights would take a part of the budget.
+    monkeypatch.setattr("kl_lens.sensitivity.engines.gains_by_input_major", lambda _: False)
     ids, candidates = some_windows(24, 20).ids, find_candidates(mamba.anatomy, ["int4"])[0]
     engine = FastEngine(mamba)
     width, vocabulary = mamba.chain.head.weight.shape[1], engine.vocabulary

@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SystemExit, GeneratorExit):  # argparse has said what is wrong
         raise
     except KeyboardInterrupt as stop:
-        print(f"\n{program}: {stop or 'stopped'}", file=sys.stderr)
+        print(f"\n{program}: {stop or 'stopped; give the same command again'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()

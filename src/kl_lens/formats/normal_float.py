@@ -4,7 +4,8 @@
     q = the level nearest to w / s                  (with the float32 scale; a tie goes down)
     w′ = level[q] · fp16(s)                         (levels in float32)
 
-OpenVINO 2026.4's CPU plugin computes with exactly these values when it runs in float32 (tried on x86-64).
+OpenVINO 2026.4's CPU plugin computes with exactly these values when it runs in float32: on x86-64 from the file as it
+is, on ARM after `whole_levels` of the target's rewrites.
 """
 
 from __future__ import annotations

@@ -71,7 +71,10 @@ def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
     largest = blocks.gather(-1, place)
     safe = torch.where(largest.abs() > _SMALLEST, largest, 1)
     inverse = torch.where(largest.abs() > _SMALLEST, _quotient(-127, safe), 0)
-    integers = (blocks * inverse).round().clamp_max(127)
+    # Elsewhere than on x86, compilers make one operation of the product and of adding 1.5 · 2^23, which rounds it:
+    # the exact product is rounded, once.
+    product = blocks * inverse if _ON_X86 else blocks.double() * inverse.double()
+    integers = product.round().clamp_max(127).float()
     scale = torch.where(inverse != 0, 1 / torch.where(inverse != 0, inverse, 1), 0)
     return (integers * scale).reshape(activations.shape).to(activations.dtype)
 
