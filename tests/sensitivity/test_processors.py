@@ -1,6 +1,6 @@
 """A small sweep gives the numbers of another processor, within rounding.
 
-`python -m tests.sensitivity.test_processors` prints those of the machine it runs on; `processors.json` came from x86_64.
+`python -m tests.sensitivity.test_processors` prints those of its machine; `processors.json` came from x86_64.
 """
 
 from __future__ import annotations
