@@ -78,8 +78,7 @@ def test_use_keeps_one_profile_for_each_artifact(used: Path) -> None:
         assert 0 < spread.low <= spread.median <= spread.high
     assert small.timings["seconds_per_token"].repeats == 2
     assert small.settings["ratios_to"] == "openvino/uniform_fp16"
-    assert small.ratios["tokens_per_second"].median > 0
-    assert found["openvino/uniform_fp16|use|CPU"].ratios["tokens_per_second"].median == 1
+    assert not small.ratios, "too few turns for an interval"
     assert small.file_bytes == read_artifact(used / "artifacts/openvino/small").realised_bytes
     memory = small.settings["memory"]
     assert 0 < memory["base_bytes"] < small.peak_memory_bytes
@@ -207,7 +206,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
     assert "openvino/small" in output.err
     assert "no exported model" in output.err
     assert "gguf/uniform_fp16" in output.err
-    assert "its record says" in output.err
+    assert "holds other bytes than were exported" in output.err
     after = profiles(folder)
     assert {name: after[name] for name in before} == before  # nothing is lost
     assert "openvino/uniform_fp16|benchmark_app|CPU" in after
@@ -283,7 +282,7 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--plan", "nowhere"], "no plan 'nowhere'"),
         (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--prompt-lengths", "4,x"], "give numbers of tokens"),
-        (["--threads", "0"], "--threads 0: give numbers of threads from 1 to 512, or auto"),
+        (["--threads", "0"], "--threads 0: expected a whole number from 1 to 512"),
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
         (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),

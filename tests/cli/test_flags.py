@@ -29,7 +29,7 @@ COMMANDS = [
     "rank --run runs/x --other-text a.txt --other-text b.txt",
     "plan --paper --gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --max-latency 12ms",
     "plan --compare one two",
-    "export --target gguf --plan a,b --map --held-out notes.txt",
+    "export --target gguf --plan a,b --without-tokenizer",
     "export some/model --target openvino --format int8 --rewrites none",
     "evaluate one two --perplexity --divergence notes.txt --device GPU --torch-device cuda --max-drop 2.5%",
     "evaluate --tasks piqa,arc_easy --task-data tasks --few-shot 0",

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from kl_lens import planning
-from kl_lens.cli.benchmark import _use_table, as_json
+from kl_lens.cli.benchmark import as_json, use_table
 from kl_lens.cli.run import _ratio as closing_ratio
 from kl_lens.errors import RunError
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.planning import build_problem
 from kl_lens.profiling import Machine, Report
 from kl_lens.profiling.machine import Bandwidth
-from kl_lens.records import ARTIFACT, Spread, Subject
+from kl_lens.records import ARTIFACT, Quartiles, Subject
 from kl_lens.reporting import write_report
 from kl_lens.reporting.answer import recommend
 from kl_lens.reporting.data import collect
@@ -161,7 +161,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
     tmp_path: Path, low: float, high: float, brief: str, words: str
 ) -> None:
     folder = make_run(tmp_path / "run", stages=("plan", "evaluate", "benchmark"))
-    ratio = Spread(1.39, low, high, 24).to_json()
+    ratio = Quartiles(1.39, low, high, 24).to_json()
     with Run.open(folder) as run:
         for subject, name, value in run.results("profile"):
             if value["protocol"] == "use":
@@ -177,7 +177,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
     memory = {"prompt_lengths": [128], "memory": {"model_bytes": 1}}
     complete = [replace(p, settings=p.settings | memory) for p in profiles]
     out = Console(width=400, record=True, file=StringIO())
-    out.print(_use_table(complete))
+    out.print(use_table(complete))
     assert brief in out.export_text()
     assert closing_ratio(view, profiles[0].subject) == brief
     if brief == "not measurable":

@@ -53,7 +53,7 @@ USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --threads --without",
     "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
     "calibrate": "--run --text --windows --window-length --in-order --rescaled --again --device",
-    "measure": "--run --formats --methods --as-deployed --text --windows --components --device --workers --estimate",
+    "measure": "--run --target --formats --methods --text --windows --components --device --workers --estimate",
     "rank": "--run --evaluation-text --evaluation-windows --other-text --device",
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
