@@ -3,7 +3,8 @@
 # On an ARM machine here and now; elsewhere in a Debian root for arm64 that qemu runs (as root; about 10 minutes and 5 GB
 # the first time). Correctness alone: nothing timed here means anything.
 #
-# KL_LENS_ARM_ROOT: where the root is kept (default: .arm). PIP_INDEX_URL, PIP_FIND_LINKS, … and proxies are handed in.
+# KL_LENS_ARM_ROOT: where the root is kept (default: .arm). KL_LENS_ARM_WHEELS: a folder of wheels that are preferred: PyPI's
+# torch for aarch64 brings CUDA's libraries, gigabytes that nobody uses there. PIP_INDEX_URL and proxies are handed in.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/scripts/environment.sh"
@@ -43,6 +44,11 @@ fi
 mkdir -p "$arm/source"
 tar -C "$root" -c --exclude=./.arm --exclude=./.venv --exclude=./.git --exclude=./runs . | tar -x -C "$arm/source"
 cp /etc/resolv.conf "$arm/etc/resolv.conf"
+if [ -n "${KL_LENS_ARM_WHEELS:-}" ]; then
+  mkdir -p "$arm/wheels"
+  cp "$KL_LENS_ARM_WHEELS"/*.whl "$arm/wheels/"
+  export PIP_FIND_LINKS=/wheels
+fi
 inside() { chroot "$arm" env HOME=/root OMP_NUM_THREADS=1 KL_LENS_ARM_ROOT= "$@"; }
 inside bash -c '. /source/scripts/environment.sh; ensure_environment /source "$1"' - "$extras"
 inside bash -c 'cd /source && exec .venv/bin/python -m pytest -m "not slow" "$@"' - "${selection[@]}" "$@"

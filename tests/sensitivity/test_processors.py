@@ -1,6 +1,7 @@
 """A small sweep gives the numbers of another processor, within rounding.
 
-`python -m tests.sensitivity.test_processors` prints those of its machine; `processors.json` came from x86_64.
+`python -m tests.sensitivity.test_processors` prints those of the machine it runs on; `processors.json` came from an
+x86_64 machine (Xeon, torch 2.11.0). Neoverse-N1 with torch 2.13.0 differs by 5e-8 nats at the most, 3e-4 of a KL.
 """
 
 from __future__ import annotations

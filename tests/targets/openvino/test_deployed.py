@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from kl_lens.formats import get_format
+from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
 from kl_lens.targets import deployed
 from kl_lens.targets.openvino import constants, open_session
-from kl_lens.targets.openvino.deployed import as_deployed, kernel_values, quantize_activations
+from kl_lens.targets.openvino.deployed import (
+    as_deployed,
+    kernel_values,
+    quantize_activations,
+    quantize_groups,
+)
 from kl_lens.targets.openvino.session import WHOLE_ROW, compile_graph, read_graph
 from tests.families import token_ids
 from tests.targets.openvino.conftest import reference
@@ -24,7 +30,7 @@ on_arm = pytest.mark.skipif(platform.machine() != "aarch64", reason="KleidiAI ke
 
 
 @on_arm
-@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "int4-g64"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "int4-g64", "uint4-g32", "uint4-g64"])
 def test_single_products(name: str, tmp_path) -> None:
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(0)
@@ -37,7 +43,9 @@ def test_single_products(name: str, tmp_path) -> None:
     compiled = compile_graph(read_graph(tmp_path / "m.xml"), "CPU", exact=True, threads=1, settings=settings)
     values = torch.randn(1, 9, 128, generator=generator)
     theirs = compiled([values.numpy()])[0]
-    ours = (quantize_activations(values) @ kernel_values(fmt, fmt.quantize(weight)).T).numpy()
+    grouped = isinstance(fmt, ZeroPointFormat) and fmt.group_size
+    rounded = quantize_groups(values, fmt.group_size) if grouped else quantize_activations(values)
+    ours = (rounded @ kernel_values(fmt, fmt.quantize(weight)).T).numpy()
     plain = (values @ fmt.roundtrip(weight).T).numpy()
     largest = np.abs(theirs).max()
     assert np.abs(ours - theirs).max() < 1e-6 * largest
@@ -51,9 +59,7 @@ def test_single_products(name: str, tmp_path) -> None:
 def test_whole_models(family: str, plan: str, exported: Callable) -> None:
     case = exported(family, plan)
     ids = token_ids(1, 40)
-    # A file without signed integers runs in f16 on ARM; what that rounds is not modelled.
-    settings = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
-    session = open_session(case.folder, threads=1, settings=settings)
+    session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
     theirs = session.logits(ids[0].tolist())
     realised = {t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"}
     model = case.model.model
@@ -63,9 +69,13 @@ def test_whole_models(family: str, plan: str, exported: Callable) -> None:
     )
     with swapped(replacements(case.model, recipes, deployed("openvino"))), as_deployed(model, realised):
         ours = reference(model, ids)
+    with swapped(replacements(case.model, recipes)):
+        plain = reference(model, ids)
     span = np.ptp(theirs)
-    # A value on the edge between two integers may fall to either side; everything else agrees to float32.
-    assert np.median(np.abs(ours - theirs)) < 1e-6 * span
+    error, idle = (np.median(np.abs(each - theirs)) for each in (ours, plain))
+    # A value on the edge between two integers may fall to either side; everything else agrees to float32. In the
+    # mixture of experts, whose float32 logits already differ by 1e-5, some value of nearly every token does.
+    assert error < (0.25 * idle if family == "jamba_experts" else 1e-6 * span)
     assert np.abs(ours - theirs).max() < 0.02 * span
     np.testing.assert_array_equal(reference(model, ids), before)
 

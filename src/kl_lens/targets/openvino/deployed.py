@@ -7,7 +7,9 @@ products on OpenVINO 2026.4.1 and reproduce them to 1e-7 of their largest elemen
 - activations: asymmetric, one scale per token, over the range from min(x, 0) to max(x, 0) in 255 steps;
 - weights with one scale per row: exactly the stored integers and FP16 scales;
 - 4-bit weights in several groups per row: the same integers, but each scale goes to bfloat16 by adding half a unit
-  only where the last kept bit is one (then cutting), and not to the nearest.
+  only where the last kept bit is one (then cutting), and not to the nearest;
+- 4-bit weights with zero points in groups: exactly the stored weights; activations symmetric, one scale per token and
+  group, 127 steps. With zero points per row, and in NF4, nothing is rounded.
 
 Products with the stacked experts of a mixture are not covered by those kernels and are left alone. An embedding that is
 tied to the head is looked up with the head's rounded scales here, and with its own in OpenVINO.
@@ -17,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from kl_lens.formats import Format, Quantized
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import Recipe
-from kl_lens.targets.inputs import inputs_changed
+from kl_lens.targets.inputs import Change, inputs_changed
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +41,14 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
     zero = (-128 - low / scale).round().clamp(-128, 127)
     integers = ((values / scale).round() + zero).clamp(-128, 127)
     return ((integers - zero) * scale).to(x.dtype)
+
+
+def quantize_groups(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Every group of so many elements as 8-bit integers with a scale of its own, back in float32."""
+    groups = x.float().unflatten(-1, (-1, size))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    scale = torch.where(scale == 0, 1.0, scale)
+    return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)
 
 
 def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
@@ -65,10 +77,14 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
         recipes: component → realised recipe; components that are not named stay as they are.
     """
     modules = dict(model.named_modules())
-    names = [
-        name
-        for name, recipe in recipes.items()
-        if recipe != "fp32" and isinstance(Recipe.parse(recipe).grid, SignedScaleFormat) and name in modules
-    ]
-    with inputs_changed(model, dict.fromkeys(names, quantize_activations)):
+    changes: dict[str, Change] = {}
+    for name, recipe in recipes.items():
+        grid = None if recipe == "fp32" or name not in modules else Recipe.parse(recipe).grid
+        if isinstance(grid, SignedScaleFormat):
+            changes[name] = quantize_activations
+        elif isinstance(grid, ZeroPointFormat):
+            columns = model.get_parameter(f"{name}.weight").shape[-1]
+            if (size := grid.group_size or columns) < columns:  # one group is a row
+                changes[name] = partial(quantize_groups, size=size)
+    with inputs_changed(model, changes):
         yield

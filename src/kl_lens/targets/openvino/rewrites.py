@@ -162,8 +162,8 @@ def equal_batches(model: ov.Model) -> int:
 
 
 def whole_levels(model: ov.Model) -> int:
-    """NF4 times its scale in float32. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels to FP16:
-    weights are off by up to 2^−11 of themselves. For sessions on ARM alone; other plugins know the file's pattern."""
+    """NF4 times its scale in float32. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels to that, and
+    weights are off by up to 2^−11 of themselves. For sessions on ARM alone: others know the pattern in the file."""
 
     def widened(node: Any) -> Any | None:
         levels, scale = node.input_value(0).get_node(), node.input_value(1)
