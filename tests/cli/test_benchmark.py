@@ -215,7 +215,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
 @pytest.mark.slow
 def test_from_python(used: Path) -> None:
     folder = used / "artifacts/openvino/small"
-    profile = kl_lens.benchmark(folder, prompt_lengths=(4,), new_tokens=2, repeats=1, threads=1)
+    (profile,) = kl_lens.benchmark(folder, prompt_lengths=[4], new_tokens=2, repeats=1, threads=1)
     assert profile.subject.label == str(folder)
     assert profile.timings["tokens_per_second"].median > 0
 

@@ -97,8 +97,8 @@ def test_an_error_over_one_window_is_null(measured: Path, held_out: list[str], w
 
 def test_a_drop_over_one_window_is_refused(measured: Path, held_out: list[str], capsys) -> None:
     words = ["plan", "--run", str(measured), "--max-drop", "3%", *held_out[:2], "--held-out-windows", "2"]
-    assert main(words) == 2
-    assert "measure on more held-out text" in capsys.readouterr().err
+    assert main(words) == 1
+    assert "--max-loss and --max-drop need at least 3" in capsys.readouterr().err
 
 
 def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: list[str], capsys) -> None:

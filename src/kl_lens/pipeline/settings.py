@@ -220,7 +220,7 @@ class Option:
             word = self.read(str(value))
             return (word,) if self.has_many or self.repeated else word
         if not isinstance(value, list | tuple):
-            return value
+            return (value,) if self.several else value
         return tuple(
             self.from_python(one)[0] if self.has_many and isinstance(one, str | Path) else one
             for one in value
