@@ -28,7 +28,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
@@ -43,6 +43,24 @@ ALL, USUAL = "all", "usual"  # rivals
 MIXTURE = "a well-known mixture with our methods"
 ROUNDS = 4  # in which a plan for a size of file is corrected
 KL = "kl_teacher_to_student"
+_LOSSES, _GAMMAS = ("max_loss", "max_drop"), ("gamma", "gamma_exhaustive")
+# What takes the place of new plans, and why.
+_LOOKS = {
+    "--frontier": "shows every size, so it takes no limit",
+    "--plan": "names a plan that is there, so no other is made",
+    "--compare": "shows plans that are there, so none is made",
+}
+
+
+def check_held_out(windows: int, *, searches: bool) -> None:
+    """`searches`: plans are measured until the loss fits, by its mean and standard error."""
+    if searches and windows < 3:
+        raise PlanError(
+            f"--held-out-windows {windows}: --max-loss and --max-drop need at least 3; "
+            "the first half decides, and one window has no standard error"
+        )
+    if windows < 2:
+        raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +80,10 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         (), "one plan per format, all components alike; for example fp16,int8", kind=NAMES, metavar="FORMATS"
     )
     gamma: float | None = _quality(
-        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G"
+        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", excludes="gamma"
     )
     gamma_exhaustive: float | None = _quality(
-        None, "the same, one by one, as the paper's algorithm does", metavar="G"
+        None, "the same, one by one, as the paper's algorithm does", metavar="G", excludes="gamma"
     )
     max_bytes: int | None = _budget(None, "for example 90MB; with --target, of its file", kind=SIZE)
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
@@ -74,11 +92,13 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         None,
         "for example 0.01: the smallest plan whose held-out KL from the original is no more, by measuring a few",
         metavar="NATS",
+        excludes="loss",
     )
     max_drop: float | None = _budget(
         None,
         "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
         kind=SHARE,
+        excludes="loss",
     )
     max_latency: float | None = _budget(None, "for example 12ms; needs a profile of the target", kind=TIME)
     profile: str | None = _budget(None, "which latency profile of the run to use", metavar="NAME")
@@ -116,8 +136,42 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     @property
     def limits(self) -> list[str]:
         """The flags of all limits that are set."""
-        names = (*self.budgets, "max_loss", "max_drop", "gamma", "gamma_exhaustive")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        return self._given(*self.budgets, *_LOSSES, *_GAMMAS)
+
+    def _given(self, *names: str) -> list[str]:
+        """Those of these flags that are set. (A limit of 0 is one.)"""
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return [flag for flag, value in values.items() if value is not False and value not in (None, ())]
+
+    def check(self) -> None:
+        super().check()
+        losses, budgets, gammas = self._given(*_LOSSES), self._given(*self.budgets), self._given(*_GAMMAS)
+        new = [*self._given("paper", "gpu", "gpu_int4", "uniform"), *self.limits]
+        looks = self._given("frontier", "plan", "compare")
+        if len(looks) > 1:
+            raise PlanError(f"{' and '.join(looks)}: give only one of them")
+        if looks and new:
+            raise PlanError(f"{looks[0]} {_LOOKS[looks[0]]}: leave out {', '.join(new)}, or {looks[0]}")
+        if not looks and not new and not self.rivals:
+            raise PlanError(
+                "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
+                "--max-drop, --max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
+            )
+        if losses and budgets:
+            raise PlanError(
+                f"{losses[0]} searches for the smallest plan by itself: leave out {', '.join(budgets)}, or {losses[0]}"
+            )
+        if self.name is not None:
+            checked_plan_name(self.name)
+            if bool(gammas) + bool(losses or budgets) != 1:
+                raise PlanError(
+                    f"--name {self.name} names one plan made by a limit: give it with --max-bytes, --max-loss, "
+                    "--gamma or another limit"
+                )
+        if self.rivals and self.target is None:
+            raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
+        if losses or gammas or self.verify or self.rivals:
+            check_held_out(self.held_out_windows, searches=bool(losses))
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -138,12 +192,6 @@ class PlanResult:
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
-    if settings.rivals and settings.target is None:
-        raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
-    if settings.frontier and (ignored := settings.limits):
-        raise PlanError(
-            f"--frontier shows every size, so it takes no limit: leave out {', '.join(ignored)}, or --frontier"
-        )
     with Run.open(settings.run_folder) as run:
         table = run.table(target=settings.target)
         folder = run.folder / "plans"
@@ -307,11 +355,6 @@ def _made(
         made.append(_within_loss(settings, table, planner, events))
     elif any(value is not None for value in settings.budgets.values()):
         made.append(plan_within_budget(settings, run, table, planner, events))
-    if not made and not settings.rivals:
-        raise PlanError(
-            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, --max-drop, "
-            "--max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
-        )
     for each in made:
         for name in each.notes.get("not_in_the_lists", []):
             events.warn(f"{name} was never measured and stays FP16")
@@ -341,11 +384,6 @@ def _within_loss(
     settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
     """The smallest plan within a measured loss: of KL, or of perplexity."""
-    if any(value is not None for value in settings.budgets.values()):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings.budgets)
-        raise PlanError(
-            f"--max-loss and --max-drop set the KL limit themselves; use one of them without {flags}"
-        )
     meter = planner.halves[0]
 
     # One standard error on top of either: a little text must not talk us into too small a plan.

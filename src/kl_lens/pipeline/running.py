@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings
+from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings, check_held_out
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
 from kl_lens.pipeline.settings import (
@@ -62,7 +63,8 @@ PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, NONE = "short", "full", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
-_wanted, _proof = grouped("the recommended plan of each target (one of them)"), grouped("proof")
+_wanted = partial(grouped("the recommended plan of each target (one of them)"), excludes="limit")
+_proof = grouped("proof")
 
 
 def recommended(target: str | None) -> str:
@@ -129,20 +131,13 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
             )
         return held
 
-    @property
-    def searches(self) -> bool:
-        return self.max_bytes is None and self.budget is None
-
     def check(self) -> None:
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
         for target in chosen_targets(self.targets):
             self.menu_of(target)
-        if sum(limit is not None for limit in (self.max_drop, self.max_bytes, self.budget)) > 1:
-            raise KLLensError(
-                "--max-drop, --budget and --max-bytes: give one of them; each sets the plan's size"
-            )
+        check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
 
 
