@@ -179,7 +179,6 @@ def test_components_without_measurements_are_named() -> None:
         table.measurements,
     )
     point = paper_points(table)[-1]
-    assert point.notes["not_in_the_lists"] == ["forgotten"]
     assert point.assignment["forgotten"] == "fp16"
     uniform = paper_points(table)[0]
     assert uniform.predicted_kl is None

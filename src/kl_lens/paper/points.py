@@ -60,9 +60,6 @@ def paper_points(
     made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
     shared_notes: dict[str, object] = {"metric": metric, "pipeline": pipeline, "head": not no_head}
     planned = [c.name for c in table.candidates if c.name not in exclude]
-    if unlisted := sorted(set(planned) - {entry.component for entry in order}):
-        shared_notes["not_in_the_lists"] = unlisted  # left at FP16: they were never measured
-
     plans = [
         finished_plan(
             table,

@@ -341,12 +341,15 @@ def _made(
         return [planning.repredicted(plan, table) if plan.edited else plan]
     made: list[Plan] = []
     if settings.paper or settings.gpu or settings.gpu_int4:
-        made += paper_points(
+        points = paper_points(
             table,
             metric=settings.metric or PUBLISHED_METRIC,
             pipeline="gpu" if settings.gpu else "gpu-int4" if settings.gpu_int4 else "cpu",
             no_head=settings.no_head,
         )
+        for name in _not_in_the_lists(points, table):
+            events.warn(f"{name} was never measured; the paper's points leave it at FP16")
+        made += points
     for name in settings.uniform:
         made.append(planning.uniform_plan(table, name, no_head=settings.no_head))
     if settings.gamma is not None or settings.gamma_exhaustive is not None:
@@ -355,10 +358,14 @@ def _made(
         made.append(_within_loss(settings, table, planner, events))
     elif any(value is not None for value in settings.budgets.values()):
         made.append(plan_within_budget(settings, run, table, planner, events))
-    for each in made:
-        for name in each.notes.get("not_in_the_lists", []):
-            events.warn(f"{name} was never measured and stays FP16")
     return [each if each.target else planner.sized(each) for each in made]
+
+
+def _not_in_the_lists(points: Sequence[Plan], table: SensitivityTable) -> list[str]:
+    """Components that no uniform plan of the paper has a measurement for."""
+    unmeasured = planning.Predictor(table).unmeasured
+    each = [set(unmeasured(plan.assignment)) for plan in points if plan.family == "uniform"]
+    return sorted(set.intersection(*each))
 
 
 def _greedy(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events) -> Plan:
@@ -443,14 +450,14 @@ def plan_within_budget(
     bytes_alone = settings.limits == ["--max-bytes"] and settings.minimise in (None, "kl")
     others = _mixtures(settings, table, planner, metric) if planner.target and bytes_alone else ()
     plan = planner.fitted(make, settings.max_bytes, others)
-    solution = solutions[-1]
+    solution = next((each for each in solutions if each.plan.assignment == plan.assignment), solutions[-1])
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
     events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
     if plan.made_by == MIXTURE:
         events.note(f"{MIXTURE} fits into the file, by its exact size, and is predicted to lose less")
-    if profile is None:
+    if profile is None or plan.made_by == MIXTURE:
         return plan
-    events.note(f"{human_seconds(plan.notes['predicted_latency'])} per token, by the latency table {profile}")
+    events.note(f"{human_seconds(solution.totals.seconds)} per token, by the latency table {profile}")
     return replace(plan, notes=plan.notes | {"latency_table": profile})
 
 
@@ -490,12 +497,14 @@ def _with_rivals(
     contest = judged(planner, ours, others)
     sentence = contest.sentence(ours.name)
     events.note(f"{ours.name}: {sentence}")
-    kept = [replace(ours, notes=ours.notes | {"contest": sentence})]
+    kept = [replace(ours, contest=sentence)]
     if contest.winner != ours.name:
         winner = next(each for each in others if each.name == contest.winner)
         made_by = f"{winner.made_by}; in the place of our own plan"
-        notes = winner.notes | {"contest": sentence, "taken_over": winner.name}
-        taken = replace(winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits)
+        notes = winner.notes | {"taken_over": winner.name}
+        taken = replace(
+            winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
+        )
         kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
     return [*measured[: len(plans) - 1], *others, *kept]
 

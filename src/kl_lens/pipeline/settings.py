@@ -385,7 +385,7 @@ class Loading(Settings):
         if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", str(self.device)):
             flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
             raise KLLensError(
-                f"{flag} {_short(self.device)}: models compute on cpu, cuda, cuda:1; auto takes a GPU where there is one"
+                f"{flag} {_short(self.device)}: models compute on cpu, cuda, cuda:1; auto takes a GPU if there is one"
             )
 
     @property
