@@ -312,7 +312,8 @@ class _Course:
         own = sorted((p for p in plans.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
         if self.settings.paper and self._holds_paper(target):
-            best = best_paper_point(list(plans.values()), plans[name])
+            points = [p for p in plans.values() if p.target in (None, target)]
+            best = best_paper_point(points, plans[name])
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
