@@ -168,13 +168,13 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
         with going_on(folder):
-            plans, exported = _Course(settings, model, stages, events).run()
+            plans, exported = _RunStages(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
 
 
-class _Course:
+class _RunStages:
     """The stages of one run, in order."""
 
     def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, events: Events) -> None:
