@@ -48,7 +48,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import Spread
+from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
@@ -73,7 +73,7 @@ def recommended(target: str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Spread, HeldOut, Calibration, OfModel):
+class RunSettings(Workers, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -248,7 +248,7 @@ class _RunStages:
                 formats=tuple(formats or self.settings.menu_of(target)),
                 target=target,
                 **{name: getattr(self.settings, name) for name in shared},
-                **self.settings.spread,
+                **self.settings.worker_settings,
                 **self.of_run,
             )
         )
@@ -262,7 +262,7 @@ class _RunStages:
                 RankSettings(
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=settings.evaluation_windows,
-                    **settings.spread,
+                    **settings.worker_settings,
                     **self.of_run,
                 ),
                 key="rank",
