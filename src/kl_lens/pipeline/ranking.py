@@ -40,7 +40,7 @@ def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
         run.note_command(["kl-lens", *command_of(settings)])
         model = bench.model_of(run, here(settings))
         length = bench.calibration(run, model.task).length
-        held_out = bench.in_order(
+        held_out = bench.from_start(
             settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
         bench.refuse_overlap(run, held_out, model.task)
