@@ -172,6 +172,7 @@ class Plan(Record):
     statistics: str | None = None  # digest of what learnt recipes were made from
     target: str | None = None  # whom it was made for: what it holds, how it computes, whose bytes are limited
     interaction: float = 1.0  # by which whole plans lost more than their parts; in `predicted_kl` already
+    contest: str | None = None  # how it did beside the target's own mixtures, in a sentence
     edited: bool = False  # by hand, since the program wrote the file it was read from
 
     @property

@@ -208,7 +208,7 @@ def test_the_task_is_what_config_says_unless_somebody_says_otherwise() -> None:
 
 def test_the_reference_classifier_reads_digits_as_its_card_says() -> None:
     model = load("reference:vision")
-    windows = model.task.in_order("digits:test", length=437)
+    windows = model.task.from_start("digits:test", length=437)
     right = model.chain.full_logits(windows.ids).argmax(-1) == model.task.targets(windows.ids)
     assert float(right.double().mean()) > 0.97
     assert sum(path.stat().st_size for path in model.folder.iterdir()) < 10**6

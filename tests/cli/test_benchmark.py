@@ -213,6 +213,19 @@ def test_damaged_artifacts_are_named_and_the_others_done(
 
 
 @pytest.mark.slow
+def test_the_machine_is_not_measured_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kl_lens.profiling.benchmark.measure_machine", lambda threads: pytest.fail("measured")
+    )
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    assert main(["benchmark", str(tmp_path / "small.gguf"), str(tmp_path / "none")]) == 1
+    said = capsys.readouterr().err
+    assert "small.gguf" in said
+    assert str(tmp_path / "none") in said
+
+
 def test_from_python(used: Path) -> None:
     folder = used / "artifacts/openvino/small"
     (profile,) = kl_lens.benchmark(folder, prompt_lengths=[4], new_tokens=2, repeats=1, threads=1)

@@ -144,14 +144,15 @@ def test_the_recommendation_is_for_its_target_and_loses_no_more_than_allowed(fin
 
 
 def test_no_rival_of_no_more_bytes_is_as_good(finished: Path) -> None:
-    best, sentence = read(finished, BEST), read(finished, BEST).notes["contest"]
+    best = read(finished, BEST)
     assert best.measured is not None
+    assert best.contest is not None
     for path in (finished / "plans").glob("stock.*.json"):
         rival = read(finished, path.stem)
         assert rival.measured is not None
         if (rival.file_bytes or 0) <= (best.file_bytes or 0) and rival.assignment != best.assignment:
             assert best.measured.kl.value < rival.measured.kl.value
-            assert rival.name in sentence
+            assert rival.name in best.contest
 
 
 @pytest.mark.parametrize("budget", ["90%", "95%"])

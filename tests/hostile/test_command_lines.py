@@ -35,6 +35,26 @@ SLIPS = {
         ["plan", "--verify", "--uniform", "int8", "--held-out-windows", "1"],
         "at least 2",
     ),
+    "two losses": (
+        ["plan", "--max-loss", "0.01", "--max-drop", "3%"],
+        "--max-loss and --max-drop: give only",
+    ),
+    "a loss and a size": (
+        ["plan", "--max-loss", "0", "--max-bpw", "6"],
+        "leave out --max-bpw, or --max-loss",
+    ),
+    "two algorithms": (["plan", "--gamma", "2", "--gamma-exhaustive", "1"], "--gamma and --gamma-exhaustive"),
+    "two pipelines": (["plan", "--gpu", "--gpu-int4"], "--gpu and --gpu-int4"),
+    "two limits of a run": (["run", "--budget", "60%", "--max-loss", "0.02"], "--max-loss and --budget"),
+    "a limit for a plan that is there": (
+        ["plan", "--plan", "small", "--verify", "--max-bytes", "1MB"],
+        "--plan names a plan that is there, so no other is made: leave out --max-bytes",
+    ),
+    "plans to make and to compare": (["plan", "--compare", "a", "b", "--paper"], "leave out --paper"),
+    "one name for many plans": (["plan", "--uniform", "int8", "--name", "x"], "--name x names one plan"),
+    "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is no name for a plan"),
+    "rivals of nobody": (["plan", "--max-bpw", "6", "--rivals"], "say whose with --target"),
+    "nothing to plan": (["plan"], "say what to plan"),
     "a rescaled model that is there": (
         ["calibrate", "reference:mamba", "--rescaled", "docs"],
         "--rescaled docs",

@@ -45,7 +45,7 @@ def test_without_pillow_one_line_says_what_to_install(
 
 def _read_all(folder: Path) -> None:
     for split in ("train", "valid", "test"):
-        TASK.in_order(str(folder), length=1, split=split)
+        TASK.from_start(str(folder), length=1, split=split)
 
 
 def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
     assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
     with pytest.raises(TextError, match="judging needs labels"):
-        TASK.in_order(str(folder), length=4)
+        TASK.from_start(str(folder), length=4)
     (folder / "labels.csv").write_text("".join(f"{n}.png, {n % 5}\n" for n in range(40)))
-    windows = TASK.in_order(str(folder), length=4)
+    windows = TASK.from_start(str(folder), length=4)
     for ids, documents in zip(windows.ids, windows.documents, strict=True):
         assert labels_of(ids.tolist()) == [int(Path(d.name).stem) % 5 for d in documents]
     (folder / "labels.csv").write_text("0.png,1\n")
     with pytest.raises(TextError, match="has none for"):
-        TASK.in_order(str(folder), length=4)
+        TASK.from_start(str(folder), length=4)
 
 
 def test_more_windows_extend_fewer_and_another_seed_gives_others() -> None:
@@ -140,16 +140,16 @@ def test_more_windows_extend_fewer_and_another_seed_gives_others() -> None:
 def test_calibration_and_evaluation_share_no_image(tmp_path: Path) -> None:
     drawn = DIGITS.drawn("digits", windows=68, length=16)
     for split in ("valid", "test"):
-        refuse_overlap(drawn, DIGITS.in_order("digits", length=16, split=split))
+        refuse_overlap(drawn, DIGITS.from_start("digits", length=16, split=split))
     with pytest.raises(TextError, match="share a document"):
-        refuse_overlap(drawn, DIGITS.in_order("digits", length=16, split="train"))
+        refuse_overlap(drawn, DIGITS.from_start("digits", length=16, split="train"))
 
 
 def test_what_a_verb_calls_text_means_the_models_own_images() -> None:
     with pytest.raises(TextError, match="--images FOLDER"):
         TASK.drawn("wikitext2:train", windows=1)
     own = ImageTask(PREPARATION, 10, images="digits")
-    assert own.in_order("wikitext2:valid", length=4, limit=1).label == "digits:valid"
+    assert own.from_start("wikitext2:valid", length=4, limit=1).label == "digits:valid"
 
 
 def test_preparation_is_read_from_processors_and_from_config(tmp_path: Path) -> None:

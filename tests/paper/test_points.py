@@ -179,17 +179,33 @@ def test_components_without_measurements_are_named() -> None:
         table.measurements,
     )
     point = paper_points(table)[-1]
-    assert point.notes["not_in_the_lists"] == ["forgotten"]
     assert point.assignment["forgotten"] == "fp16"
     uniform = paper_points(table)[0]
     assert uniform.predicted_kl is None
     assert uniform.notes["unmeasured"] == ["forgotten"]
 
 
+@pytest.mark.parametrize(("pipeline", "prefix"), [("cpu", ""), ("gpu", "gpu_")])
+def test_gguf_has_the_same_points_in_its_own_formats(pipeline: str, prefix: str) -> None:
+    own = {"int4": "q4_0", "int8": "q8_0"}
+    kls = {(f"c{i}", fmt): (7 * i % 13) + bits for i in range(12) for bits, fmt in enumerate(own)}
+    in_gguf = {(name, own[fmt]): kl for (name, fmt), kl in kls.items()}
+    paper = paper_points(small_table(kls, head="c0"), pipeline=pipeline)
+    points = paper_points(small_table(in_gguf, head="c0"), pipeline=pipeline)
+    assert points[0].name == f"ggml_{prefix}uniform_q8_0"
+    assert points[-1].name == f"ggml_{prefix}kl_point10"
+    translated = [{name: own.get(fmt, fmt) for name, fmt in p.assignment.items()} for p in paper]
+    assert [p.assignment for p in points] == translated
+    both = paper_points(small_table(kls | in_gguf, head="c0"), pipeline=pipeline)
+    assert [p.assignment for p in both] == [p.assignment for p in paper]
+
+
 def test_what_is_missing_is_said() -> None:
     kls = {(f"c{i}", "int8"): float(i) for i in range(12)}
     with pytest.raises(PlanError, match="no measurements at int4"):
         paper_points(small_table(kls, head="c0"))
+    with pytest.raises(PlanError, match="no measurements at q8_0"):
+        paper_points(small_table({("c0", "q4_0"): 1.0}, head="c0"))
     with pytest.raises(PlanError, match="at least 11 measurements"):
         paper_points(small_table({("c0", "int8"): 1.0, ("c0", "int4"): 1.0}, head="c0"))
     with pytest.raises(PlanError, match="cannot rank by 'ppl'"):

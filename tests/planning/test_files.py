@@ -196,6 +196,7 @@ def test_every_fact_of_a_plan_comes_back(written: Path) -> None:
         fixed_bytes=1234,
         statistics="0123abcd",
         interaction=1.25,
+        contest="is best",
         family="stock",
     )
     assert read_plan(write_plan(plan, written, COMPONENTS), COMPONENTS) == plan

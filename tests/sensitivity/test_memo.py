@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from kl_lens.samples import window_kl
 from kl_lens.sensitivity.engines import FastEngine
 from kl_lens.sensitivity.input_major import InputMajor
+from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.memo import BlockMemo
-from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.perturbation import Perturbation, find_candidates
 from tests.families import token_ids
-from tests.sensitivity.conftest import loaded
+from tests.sensitivity.conftest import loaded, some_windows
 
 
 class Part(nn.Linear):
@@ -155,6 +157,17 @@ def test_memory_goes_to_what_must_be_kept_first() -> None:
     teacher = engine.teacher
     assert teacher.batches[0].logits is not None
     assert teacher.batches[0].memos == [None] * 4
+
+
+def test_whole_plans_take_no_memory_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change nearly all of them. On a long text the parts would fill what the budget leaves over."""
+    model, windows = loaded("mamba"), some_windows(4, 24)
+    plan = {component.name: "int4" for component in model.anatomy.candidates}
+    engine = FastEngine(model)
+    engine.prepare(windows.ids)
+    (expected,) = engine.measure([Perturbation(plan)])
+    monkeypatch.setattr(BlockMemo, "recording", lambda memo: pytest.fail("a plan's teacher remembers parts"))
+    assert PlanMeter(model, windows).kl_by_window(plan).tolist() == window_kl(expected).tolist()
 
 
 @torch.no_grad()

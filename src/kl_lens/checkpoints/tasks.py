@@ -27,7 +27,7 @@ from kl_lens.images import (
     open_images,
     pixels_of,
 )
-from kl_lens.images.windows import draw_images, images_in_order
+from kl_lens.images.windows import draw_images, images_from_start
 from kl_lens.text import KNOWN_NAMES, Windows, draw_windows, evaluation_windows
 from kl_lens.text.documents import TextSource
 
@@ -72,7 +72,7 @@ class Task(ABC):
         """Windows at random places."""
 
     @abstractmethod
-    def in_order(
+    def from_start(
         self,
         source: Source,
         *,
@@ -168,7 +168,7 @@ class LanguageTask(Task):
         length = length or self.window_length
         return draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
 
-    def in_order(
+    def from_start(
         self,
         source: Source,
         *,
@@ -284,7 +284,7 @@ class ImageTask(Task):
         how: dict[str, Any] = {"windows": windows, "length": length or self.window_length, "seed": seed}
         return draw_images(opened, self.preparation, self.label_names, self.classes, **how)
 
-    def in_order(
+    def from_start(
         self,
         source: Source,
         *,
@@ -301,7 +301,7 @@ class ImageTask(Task):
         length = length or self.judged_length
         if stride not in (None, length):
             raise TextError(f"{opened.label}: windows of images do not overlap; --stride is for text")
-        return images_in_order(
+        return images_from_start(
             opened, self.preparation, self.label_names, self.classes, length=length, limit=limit
         )
 

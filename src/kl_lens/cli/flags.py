@@ -24,18 +24,12 @@ def add_arguments(
     parser.usage = " ".join(["%(prog)s", *_needed(settings), "[OPTIONS]"])
     groups: dict[str, Any] = {"": parser}
     for option in options_of(settings):
-        for name, make in (
-            (option.group, lambda title: parser.add_argument_group(title)),
-            (option.excludes, lambda _, of=option: groups[of.group].add_mutually_exclusive_group()),
-        ):
-            if name not in groups:
-                groups[name] = make(name)
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
         is_shown = shown is None or option.flag in shown or option.required or not option.flag
         left_out += not is_shown
         help_text = (option.meaning.replace("%", "%%") or None) if is_shown else argparse.SUPPRESS
-        groups[option.excludes or option.group].add_argument(
-            *_names(option), **_behaviour(option), help=help_text
-        )
+        groups[option.group].add_argument(*_names(option), **_behaviour(option), help=help_text)
     return left_out
 
 

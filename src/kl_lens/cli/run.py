@@ -91,7 +91,7 @@ def _sentence(view: RunView, name: str, target: str) -> str:
     subject = _subject(target, name)
     size, base = view.subject_bytes(subject) or plan.bytes, view.subject_bytes(_subject(target, UNIFORM_FP16))
     share = f" ({size / base:.0%} of FP16)" if base else ""
-    contest = plan.plan.notes.get("contest")
+    contest = plan.plan.contest
     beside = f"; {contest}" if contest else ""
     return f"Recommended for {target}: {human_bytes(size)}{share}{_quality(view, plan, subject)}{beside}."
 

@@ -113,7 +113,7 @@ def prepare(
 def _prepare_images(
     source: Source, task: Task, *, window: int, stride: int | None, limit: int | None
 ) -> EvaluationText:
-    windows = task.in_order(source, length=window, limit=limit)
+    windows = task.from_start(source, length=window, limit=limit)
     items = tuple(
         ImageWindow(tuple(ids), tuple(labels), _key(ids, 0))
         for ids, labels in zip(windows.ids.tolist(), task.targets(windows.ids).tolist(), strict=True)
@@ -146,7 +146,7 @@ def _prepare_tokens(
 ) -> EvaluationText:
     assert isinstance(task, LanguageTask)
     tokenizer = task.require_tokenizer()
-    windows = task.in_order(source, length=window, stride=stride, limit=limit)
+    windows = task.from_start(source, length=window, stride=stride, limit=limit)
     items = []
     for index in range(len(windows)):
         ids = windows.ids[index].tolist()

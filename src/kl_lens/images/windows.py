@@ -31,7 +31,7 @@ def draw_images(
     return _cut(source, preparation, names, classes, order[: windows * length], length, "drawn", seed)
 
 
-def images_in_order(
+def images_from_start(
     source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
     *, length: int = 16, limit: int | None = None,
 ) -> Windows:  # fmt: skip

@@ -23,6 +23,7 @@ from kl_lens.paper.lists import (
     Entry,
     excluded_components,
     metric_label,
+    paper_formats,
     ranked,
     sensitivity_list,
 )
@@ -51,15 +52,19 @@ def greedy_plan(
     *,
     gamma: float = 1.10,
     exhaustive: bool = False,
-    formats: Sequence[str] = ("int4", "int8"),
+    formats: Sequence[str] | None = None,
     metric: str = PUBLISHED_METRIC,
     no_head: bool = False,
     name: str | None = None,
 ) -> GreedyResult:
-    """Accepts entries while the measured perplexity stays within γ × the FP16 baseline."""
+    """Accepts entries while the measured perplexity stays within γ × the FP16 baseline.
+
+    `formats`: by default int4 and int8 or, where those were measured, q4_0 and q8_0.
+    """
     if not gamma >= 1:
         raise PlanError(f"--gamma {gamma:g} would ask for better than FP16; give 1 or more, such as 1.10")
     exclude = excluded_components(table, no_head=no_head)
+    formats, prefix = (formats, "") if formats else paper_formats(table)
     order = ranked([sensitivity_list(table, f, metric, exclude) for f in formats], metric)
     search = _Search({c.name: c for c in table.candidates}, order, evaluate)
     baseline = search.perplexity({})
@@ -79,7 +84,7 @@ def greedy_plan(
     }
     plan = finished_plan(
         table,
-        name or f"{metric_label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
+        name or f"{prefix}{metric_label(metric)}_gamma{gamma:.2f}{'_exhaustive' if exhaustive else ''}",
         assignment,
         "greedy under a perplexity budget",
         notes,

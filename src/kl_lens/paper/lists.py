@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from kl_lens.errors import PlanError
-from kl_lens.planning.predict import require_measurements
+from kl_lens.planning.predict import measured_recipes, require_measurements
 from kl_lens.records import SensitivityTable
 
 # Name on the command line → key of the measurement, and whether a larger value means less damage.
@@ -19,6 +19,8 @@ RANKING_METRICS = {
     "delta_cross_entropy": ("delta_cross_entropy", False),
 }
 PUBLISHED_METRIC = "kl_student_to_teacher"
+# The paper's formats of 4 and 8 bits, and llama.cpp's nearest → what the names of plans of them begin with.
+FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ def require_metric(metric: str) -> tuple[str, bool]:
     if metric not in RANKING_METRICS:
         raise PlanError(f"cannot rank by {metric!r}; choose one of {', '.join(RANKING_METRICS)}")
     return RANKING_METRICS[metric]
+
+
+def paper_formats(table: SensitivityTable, *, eight_bits_alone: bool = False) -> tuple[tuple[str, ...], str]:
+    """The pair that was measured (the paper's own, if both were), and the prefix of its plans."""
+    measured = set(measured_recipes(table))
+    pairs = [(pair[1:] if eight_bits_alone else pair, prefix) for pair, prefix in FORMAT_PAIRS.items()]
+    return max(pairs, key=lambda pair: len(measured.intersection(pair[0])))
 
 
 def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[str]:

@@ -11,6 +11,9 @@ script with INT4 is the CPU's in all but the names, on Mamba-2 too.
 
 Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. A
 component whose two entries tie therefore gets INT8, the safer one.
+
+llama.cpp has neither INT4 nor INT8. Where q4_0 and q8_0 were measured in their place, they take it, and names of plans
+begin with `ggml_`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from kl_lens.paper.lists import (
     Entry,
     excluded_components,
     metric_label,
+    paper_formats,
     ranked,
     sensitivity_list,
 )
@@ -52,17 +56,14 @@ def paper_points(
     if pipeline not in PIPELINES:
         raise PlanError(f"no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     exclude = excluded_components(table, no_head=no_head)
-    formats = ("int8",) if pipeline == "gpu" else ("int4", "int8")
+    formats, prefix = paper_formats(table, eight_bits_alone=pipeline == "gpu")
     lists = [sensitivity_list(table, name, metric, exclude) for name in formats]
     order = ranked(lists, metric)
     predictor = Predictor(table)
-    prefix = PIPELINES[pipeline]
+    prefix += PIPELINES[pipeline]
     made_by = f"the paper's points, {pipeline} pipeline, ranked by {metric}"
     shared_notes: dict[str, object] = {"metric": metric, "pipeline": pipeline, "head": not no_head}
     planned = [c.name for c in table.candidates if c.name not in exclude]
-    if unlisted := sorted(set(planned) - {entry.component for entry in order}):
-        shared_notes["not_in_the_lists"] = unlisted  # left at FP16: they were never measured
-
     plans = [
         finished_plan(
             table,

@@ -203,7 +203,7 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: 
     texts = bench.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
-        texts = [*texts, model.task.in_order(known["source"], split=known["split"], **how)]
+        texts = [*texts, model.task.from_start(known["source"], split=known["split"], **how)]
     for judging in texts:
         refuse_overlap(windows, judging)
 

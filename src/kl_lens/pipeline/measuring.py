@@ -37,7 +37,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import (
     SLURM,
-    Spread,
+    Workers,
     crew_for,
     here,
     several,
@@ -75,7 +75,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Spread, Calibration, OfModel, FromDisk):
+class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")

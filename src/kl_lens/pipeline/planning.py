@@ -28,7 +28,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
+from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
@@ -43,6 +43,24 @@ ALL, USUAL = "all", "usual"  # rivals
 MIXTURE = "a well-known mixture with our methods"
 ROUNDS = 4  # in which a plan for a size of file is corrected
 KL = "kl_teacher_to_student"
+_LOSSES, _GAMMAS = ("max_loss", "max_drop"), ("gamma", "gamma_exhaustive")
+# What takes the place of new plans, and why.
+_LOOKS = {
+    "--frontier": "shows every size, so it takes no limit",
+    "--plan": "names a plan that is there, so no other is made",
+    "--compare": "shows plans that are there, so none is made",
+}
+
+
+def check_held_out(windows: int, *, searches: bool) -> None:
+    """`searches`: plans are measured until the loss fits, by its mean and standard error."""
+    if searches and windows < 3:
+        raise PlanError(
+            f"--held-out-windows {windows}: --max-loss and --max-drop need at least 3; "
+            "the first half decides, and one window has no standard error"
+        )
+    if windows < 2:
+        raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +80,10 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         (), "one plan per format, all components alike; for example fp16,int8", kind=NAMES, metavar="FORMATS"
     )
     gamma: float | None = _quality(
-        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G"
+        None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", excludes="gamma"
     )
     gamma_exhaustive: float | None = _quality(
-        None, "the same, one by one, as the paper's algorithm does", metavar="G"
+        None, "the same, one by one, as the paper's algorithm does", metavar="G", excludes="gamma"
     )
     max_bytes: int | None = _budget(None, "for example 90MB; with --target, of its file", kind=SIZE)
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
@@ -74,11 +92,13 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         None,
         "for example 0.01: the smallest plan whose held-out KL from the original is no more, by measuring a few",
         metavar="NATS",
+        excludes="loss",
     )
     max_drop: float | None = _budget(
         None,
         "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
         kind=SHARE,
+        excludes="loss",
     )
     max_latency: float | None = _budget(None, "for example 12ms; needs a profile of the target", kind=TIME)
     profile: str | None = _budget(None, "which latency profile of the run to use", metavar="NAME")
@@ -116,8 +136,42 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     @property
     def limits(self) -> list[str]:
         """The flags of all limits that are set."""
-        names = (*self.budgets, "max_loss", "max_drop", "gamma", "gamma_exhaustive")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        return self._given(*self.budgets, *_LOSSES, *_GAMMAS)
+
+    def _given(self, *names: str) -> list[str]:
+        """Those of these flags that are set. (A limit of 0 is one.)"""
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return [flag for flag, value in values.items() if value is not False and value not in (None, ())]
+
+    def check(self) -> None:
+        super().check()
+        losses, budgets, gammas = self._given(*_LOSSES), self._given(*self.budgets), self._given(*_GAMMAS)
+        new = [*self._given("paper", "gpu", "gpu_int4", "uniform"), *self.limits]
+        looks = self._given("frontier", "plan", "compare")
+        if len(looks) > 1:
+            raise PlanError(f"{' and '.join(looks)}: give only one of them")
+        if looks and new:
+            raise PlanError(f"{looks[0]} {_LOOKS[looks[0]]}: leave out {', '.join(new)}, or {looks[0]}")
+        if not looks and not new and not self.rivals:
+            raise PlanError(
+                "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
+                "--max-drop, --max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
+            )
+        if losses and budgets:
+            raise PlanError(
+                f"{losses[0]} searches for the smallest plan by itself: leave out {', '.join(budgets)}, or {losses[0]}"
+            )
+        if self.name is not None:
+            checked_plan_name(self.name)
+            if bool(gammas) + bool(losses or budgets) != 1:
+                raise PlanError(
+                    f"--name {self.name} names one plan made by a limit: give it with --max-bytes, --max-loss, "
+                    "--gamma or another limit"
+                )
+        if self.rivals and self.target is None:
+            raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
+        if losses or gammas or self.verify or self.rivals:
+            check_held_out(self.held_out_windows, searches=bool(losses))
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -138,12 +192,6 @@ class PlanResult:
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
-    if settings.rivals and settings.target is None:
-        raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
-    if settings.frontier and (ignored := settings.limits):
-        raise PlanError(
-            f"--frontier shows every size, so it takes no limit: leave out {', '.join(ignored)}, or --frontier"
-        )
     with Run.open(settings.run_folder) as run:
         table = run.table(target=settings.target)
         folder = run.folder / "plans"
@@ -293,12 +341,15 @@ def _made(
         return [planning.repredicted(plan, table) if plan.edited else plan]
     made: list[Plan] = []
     if settings.paper or settings.gpu or settings.gpu_int4:
-        made += paper_points(
+        points = paper_points(
             table,
             metric=settings.metric or PUBLISHED_METRIC,
             pipeline="gpu" if settings.gpu else "gpu-int4" if settings.gpu_int4 else "cpu",
             no_head=settings.no_head,
         )
+        for name in _not_in_the_lists(points, table):
+            events.warn(f"{name} was never measured; the paper's points leave it at FP16")
+        made += points
     for name in settings.uniform:
         made.append(planning.uniform_plan(table, name, no_head=settings.no_head))
     if settings.gamma is not None or settings.gamma_exhaustive is not None:
@@ -307,15 +358,14 @@ def _made(
         made.append(_within_loss(settings, table, planner, events))
     elif any(value is not None for value in settings.budgets.values()):
         made.append(plan_within_budget(settings, run, table, planner, events))
-    if not made and not settings.rivals:
-        raise PlanError(
-            "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, --max-drop, "
-            "--max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
-        )
-    for each in made:
-        for name in each.notes.get("not_in_the_lists", []):
-            events.warn(f"{name} was never measured and stays FP16")
     return [each if each.target else planner.sized(each) for each in made]
+
+
+def _not_in_the_lists(points: Sequence[Plan], table: SensitivityTable) -> list[str]:
+    """Components that no uniform plan of the paper has a measurement for."""
+    unmeasured = planning.Predictor(table).unmeasured
+    each = [set(unmeasured(plan.assignment)) for plan in points if plan.family == "uniform"]
+    return sorted(set.intersection(*each))
 
 
 def _greedy(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events) -> Plan:
@@ -341,11 +391,6 @@ def _within_loss(
     settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
     """The smallest plan within a measured loss: of KL, or of perplexity."""
-    if any(value is not None for value in settings.budgets.values()):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in settings.budgets)
-        raise PlanError(
-            f"--max-loss and --max-drop set the KL limit themselves; use one of them without {flags}"
-        )
     meter = planner.halves[0]
 
     # One standard error on top of either: a little text must not talk us into too small a plan.
@@ -405,14 +450,14 @@ def plan_within_budget(
     bytes_alone = settings.limits == ["--max-bytes"] and settings.minimise in (None, "kl")
     others = _mixtures(settings, table, planner, metric) if planner.target and bytes_alone else ()
     plan = planner.fitted(make, settings.max_bytes, others)
-    solution = solutions[-1]
+    solution = next((each for each in solutions if each.plan.assignment == plan.assignment), solutions[-1])
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
     events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
     if plan.made_by == MIXTURE:
         events.note(f"{MIXTURE} fits into the file, by its exact size, and is predicted to lose less")
-    if profile is None:
+    if profile is None or plan.made_by == MIXTURE:
         return plan
-    events.note(f"{human_seconds(plan.notes['predicted_latency'])} per token, by the latency table {profile}")
+    events.note(f"{human_seconds(solution.totals.seconds)} per token, by the latency table {profile}")
     return replace(plan, notes=plan.notes | {"latency_table": profile})
 
 
@@ -452,12 +497,14 @@ def _with_rivals(
     contest = judged(planner, ours, others)
     sentence = contest.sentence(ours.name)
     events.note(f"{ours.name}: {sentence}")
-    kept = [replace(ours, notes=ours.notes | {"contest": sentence})]
+    kept = [replace(ours, contest=sentence)]
     if contest.winner != ours.name:
         winner = next(each for each in others if each.name == contest.winner)
         made_by = f"{winner.made_by}; in the place of our own plan"
-        notes = winner.notes | {"contest": sentence, "taken_over": winner.name}
-        taken = replace(winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits)
+        notes = winner.notes | {"taken_over": winner.name}
+        taken = replace(
+            winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
+        )
         kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
     return [*measured[: len(plans) - 1], *others, *kept]
 

@@ -11,7 +11,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import COUNT, SIZE, FromDisk, OfRun, command_of, option
-from kl_lens.pipeline.spreading import Spread, crew_for, here
+from kl_lens.pipeline.spreading import Workers, crew_for, here
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
@@ -24,7 +24,7 @@ from kl_lens.text import Windows, refuse_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSettings(Spread, FromDisk, OfRun):
+class RankSettings(Workers, FromDisk, OfRun):
     verb: ClassVar[str] = "rank"
 
     evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
@@ -40,7 +40,7 @@ def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
         run.note_command(["kl-lens", *command_of(settings)])
         model = bench.model_of(run, here(settings))
         length = bench.calibration(run, model.task).length
-        held_out = bench.in_order(
+        held_out = bench.from_start(
             settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
         bench.refuse_overlap(run, held_out, model.task)

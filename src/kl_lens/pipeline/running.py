@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings
+from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings, check_held_out
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
 from kl_lens.pipeline.settings import (
@@ -47,7 +48,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import Spread
+from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
@@ -62,7 +63,8 @@ PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, NONE = "short", "full", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
-_wanted, _proof = grouped("the recommended plan of each target (one of them)"), grouped("proof")
+_wanted = partial(grouped("the recommended plan of each target (one of them)"), excludes="limit")
+_proof = grouped("proof")
 
 
 def recommended(target: str | None) -> str:
@@ -71,7 +73,7 @@ def recommended(target: str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Spread, HeldOut, Calibration, OfModel):
+class RunSettings(Workers, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -129,20 +131,13 @@ class RunSettings(Spread, HeldOut, Calibration, OfModel):
             )
         return held
 
-    @property
-    def searches(self) -> bool:
-        return self.max_bytes is None and self.budget is None
-
     def check(self) -> None:
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
         for target in chosen_targets(self.targets):
             self.menu_of(target)
-        if sum(limit is not None for limit in (self.max_drop, self.max_bytes, self.budget)) > 1:
-            raise KLLensError(
-                "--max-drop, --budget and --max-bytes: give one of them; each sets the plan's size"
-            )
+        check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
 
 
@@ -173,13 +168,13 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
         with going_on(folder):
-            plans, exported = _Course(settings, model, stages, events).run()
+            plans, exported = _RunStages(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
 
 
-class _Course:
+class _RunStages:
     """The stages of one run, in order."""
 
     def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, events: Events) -> None:
@@ -253,7 +248,7 @@ class _Course:
                 formats=tuple(formats or self.settings.menu_of(target)),
                 target=target,
                 **{name: getattr(self.settings, name) for name in shared},
-                **self.settings.spread,
+                **self.settings.worker_settings,
                 **self.of_run,
             )
         )
@@ -267,7 +262,7 @@ class _Course:
                 RankSettings(
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=settings.evaluation_windows,
-                    **settings.spread,
+                    **settings.worker_settings,
                     **self.of_run,
                 ),
                 key="rank",
@@ -317,7 +312,8 @@ class _Course:
         own = sorted((p for p in plans.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
         if self.settings.paper and self._holds_paper(target):
-            best = best_paper_point(list(plans.values()), plans[name])
+            points = [p for p in plans.values() if p.target in (None, target)]
+            best = best_paper_point(points, plans[name])
             names += [*(f"uniform_{fmt}" for fmt in reversed(PAPER_FORMATS)), *([best.name] if best else [])]
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 

@@ -332,10 +332,16 @@ class Settings:
     def check(self) -> None:
         """Raises KLLensError where these settings cannot work. `perform` asks before anything is opened.
 
-        Here each value for itself; classes of settings add what cannot be together.
+        Here each value for itself, and options that exclude each other; classes of settings add what else cannot be
+        together.
         """
+        given: dict[str, str] = {}
         for each, value in values_of(self):
             each.check(value)
+            if not each.excludes or value == each.default:
+                continue
+            if (other := given.setdefault(each.excludes, each.flag)) != each.flag:
+                raise KLLensError(f"{other} and {each.flag}: give only one of them")
 
 
 def command_of(settings: Settings) -> list[str]:
@@ -376,10 +382,10 @@ class Loading(Settings):
     def check(self) -> None:
         super().check()
         # As torch names them; whether there is one is seen when the model is opened.
-        if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", self.device):
+        if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", str(self.device)):
             flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
             raise KLLensError(
-                f"{flag} {self.device[:60]}: models compute on cpu, cuda, cuda:1; auto takes a GPU where there is one"
+                f"{flag} {_short(self.device)}: models compute on cpu, cuda, cuda:1; auto takes a GPU if there is one"
             )
 
     @property
@@ -427,24 +433,6 @@ class HeldOut(Settings):
 
     held_out: str = option("wikitext2:valid", metavar="TEXT")
     held_out_windows: int = option(32, kind=COUNT)
-
-    @property
-    def searches(self) -> bool:
-        """Whether plans are measured until the loss fits: by their mean and its standard error."""
-        return any(getattr(self, name, None) is not None for name in ("max_loss", "max_drop"))
-
-    def check(self) -> None:
-        super().check()
-        if self.searches and self.held_out_windows < 3:
-            raise KLLensError(
-                f"--held-out-windows {self.held_out_windows}: --max-loss and --max-drop need at least 3; "
-                "the first half decides, and one window has no standard error"
-            )
-        measures = any(
-            getattr(self, name, None) for name in ("verify", "rivals", "gamma", "gamma_exhaustive")
-        )
-        if measures and self.held_out_windows < 2:
-            raise KLLensError("--held-out-windows must be at least 2: one half decides, the other confirms")
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:

@@ -27,7 +27,7 @@ several = grouped("several processes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread(Settings):
+class Workers(Settings):
     """Who measures: this process, others on this machine, or workers that Ray keeps."""
 
     ray: str | None = several(
@@ -49,7 +49,7 @@ class Spread(Settings):
     )
 
     @property
-    def spread(self) -> dict[str, Any]:
+    def worker_settings(self) -> dict[str, Any]:
         """These settings alone, to hand on to another verb's."""
         return {name: getattr(self, name) for name in ("ray", "workers", "gpus_per_worker")}
 

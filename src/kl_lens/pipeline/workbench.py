@@ -108,15 +108,15 @@ class Workbench:
         key = ("drawn", text, task.key, *sorted(how.items()))
         return self._once(key, lambda: task.drawn(text, **how))
 
-    def in_order(self, text: str, task: Task, **how: Any) -> Windows:
-        """Windows from the beginning of a text on, as `Task.in_order` takes them."""
-        key = ("in order", text, task.key, *sorted(how.items()))
-        return self._once(key, lambda: task.in_order(text, **how))
+    def from_start(self, text: str, task: Task, **how: Any) -> Windows:
+        """Windows from the beginning of a text on, as `Task.from_start` takes them."""
+        key = ("from start", text, task.key, *sorted(how.items()))
+        return self._once(key, lambda: task.from_start(text, **how))
 
     @property
     def judging(self) -> list[Windows]:
         """The texts that verbs were to judge by, so far."""
-        return [windows for key, windows in self._kept.items() if key[0] == "in order"]
+        return [windows for key, windows in self._kept.items() if key[0] == "from start"]
 
     def calibration(self, run: Run, task: Task) -> Windows:
         """The calibration windows of a run, drawn again."""
@@ -134,7 +134,7 @@ class Workbench:
         """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
         text = run.text_identity(CALIBRATION)
         length = text["length"] if text else task.window_length
-        windows = self.in_order(settings.held_out, task, length=length, limit=settings.held_out_windows)
+        windows = self.from_start(settings.held_out, task, length=length, limit=settings.held_out_windows)
         self.refuse_overlap(run, windows, task)
         return windows
 

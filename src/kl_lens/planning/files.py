@@ -34,6 +34,7 @@ _FIELDS = {
     "limits",
     "measured",
     "statistics",
+    "contest",
     "fingerprint",
     "assignment",
     "notes",
@@ -69,6 +70,7 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
         "limits": plan.limits,
         "measured": plan.measured.to_json() if plan.measured else None,
         "statistics": plan.statistics,
+        "contest": plan.contest,
         "fingerprint": _fingerprint(cost.stored, plan.statistics, plan.target),
         "notes": notes,
         "assignment": cost.stored,
@@ -111,6 +113,7 @@ def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
             statistics,
             target,
             1.0 if content.get("interaction") is None else content["interaction"],
+            content.get("contest"),
         )
     if missing:
         plan.notes["not_named"] = missing
@@ -186,7 +189,7 @@ def _require_types(path: Path, content: Mapping[str, Any]) -> None:
         checked_plan_name(path.stem)
     except PlanError as error:
         raise PlanError(f"{path}: {error}; rename the file and the name inside") from None
-    for field in ("made_by", "statistics", "target", "fingerprint"):
+    for field in ("made_by", "statistics", "target", "contest", "fingerprint"):
         require(field, lambda v: isinstance(v, str), "a string", content.get(field))
     family = content.get("family")
     require("family", lambda v: v in PLAN_FAMILIES, f"one of {', '.join(PLAN_FAMILIES)}", family)

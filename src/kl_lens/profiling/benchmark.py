@@ -100,10 +100,15 @@ class Benchmark:
     def measure(
         self, places: Sequence[Path], *, layers: bool = False, formats: Sequence[str] | None = None
     ) -> Report:
-        """Benchmarks artifacts; those that cannot be are in the report's failures, the others are done."""
+        """Benchmarks artifacts; those that cannot be are in the report's failures, the others are done.
+
+        Raises TargetError where none can be.
+        """
         subjects, failures = read_all(places, self.run)
         notes: list[str] = []
         usable = [s for s in subjects if self._has_place(s, notes)]
+        if not usable:  # before the machine is measured, which takes most of a minute
+            raise TargetError("; ".join([*(failure.reason for failure in failures), *notes]))
         if layers:
             self._tables(usable)  # refused now rather than after the measuring
         self.started(self._steps(usable, layers, formats))

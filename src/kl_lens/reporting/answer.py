@@ -36,7 +36,7 @@ def recommended_names(view: RunView) -> frozenset[str]:
 
 
 def _why(plan: PlanView) -> str:
-    contest = plan.plan.notes.get("contest")
+    contest = plan.plan.contest
     beside = f" Beside the runtime's own mixtures: {contest}." if contest else ""
     limits = plan.plan.limits
     if "loss" in limits:

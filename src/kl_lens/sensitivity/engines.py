@@ -58,6 +58,7 @@ class Engine(ABC):
     precision = FLOAT32
     scratch: Path | None = None  # a folder for states that memory has no room for
     sharers = 1  # processes that the memory for states is for
+    remembers_parts = True  # what the parts of blocks gave: memory for candidates that change one part each
 
     def __init__(
         self,
@@ -257,7 +258,8 @@ class FastEngine(Engine):
             budget=self.states_budget,
             vocabulary=self.vocabulary,
             layout=self._layout,
-            remember_parts=self.deployed is None,  # as deployed, unperturbed parts may compute otherwise too
+            # As deployed, unperturbed parts may compute otherwise too.
+            remember_parts=self.remembers_parts and self.deployed is None,
             tokens=self.batch_tokens,
         )
         with suppress(torch.OutOfMemoryError):

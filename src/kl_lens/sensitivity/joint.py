@@ -55,6 +55,8 @@ class PlanMeter:
         self.model = model
         self.text = windows
         self._engine = engine_for(FastEngine.name, model, windows.ids, memory_budget, deployed)
+        # A plan changes nearly every part, so there is next to nothing to look up.
+        self._engine.remembers_parts = False
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}

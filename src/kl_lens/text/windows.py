@@ -232,25 +232,25 @@ def _long_enough_stream(source: TextSource, tokenizer: Any, length: int) -> Toke
 def random_starts(available: int, windows: int, length: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     starts: list[int] = []
-    in_order: list[int] = []
+    placed: list[int] = []
     for _ in range(windows):
         best, least = 0, length + 1
         for _ in range(_TRIES):
             start = generator.randrange(available - length + 1)
-            overlap = _overlap(start, in_order, length)
+            overlap = _overlap(start, placed, length)
             if overlap < least:
                 best, least = start, overlap
             if overlap == 0:
                 break
         starts.append(best)
-        bisect.insort(in_order, best)
+        bisect.insort(placed, best)
     return starts
 
 
-def _overlap(start: int, in_order: list[int], length: int) -> int:
+def _overlap(start: int, placed: list[int], length: int) -> int:
     """Tokens shared with the nearest earlier window on either side."""
-    after = bisect.bisect_left(in_order, start)
-    nearest = in_order[max(0, after - 1) : after + 1]
+    after = bisect.bisect_left(placed, start)
+    nearest = placed[max(0, after - 1) : after + 1]
     return max((length - abs(start - other) for other in nearest if abs(start - other) < length), default=0)
 
 
