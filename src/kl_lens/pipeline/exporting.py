@@ -22,7 +22,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.sweep import model_identity
@@ -134,18 +134,20 @@ class ExportResult:
 
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
-        if _learns(settings.format):
-            return ExportResult([_learnt_model(settings, settings.format, bench, events)])
+        if (recipe := _learning(settings.format)) is not None:
+            return ExportResult([_learnt_model(settings, recipe, bench, events)])
         return ExportResult([_whole_model(settings, settings.format, bench)])
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
 
-def _learns(recipe: str) -> bool:
+def _learning(text: str) -> Recipe | None:
+    """The recipe, where its method learns."""
     try:
-        return Recipe.parse(recipe).quantizer.learns
+        recipe = Recipe.parse(text)
     except FormatError:  # a target's own spelling, or no format at all: the target says
-        return False
+        return None
+    return recipe if recipe.quantizer.learns else None
 
 
 def _named_model(settings: ExportSettings) -> str:
@@ -158,7 +160,7 @@ def _named_model(settings: ExportSettings) -> str:
 
 
 def _learnt_model(
-    settings: ExportSettings, recipe: str, bench: Workbench, events: Events
+    settings: ExportSettings, recipe: Recipe, bench: Workbench, events: Events
 ) -> tuple[Path, Artifact]:
     """One recipe that learns for everything, with the statistics of a run."""
     name = _named_model(settings)
@@ -199,7 +201,7 @@ def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[
 
 
 def _uniform(model: LoadedModel, name: str) -> Plan:
-    assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
+    assignment = {} if name in (FP16, "f16") else {c.name: name for c in model.anatomy.candidates}
     return Plan(name=f"uniform_{name.replace('+', '.')}", assignment=assignment, made_by="--format")
 
 
@@ -238,9 +240,10 @@ def _streamed(settings: ExportSettings, source: str) -> Path:
 def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
     """Learns what the plan's recipes learn, with the time left in view; the store keeps it for whoever asks next."""
     store = model.weights
-    if store.learnt_by(plan.assignment.values(), plan.statistics) is None:
+    recipes = parsed(plan.assignment)
+    if store.learnt_by(recipes.values(), plan.statistics) is None:
         return
-    chosen = [(model.anatomy.component(name), Recipe.parse(text)) for name, text in plan.assignment.items()]
+    chosen = [(model.anatomy.component(name), recipe) for name, recipe in recipes.items()]
     target = get_target(settings.target)
     todo = [(c, r) for c, r in chosen if r.quantizer.learns and target.holds(r.grid, c.shape) is None]
     fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)
@@ -264,7 +267,7 @@ def _written(
         extra["fingerprint"] = fingerprint
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
-        if any(_learns(recipe) for recipe in plan.assignment.values()):
+        if any(_learning(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
             extra["weights_folder"] = run.folder / WEIGHTS
     artifact = write_files(model, plan, settings.target, folder, **extra)

@@ -57,7 +57,7 @@ def _cut_to_bfloat16(scales: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
+def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
     """Within the block, the inputs of the named components are what the deployed settings on ARM multiply with.
 
     Args:
@@ -68,7 +68,7 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
     names = [
         name
         for name, recipe in recipes.items()
-        if recipe != "fp32" and isinstance(Recipe.parse(recipe).grid, SignedScaleFormat) and name in modules
+        if isinstance(recipe.grid, SignedScaleFormat) and name in modules
     ]
     with inputs_changed(model, dict.fromkeys(names, quantize_activations)):
         yield
