@@ -134,20 +134,18 @@ class ExportResult:
 
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
-        if (recipe := _learning(settings.format)) is not None:
-            return ExportResult([_learnt_model(settings, recipe, bench, events)])
+        if _learns(settings.format):
+            return ExportResult([_learnt_model(settings, settings.format, bench, events)])
         return ExportResult([_whole_model(settings, settings.format, bench)])
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
 
-def _learning(text: str) -> Recipe | None:
-    """The recipe, where its method learns."""
+def _learns(recipe: str) -> bool:
     try:
-        recipe = Recipe.parse(text)
+        return Recipe.parse(recipe).quantizer.learns
     except FormatError:  # a target's own spelling, or no format at all: the target says
-        return None
-    return recipe if recipe.quantizer.learns else None
+        return False
 
 
 def _named_model(settings: ExportSettings) -> str:
@@ -160,7 +158,7 @@ def _named_model(settings: ExportSettings) -> str:
 
 
 def _learnt_model(
-    settings: ExportSettings, recipe: Recipe, bench: Workbench, events: Events
+    settings: ExportSettings, recipe: str, bench: Workbench, events: Events
 ) -> tuple[Path, Artifact]:
     """One recipe that learns for everything, with the statistics of a run."""
     name = _named_model(settings)
@@ -173,7 +171,7 @@ def _learnt_model(
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     model = bench.in_run(model, folder)
-    learnt = model.weights.learnt_by([recipe])
+    learnt = model.weights.learnt_by([Recipe.parse(recipe)])
     with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *command_of(settings)])
@@ -267,7 +265,7 @@ def _written(
         extra["fingerprint"] = fingerprint
         if settings.tokenizer:
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
-        if any(_learning(recipe) for recipe in plan.assignment.values()):
+        if any(_learns(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
             extra["weights_folder"] = run.folder / WEIGHTS
     artifact = write_files(model, plan, settings.target, folder, **extra)
