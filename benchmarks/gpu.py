@@ -24,6 +24,7 @@ from scipy.stats import kendalltau
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.formats import get_format
 from kl_lens.quantizers import InputStatistics, get_quantizer
+from kl_lens.recipes import Recipe
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -76,7 +77,7 @@ def on_gpu(name: str) -> LoadedModel:
 
 def sweep(name: str, arguments: argparse.Namespace) -> None:
     model = on_gpu(name)
-    candidates, _ = find_candidates(model.anatomy, ["int4", "int8"])
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
     ids = torch.randint(0, 50000, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
     floors = {
         kind: floor_seconds(model, candidates, ids.numel(), rate)
@@ -113,7 +114,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
 
 def agreement(name: str, arguments: argparse.Namespace) -> None:
     model = on_gpu(name)
-    candidates, _ = find_candidates(model.anatomy, ["int4", "int8"])
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
     windows = draw_windows(
         "wikitext2:valid", model.require_tokenizer(), windows=arguments.windows, length=512, seed=0
     )
@@ -129,7 +130,7 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
         found = divergences(engine)
         line = f"{name} {precision:7s} noise {noise:.1e}"
         for fmt in ("int4", "int8"):
-            chosen = np.array([c.format == fmt for c in candidates]) & (expected > 1e-8)
+            chosen = np.array([c.recipe == fmt for c in candidates]) & (expected > 1e-8)
             off = np.abs(found[chosen] / expected[chosen] - 1).max()
             tau = kendalltau(found[chosen], expected[chosen]).statistic
             line += (

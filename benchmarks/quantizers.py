@@ -181,7 +181,7 @@ def drawn(task: Task, model: LoadedModel, judging: Judging) -> Windows:
     return draw_windows(source, model.require_tokenizer(), windows=task.windows, length=LENGTH, seed=43)
 
 
-def learn(task: Task, model: LoadedModel, judging: Judging, assignment: dict[str, str]) -> None:
+def learn(task: Task, model: LoadedModel, judging: Judging, assignment: dict[str, Recipe]) -> None:
     """Statistics are gathered once for all processes; those of a plan in order are its own."""
     slug = re.sub(r"\W+", "-", f"{task.model} {task.text} {task.windows}")
     folder, windows = judging.cache / "statistics" / slug, drawn(task, model, judging)
@@ -223,7 +223,7 @@ def judged(task: Task, judging: Judging) -> Judged:
     assignment = mixture(task, one.model, method)
     if Recipe(task.grid, method).quantizer.learns:
         learn(task, one.model, judging, assignment)
-    plan = Plan("uniform", assignment, "uniform")
+    plan = Plan("uniform", dict(assignment), "uniform")
     settings = SessionSettings(threads=judging.threads)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "file"
@@ -234,7 +234,7 @@ def judged(task: Task, judging: Judging) -> Judged:
         return judge_files(target, folder, size, one.text, one.teacher, settings)
 
 
-def mixture(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
+def mixture(task: Task, model: LoadedModel, method: str) -> dict[str, Recipe]:
     """Every component's recipe: the grid by this method, and what the part and the target want of the ends."""
     anatomy = model.anatomy
     ends = {"nncf": {anatomy.embedding: "int8", anatomy.head: "int8"}}.get(task.part, {})
@@ -243,8 +243,8 @@ def mixture(task: Task, model: LoadedModel, method: str) -> dict[str, str]:
     recipes = {}
     for component in anatomy.candidates:
         grid = ends.get(component.name, task.grid)
-        wanted = "int8" if grid == "int8" else preferred(grid, (method,))
-        recipes[component.name] = str(fitting_recipe(wanted, component.shape)[0])
+        wanted = Recipe("int8") if grid == "int8" else preferred(grid, (method,))
+        recipes[component.name] = fitting_recipe(wanted, component.shape)[0]
     return recipes
 
 

@@ -31,6 +31,7 @@ from kl_lens.checkpoints import load
 from kl_lens.cluster.crew import HiredCrew, WorkerPool
 from kl_lens.cluster.processes import ProcessHands
 from kl_lens.cluster.worker import Order
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.cost import Item, Rates, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
@@ -42,6 +43,7 @@ from kl_lens.text.windows import UsedDocument
 from kl_lens.units import human_bytes, human_seconds
 
 LENGTH = 512
+RECIPES = (Recipe("int4"), Recipe("int8"))
 REFERENCE = Path(__file__).resolve().parent.parent / "reference"
 # mamba2-2.7b on an H200, docs/performance.md: 258 candidates, 64 windows of 512, `tf32x3`, in 167 s. What that is in
 # operations of its products per second is counted here, so that scans, metrics and waiting are in it.
@@ -72,7 +74,7 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
         model = load(folder, **how)
         opening = time.perf_counter() - begin
         windows = random_windows(count, model.anatomy.component(model.anatomy.embedding).shape[0])
-        candidates = find_candidates(model.anatomy, ["int4"])[0][::every]
+        candidates = find_candidates(model.anatomy, [Recipe("int4")])[0][::every]
         cores, size = torch.get_num_threads(), model.config.hidden_size
         rate = matmul_rate(columns=4 * size, inner=size)
         floor = floor_seconds(model, candidates, windows.ids.numel(), rate)
@@ -196,7 +198,7 @@ def shapes(starting: float, windows: int = 64) -> None:
         begin = time.perf_counter()
         model = shape(name)
         making = time.perf_counter() - begin
-        candidates = find_candidates(model.anatomy, ["int4", "int8"])[0]
+        candidates = find_candidates(model.anatomy, RECIPES)[0]
         ids = random_windows(windows, 50000).ids
         rates, layout = measured_rates(FastEngine(model), candidates, ids, starting, making * layers / blocks)
         times = layers // blocks
@@ -274,9 +276,9 @@ def paper(windows: int = 64) -> None:
             stacks = [p.numel() for p in matrices.values() if p.dim() == 3]
             plain = [p.numel() for p in matrices.values() if p.dim() == 2]
             active.append(sum(plain) + sum(stacks) * config.num_experts_per_tok / config.num_experts)
-            items += [Item(index, recipe, size) for size in plain + stacks for recipe in ("int4", "int8")]
+            items += [Item(index, recipe, size) for size in plain + stacks for recipe in RECIPES]
         head = config.vocab_size * config.hidden_size
-        items += [Item(start, recipe, head) for start in (-1, len(active)) for recipe in ("int4", "int8")]
+        items += [Item(start, recipe, head) for start in (-1, len(active)) for recipe in RECIPES]
         second = 2.0 * tokens / rate
         state = 4 * tokens * (config.hidden_size * (len(active) + 2) + config.vocab_size)  # kept of a window
         rates = Rates(
@@ -285,7 +287,7 @@ def paper(windows: int = 64) -> None:
             teacher=(sum(active) + head) * second,
             blocks=tuple(a * second for a in active),
             same=head * second,
-            quantizing=dict.fromkeys(("int4", "int8"), 2 * 3 / 1e12),  # three passes at 1 TB/s
+            quantizing=dict.fromkeys(RECIPES, 2 * 3 / 1e12),  # three passes at 1 TB/s
             committing=0.0002,
             memory=0,
             disk=5200,

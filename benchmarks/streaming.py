@@ -26,6 +26,7 @@ import torch
 
 from kl_lens.checkpoints import load
 from kl_lens.environment import peak_memory
+from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -72,7 +73,7 @@ def child(arguments: argparse.Namespace) -> None:
         weights=arguments.child,
         memory_budget=None if budget == DEFAULT_MEMORY else budget,
     )
-    candidates: list[Candidate] = find_candidates(model.anatomy, ["int4"])[0][:: arguments.every]
+    candidates: list[Candidate] = find_candidates(model.anatomy, [Recipe("int4")])[0][:: arguments.every]
     opened = time.perf_counter()
     said: list[str] = []
     with Run.create(arguments.run) as run:

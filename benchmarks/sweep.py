@@ -24,6 +24,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.environment import DEFAULTS
+from kl_lens.recipes import Recipe
 from kl_lens.sensitivity.engines import Engine, FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, first_block
 
@@ -80,7 +81,7 @@ def floor_seconds(model: LoadedModel, candidates: list[Candidate], tokens: int, 
 def run(name: str, arguments: argparse.Namespace) -> None:
     model = open_model(name)
     tokens = arguments.tokens
-    every, _ = find_candidates(model.anatomy, ["int4"])
+    every, _ = find_candidates(model.anatomy, [Recipe("int4")])
     candidates = spread(every, arguments.candidates or (None if name.startswith("reference:") else 13))
     vocabulary = model.anatomy.component(model.anatomy.embedding).shape[0]
     windows = max(1, tokens // 512)
@@ -115,7 +116,7 @@ def memory(windows: int) -> None:
     model = shape("mamba-130m")
     ids = torch.randint(0, 50000, (windows, 512), generator=torch.Generator().manual_seed(0))
     engine = FastEngine(model)
-    every, _ = find_candidates(model.anatomy, ["int4"])
+    every, _ = find_candidates(model.anatomy, [Recipe("int4")])
     last = spread(every, 4)[-1]
     for slab in engine.slabs(ids):
         engine.prepare(ids[slab.start : slab.stop])

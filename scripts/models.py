@@ -28,6 +28,7 @@ from tests import families
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, one_line
+from kl_lens.recipes import Recipe
 from kl_lens.records import Plan
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.engines import ENGINES
@@ -148,7 +149,7 @@ def tried(family: str) -> Row:
 def _measure(row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: bool) -> None:
     """The first component of every kind at 4 bits: both engines, and float64."""
     first = {component.kind: component.name for component in reversed(model.anatomy.candidates)}
-    perturbations = [Perturbation.single(name, "int4") for name in first.values()]
+    perturbations = [Perturbation.single(name, Recipe("int4")) for name in first.values()]
     found: dict[str, list[float]] = {}
     for name, engine_class in ENGINES.items():
         if plain_only and name == "fast":

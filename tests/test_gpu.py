@@ -11,6 +11,7 @@ from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints import States, load
 from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
@@ -206,7 +207,7 @@ def test_on_a_gpu_weights_that_stay_on_disk_give_the_numbers_of_those_in_memory(
         engine = engine_for("fast", model, windows.ids, 10**8, precision=precision)
         engine.prepare(windows.ids)
         results = engine.measure(
-            [c.perturbation for c in find_candidates(model.anatomy, ["int4", "int8"])[0]]
+            [c.perturbation for c in find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0]]
         )
         found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
@@ -221,7 +222,9 @@ def test_half_precision_stays_on_the_card_and_is_computed_with_in_float32(saved)
         model = load(folder, device="cuda", weights=weights)
         engine = engine_for("fast", model, windows.ids, 10**8)
         engine.prepare(windows.ids)
-        results = engine.measure([c.perturbation for c in find_candidates(model.anatomy, ["int4"])[0]])
+        results = engine.measure(
+            [c.perturbation for c in find_candidates(model.anatomy, [Recipe("int4")])[0]]
+        )
         found.append(np.array([summarise(w)["kl_teacher_to_student"].value for w in results]))
     assert model.residency is not None
     assert {tensor.dtype for tensor in model.residency.kept.values()} == {torch.float16}
@@ -273,7 +276,7 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
         for p in ("tf32x3", "tf32")
     )
     assert 0 <= exact < coarse / 100
-    candidates = find_candidates(model.anatomy, ["int8"])[0][:3]
+    candidates = find_candidates(model.anatomy, [Recipe("int8")])[0][:3]
     with Run.create(tmp_path) as run:
         assert Sweep(model, run, precision="tf32").measure(candidates, windows).precision == "tf32"
         assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
@@ -312,7 +315,7 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
         return engine
 
     windows = some_windows(4, 20)
-    candidates = find_candidates(mamba.anatomy, ["int8"])[0]
+    candidates = find_candidates(mamba.anatomy, [Recipe("int8")])[0]
     monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
     monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
     monkeypatch.setattr("kl_lens.sensitivity.sweep.median_kls", lambda *_: [1e-4, 1e-6])

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import KLLensError
+from kl_lens.recipes import FP16, parsed
 from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject, checked_plan_name
 from kl_lens.runs import Result, Run
 from kl_lens.writing import DERIVED, RECORD_FILE, settle, write_text
 
 LARGE = 1 << 26  # bytes; what is smaller is read in no time
-_UNCHANGED = "fp16"  # what a component has that a plan does not name
 
 
 # -- digests -------------------------------------------------------------------------------------------------
@@ -31,10 +31,8 @@ def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statisti
 
     `statistics`: what recipes that learn are made from; without such recipes it does not matter.
     """
-    from kl_lens.recipes import Recipe  # loads torch, which a run folder alone does not need
-
-    recipes = {name: Recipe.parse(recipe) for name, recipe in assignment.items()}
-    chosen = sorted((name, str(recipe)) for name, recipe in recipes.items() if str(recipe) != _UNCHANGED)
+    recipes = parsed(assignment)
+    chosen = sorted((name, recipe) for name, recipe in recipes.items() if recipe != FP16)
     learnt = [statistics] if any(recipe.quantizer.learns for recipe in recipes.values()) else []
     return content_digest([fingerprint, chosen, *learnt])
 

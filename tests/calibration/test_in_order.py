@@ -10,18 +10,18 @@ import torch
 from kl_lens.calibration import gather, gather_in_order, in_order
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError, RunError, UnlearntError
-from kl_lens.recipes import fitting_recipe
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
 from tests.calibration.test_gathering import _opened, _windows
 
 FAMILIES = ("mamba", "mamba2", "llama", "falcon_h1", "jamba_experts")
 
 
-def _plan(model: LoadedModel, method: str) -> dict[str, str]:
-    return {c.name: str(fitting_recipe(f"int4+{method}", c.shape)[0]) for c in model.anatomy.candidates}
+def _plan(model: LoadedModel, method: str) -> dict[str, Recipe]:
+    return {c.name: fitting_recipe(Recipe("int4", method), c.shape)[0] for c in model.anatomy.candidates}
 
 
-def _loss(model: LoadedModel, plan: dict[str, str], ids: torch.Tensor) -> float:
+def _loss(model: LoadedModel, plan: dict[str, Recipe], ids: torch.Tensor) -> float:
     original = model.chain.full_logits(ids).log_softmax(-1)
     with swapped(replacements(model, Perturbation(plan))):
         student = model.chain.full_logits(ids).log_softmax(-1)
@@ -103,12 +103,12 @@ def test_outputs_that_are_added_straight_are_seen_and_no_others(tmp_path: Path, 
 def test_without_a_plan_in_order_such_recipes_are_refused_and_another_plan_is_told(tmp_path: Path) -> None:
     model, windows = _opened("mamba"), _windows(4)
     with pytest.raises(UnlearntError, match="kl-lens calibrate --run DIR --in-order PLAN"):
-        model.weights.bind("int4+ordered")
+        model.weights.learnt_by([Recipe("int4", "ordered")])
     plain = gather(model, windows, tmp_path)
     plan = _plan(model, "ordered")
     found = gather_in_order(model, windows, tmp_path, plain, plan)
     with pytest.raises(FormatError, match=f"those at hand are {found.digest}"):
-        model.weights.bind("int4+ordered@0123")
-    other = plan | {model.anatomy.head: "int8"}
+        model.weights.learnt_by([Recipe("int4", "ordered")], expected="0123")
+    other = plan | {model.anatomy.head: Recipe("int8")}
     with pytest.raises(RunError, match="another plan"):
         gather_in_order(model, windows, tmp_path, plain, other)

@@ -11,6 +11,7 @@ from kl_lens.calibration import gather
 from kl_lens.calibration.rescaling import changed_weights, pairs, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.errors import CheckpointError
+from kl_lens.recipes import Recipe
 from tests.calibration.test_gathering import _opened, _windows
 from tests.families import tiny_model
 
@@ -43,7 +44,10 @@ def _with_outliers() -> LoadedModel:
 def test_planted_outliers_are_taken_back_and_the_model_stays(tmp_path: Path) -> None:
     model = _with_outliers()
     before = {name: p.clone() for name, p in model.model.named_parameters()}
-    found = {one.vector: one for one in rescalings(model, gather(model, _windows(12), tmp_path), "int4+gptq")}
+    found = {
+        one.vector: one
+        for one in rescalings(model, gather(model, _windows(12), tmp_path), Recipe("int4", "gptq"))
+    }
     assert found[NORM].readers == (READER,)
     assert found[NORM].exponent > 0
     assert found[NORM].error < 0.5
@@ -59,7 +63,7 @@ def test_the_written_checkpoint_is_another_with_the_same_logits(tmp_path: Path) 
     tiny_model("mamba").save_pretrained(tmp_path / "tiny")
     model = load(tmp_path / "tiny")
     statistics = gather(model, _windows(4), tmp_path / "run")
-    found = rescalings(model, statistics, "int4")
+    found = rescalings(model, statistics, Recipe("int4"))
     forced = [
         type(one)(one.vector, one.readers, 1.0, 1.0, torch.full_like(one.factors, 0.25)) for one in found
     ]

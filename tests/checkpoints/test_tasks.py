@@ -42,7 +42,7 @@ def test_the_blocks_form_a_chain_that_gives_the_models_own_logits(name: str) -> 
 def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> None:
     model = classifier(name)
     ids = model.task.sample(model.model, 3, 4)
-    candidates = find_candidates(model.anatomy, ["int4"])[0][::3]
+    candidates = find_candidates(model.anatomy, [Recipe("int4")])[0][::3]
     perturbations = [c.perturbation for c in candidates]
     results = []
     for engine in (FastEngine(model), PlainEngine(model)):
@@ -64,7 +64,7 @@ def test_kl_of_both_engines_is_that_of_two_forwards_in_float64(name: str) -> Non
     teacher = log_p()
     for candidate, found in zip(candidates, results[0], strict=True):
         parameter = wide.model.get_parameter(candidate.component.weight)
-        recipe, original = Recipe.parse(candidate.format), parameter.data
+        recipe, original = candidate.recipe, parameter.data
         parameter.data = recipe.grid.dequantize(
             model.weights.quantized(candidate.component.name, recipe)
         ).double()
@@ -80,8 +80,8 @@ def test_damage_is_what_the_true_class_loses() -> None:
     engine = FastEngine(model)
     engine.prepare(ids)
     before = model.chain.full_logits(ids).log_softmax(-1)
-    found = engine.measure([Perturbation.single(head, "int4")])[0]
-    recipe = Recipe.parse("int4")
+    recipe = Recipe("int4")
+    found = engine.measure([Perturbation.single(head, recipe)])[0]
     model.model.get_parameter(model.anatomy.component(head).weight).data = recipe.grid.dequantize(
         model.weights.quantized(head, recipe)
     )

@@ -18,6 +18,7 @@ from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.errors import FormatError, KLLensError
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
 from kl_lens.targets import read_artifact
@@ -316,7 +317,7 @@ def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
     model.weights.learn_from(StoredStatistics.open(tmp_path / "run", model))
     assert learnt
     assert {t.component: t.weights for t in learnt} == {
-        t.component: model.weights.digest(t.component, "int4+gptq") for t in learnt
+        t.component: model.weights.digest(t.component, Recipe("int4", "gptq")) for t in learnt
     }
     evaluate = [
         "evaluate",

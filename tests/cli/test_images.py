@@ -13,6 +13,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.evaluation import TorchSession
 from kl_lens.pipeline.settings import command_of
+from kl_lens.recipes import parsed
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import export
@@ -98,7 +99,7 @@ def test_exported_logits_are_those_of_pytorch_with_the_same_weights(
     export(opened, plan, "openvino", tmp_path / "out", unplanned="fp32")
     ids = opened.task.sample(opened.model, 1, 6)[0].tolist()
     given = kl.open_session(tmp_path / "out", exact=True).logits(ids)
-    expected = TorchSession(opened, plan.assignment).logits(ids)
+    expected = TorchSession(opened, parsed(plan.assignment)).logits(ids)
     np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
     assert not np.allclose(given, TorchSession(opened).logits(ids), rtol=1e-3, atol=1e-4)
 

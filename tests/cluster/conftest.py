@@ -13,6 +13,7 @@ import pytest
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.cluster.worker import Order
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -47,7 +48,9 @@ class World:
         place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
         model = load(place, **how)
         order = Order(place, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, folder)
-        return cls(model, order, find_candidates(model.anatomy, ["int4", "int8"])[0], windows, {})
+        return cls(
+            model, order, find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])[0], windows, {}
+        )
 
     def swept(self, folder: Path, crew: Any, progress: Progress | None = None) -> Any:
         with Run.create(folder) as run:

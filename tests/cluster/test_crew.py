@@ -19,6 +19,7 @@ from kl_lens.cluster import crew as crews
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.cluster.ray_pool import RayPool, require_reachable
 from kl_lens.errors import KLLensError, RunError
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.perturbation import Candidate
 from tests.cluster.conftest import World
@@ -154,7 +155,7 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(
 ) -> None:
     """A recipe that learns, where no worker has statistics."""
     crew, _, said = hired()
-    bad = Candidate(world.candidates[5].component, "int4-g64+gptq")
+    bad = Candidate(world.candidates[5].component, Recipe("int4-g64", "gptq"))
     candidates = [*world.candidates[:5], bad, *world.candidates[5:]]
     with crew:
         layout = crew.begin(candidates, world.windows.ids, None, None)
@@ -171,7 +172,9 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(
 
 def test_what_fails_from_the_start_ends_the_command_with_its_reason(world: World, hired) -> None:
     crew, ray, _ = hired()
-    candidates = [Candidate(candidate.component, "int4-g64+gptq") for candidate in world.candidates]
+    candidates = [
+        Candidate(candidate.component, Recipe("int4-g64", "gptq")) for candidate in world.candidates
+    ]
     with crew:
         pieces = crew.begin(candidates, world.windows.ids, None, None).spread([1.0] * len(candidates), 2)
         assert len(pieces) > 5

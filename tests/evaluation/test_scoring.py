@@ -21,6 +21,7 @@ from kl_lens.evaluation import (
 )
 from kl_lens.evaluation.scoring import score_window
 from kl_lens.evaluation.texts import TextWindow
+from kl_lens.recipes import Recipe
 from kl_lens.resources import reference_path
 from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
 from kl_lens.text import Document, TextSource, wikitext2
@@ -33,7 +34,7 @@ def log_probabilities(model: LoadedModel, ids: tuple[int, ...]) -> np.ndarray:
     return (logits - logits.logsumexp(-1, keepdim=True)).numpy()
 
 
-INT4 = {"backbone.layers.1.mixer.in_proj": "int4", "backbone.embeddings": "int8"}
+INT4 = {"backbone.layers.1.mixer.in_proj": Recipe("int4"), "backbone.embeddings": Recipe("int8")}
 
 
 @pytest.mark.parametrize("stride", [None, 12])

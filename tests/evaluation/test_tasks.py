@@ -12,6 +12,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TextError
 from kl_lens.evaluation import JudgedModel, ScoreJournal, TaskEvaluator, TorchSession, read_scores
 from kl_lens.evaluation.task_data import LocalTask, chosen_tasks, find_tasks
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 
@@ -120,7 +121,7 @@ def test_few_shot_and_limit(ours: SessionLM, task_data: Path) -> None:
 
 def test_drops_are_paired_by_example(model: LoadedModel, ours: SessionLM, task_data: Path) -> None:
     (task,) = chosen_tasks(task_data, ["arc_easy"])
-    damaged = TorchSession(model, {c.name: "int4" for c in model.anatomy.candidates})
+    damaged = TorchSession(model, {c.name: Recipe("int4") for c in model.anatomy.candidates})
     (before,) = run_task(ours, task)
     (after,) = run_task(SessionLM(damaged, model.tokenizer, max_length=64), task)
     values = task_values(after, before)

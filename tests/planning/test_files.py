@@ -89,10 +89,6 @@ def test_what_is_not_named_stays_fp16_and_is_said(tmp_path: Path) -> None:
         ({"nothing alike": "int8"}, r"no component 'nothing alike'; `kl-lens inspect`"),
         ({"lm_head": "int3"}, "lm_head: unknown format 'int3'"),
         ({"lm_head": "int4+magic"}, "lm_head: unknown method 'magic'"),
-        (
-            {"lm_head": "int4@0123"},
-            "lm_head: write int4; what recipes learnt from stands in the field statistics",
-        ),
         ({"lm_head": 8}, "expected the name of a format, got 8"),
         ({"backbone.layers.0.mixer.conv1d": "int8"}, "conv1d cannot be int8: runtimes need it"),
         ({"backbone.layers.0.mixer.dt_proj": "q8_0"}, "dt_proj cannot be q8_0: 48 columns"),

@@ -27,7 +27,7 @@ def test_bytes_by_hand() -> None:
     assert cost.bytes == 2 * 6400 + 2 * 64 + (8192 + 2 * 128) + (1536 + 2 * 64)
     assert cost.parameters == 6400 + 64 + 8192 + 3072
     assert cost.bits_per_weight == pytest.approx(8 * cost.bytes / 17728)
-    shares = {(s.format, s.quantizable): (s.components, s.parameters) for s in cost.shares}
+    shares = {(s.recipe, s.quantizable): (s.components, s.parameters) for s in cost.shares}
     assert shares == {
         ("fp16", True): (1, 6400),
         ("int8", True): (1, 8192),
@@ -99,7 +99,7 @@ def test_comparison_shows_where_plans_differ() -> None:
     two = finished_plan(table, "two", {"in_proj": "int8", "dt_proj": "int4"}, "test")
     two = replace(two, measured=Measured(Estimate(0.3), Estimate(21.0), 20.0, "wikitext2:valid", 1))
     shown = compare([one, two], PARTS)
-    assert [(d.component, d.formats) for d in shown.differences] == [
+    assert [(d.component, d.recipes) for d in shown.differences] == [
         ("in_proj", ("int4", "int8")),
         ("dt_proj", ("fp16", "int4")),
     ]

@@ -11,6 +11,7 @@ import pytest
 
 from kl_lens.pipeline.planning import TargetPlanner
 from kl_lens.planning import Contender, contest, interaction, paired_difference, stock_with_our_methods
+from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Plan
 from tests.planning.tables import component, table_of
 
@@ -120,7 +121,7 @@ def test_stock_assignments_get_our_methods_where_they_are_no_larger() -> None:
     target: Any = SimpleNamespace(
         holds=lambda grid, shape: "not here" if grid.name == "q8_0" else None, overhead=lambda grid: 10
     )
-    mixture = {"head": "int8", "in_proj": "int4", "k": "int8"}
+    mixture = parsed({"head": "int8", "in_proj": "int4", "k": "int8"})
     [found] = stock_with_our_methods(table, [mixture], target=target)
     assert found == {"head": "int8+search", "in_proj": "int4", "k": "int8+search"}
     assert stock_with_our_methods(table, [mixture], target=target, recipes=["int8"]) == []

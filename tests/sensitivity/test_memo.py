@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kl_lens.recipes import Recipe
 from kl_lens.samples import window_kl
 from kl_lens.sensitivity.engines import FastEngine
 from kl_lens.sensitivity.input_major import InputMajor
@@ -137,7 +138,7 @@ def test_afterwards_the_block_is_as_it_was(hidden) -> None:
 @pytest.mark.parametrize("family", ["falcon_h1", "mamba"])
 def test_with_and_without_memory_the_same_bits(family: str) -> None:
     model, ids = loaded(family), token_ids(4, 24)
-    candidates, _ = find_candidates(model.anatomy, ["int4"])
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4")])
     perturbations = [candidate.perturbation for candidate in candidates]
     engine = FastEngine(model)
     engine.prepare(ids)

@@ -12,6 +12,7 @@ from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import KLLensError, RunError
 from kl_lens.merging import merge, missing
 from kl_lens.pipeline.spreading import shard_name, share_of
+from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import find_candidates
@@ -177,7 +178,7 @@ def test_numbers_that_differ_are_kept_and_counted(shards, tmp_path) -> None:
 @pytest.mark.parametrize("engine", [FastEngine, PlainEngine])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 400])
 def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: int) -> None:
-    candidates, _ = find_candidates(mamba.anatomy, ["int4"])
+    candidates, _ = find_candidates(mamba.anatomy, [Recipe("int4")])
     layout = Layout.of(engine(mamba), candidates, some_windows(7, 20).ids)
     costs = [float(1 + index % 3) for index in range(len(candidates))]
     seen: list[tuple[int, int]] = []
@@ -198,7 +199,7 @@ def test_every_piece_is_in_one_share_and_shares_are_even(mamba, engine, count: i
 def test_processes_that_share_the_memory_keep_fewer_windows_and_compute_alike(mamba, monkeypatch) -> None:
     # On ARM, copies of weights would take a part of the budget.
     monkeypatch.setattr("kl_lens.sensitivity.engines.gains_by_input_major", lambda _: False)
-    ids, candidates = some_windows(24, 20).ids, find_candidates(mamba.anatomy, ["int4"])[0]
+    ids, candidates = some_windows(24, 20).ids, find_candidates(mamba.anatomy, [Recipe("int4")])[0]
     engine = FastEngine(mamba)
     width, vocabulary = mamba.chain.head.weight.shape[1], engine.vocabulary
     budget = 2 * 13 * window_bytes(mamba.chain, 20, width, vocabulary)  # half of it is for states

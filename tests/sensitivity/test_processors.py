@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kl_lens.checkpoints import load
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import Sweep
@@ -24,7 +25,7 @@ STORED = Path(__file__).parent / "processors.json"
 def numbers(folder: Path) -> dict[str, float]:
     """Component and format → KL, for two blocks of the embedded Mamba on two windows of 64 tokens."""
     model = load("reference:mamba")
-    candidates, _ = find_candidates(model.anatomy, ["int4", "int8"], r"layers\.[05]\.")
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")], r"layers\.[05]\.")
     with Run.create(folder) as run:
         Sweep(model, run).measure(candidates, some_windows(2, 64))
         found = run.measurements()

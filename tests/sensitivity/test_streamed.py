@@ -24,6 +24,7 @@ from kl_lens.journal import FILE
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.measuring import MeasureSettings
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import Recipe
 from kl_lens.records import Estimate
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics
@@ -84,7 +85,7 @@ def _table(run: Run) -> dict[tuple[str, str], dict[str, Estimate]]:
 
 
 def _candidates(model: LoadedModel, pattern: str = "") -> list[Candidate]:
-    return find_candidates(model.anatomy, ["int4", "int8"], pattern)[0]
+    return find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")], pattern)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,7 +176,7 @@ def test_weights_stored_in_half_precision_are_computed_with_in_float32(saved) ->
 def test_as_deployed_and_whole_plans_are_the_same_too(saved) -> None:
     folder = saved("zamba2")
     memory, disk = load(folder), _on_disk(folder)
-    some = [c.perturbation for c in find_candidates(memory.anatomy, ["q8_0"])[0][::7]]
+    some = [c.perturbation for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0][::7]]
     assert _measured(disk, some, 10**9, target="gguf") == _measured(memory, some, 10**9, target="gguf")
     plan = {c.name: "int4" for c in memory.anatomy.candidates}
     windows = some_windows(3, 20)
@@ -194,7 +195,7 @@ def test_statistics_and_what_methods_make_of_them_are_the_same(family: str, save
         place = tmp_path / str(model.residency is None)
         statistics = gather(model, some_windows(3, 20), place)
         model.weights.learn_from(statistics)
-        recipes = {c.name: "int4+gptq" for c in model.anatomy.candidates}
+        recipes = {c.name: Recipe("int4", "gptq") for c in model.anatomy.candidates}
         files = {path.name: path.read_bytes() for path in (place / "statistics").iterdir()}
         digests.append((model.weights.digests(recipes), files))
     assert digests[0] == digests[1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kl_lens.errors import RunError
+from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import ENGINES
 from kl_lens.sensitivity.perturbation import find_candidates
@@ -139,7 +140,7 @@ def test_the_noise_floor_is_measured_and_far_below_the_signal(mamba, tmp_path) -
 
 def test_anytime_stops_when_the_ranking_is_settled(mamba, tmp_path) -> None:
     """in_proj against dt_proj at 4 and 8 bits: any window tells them apart."""
-    candidates = find_candidates(mamba.anatomy, ["int4"], r"layers\.0\..*(in|dt)_proj")[0]
+    candidates = find_candidates(mamba.anatomy, [Recipe("int4")], r"layers\.0\..*(in|dt)_proj")[0]
     with Run.create(tmp_path) as run:
         result = Sweep(mamba, run).measure_until_settled(candidates, some_windows(64, 20), per_round=4)
         assert result.settled.is_settled
@@ -149,7 +150,7 @@ def test_anytime_stops_when_the_ranking_is_settled(mamba, tmp_path) -> None:
 
 def test_anytime_goes_on_while_the_ranking_is_not_settled(tmp_path) -> None:
     model = loaded("mamba2")
-    candidates = find_candidates(model.anatomy, ["int8"], r"out_proj|in_proj")[0]
+    candidates = find_candidates(model.anatomy, [Recipe("int8")], r"out_proj|in_proj")[0]
     with Run.create(tmp_path) as run:
         result = Sweep(model, run).measure_until_settled(
             candidates, some_windows(6, 20), per_round=2, threshold=1.01

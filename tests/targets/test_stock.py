@@ -29,7 +29,7 @@ def jamba() -> LoadedModel:
     return LoadedModel("jamba", Path(), tiny_model("jamba"), None)
 
 
-def recipes(target: str, model: LoadedModel) -> dict[str, dict[str, str]]:
+def recipes(target: str, model: LoadedModel) -> dict[str, dict[str, Recipe]]:
     found = describe_target(target).stock_recipes(model)
     assert all(stock.origin for stock in found)
     return {stock.name: dict(stock.assignment) for stock in found}
@@ -44,7 +44,7 @@ def test_every_recipe_is_one_that_the_target_holds(
         for assignment in recipes(target, model).values():
             assert set(assignment) == set(shapes)
             for name, recipe in assignment.items():
-                assert describe_target(target).holds(Recipe.parse(recipe).grid, shapes[name]) is None
+                assert describe_target(target).holds(recipe.grid, shapes[name]) is None
 
 
 def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None:
@@ -75,9 +75,9 @@ def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> Non
     for name in weighed:
         plain = found[name.removesuffix(".imatrix")]
         for component, recipe in found[name].items():
-            assert Recipe.parse(recipe).format == Recipe.parse(plain[component]).format
-            weighs = component != mamba.anatomy.head and Recipe.parse(recipe).format not in ("fp16", "q8_0")
-            assert Recipe.parse(recipe).method == ("imatrix" if weighs else "rtn")
+            assert recipe.grid.name == plain[component].grid.name
+            weighs = component != mamba.anatomy.head and recipe.grid.name not in ("fp16", "q8_0")
+            assert recipe.method == ("imatrix" if weighs else "rtn")
 
 
 def test_three_bits_are_raised_where_llama_cpp_raises_them(jamba: LoadedModel) -> None:
@@ -139,9 +139,9 @@ def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     found = describe_target(target)
-    assert {Recipe.parse(r).format for r in found.short_menu} < set(found.formats)
-    for name in found.menu:
-        assert found.holds(Recipe.parse(name).grid, (256, 256)) is None
+    assert {recipe.grid.name for recipe in found.short_menu} < set(found.formats)
+    for recipe in found.menu:
+        assert found.holds(recipe.grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None
     if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
         assert "bert" in (describe_target(target).unsupported("bert") or "")
@@ -156,7 +156,7 @@ def test_sizes_are_known_before_a_file_is_written(
 ) -> None:
     pytest.importorskip(target, reason=f"needs the extra {target}")
     for recipe in ("fp16", *recipes):
-        chosen = {c.name: str(fitting_recipe(recipe, c.shape)[0]) for c in mamba.anatomy.candidates}
+        chosen = {c.name: fitting_recipe(Recipe(recipe), c.shape)[0] for c in mamba.anatomy.candidates}
         plan = Plan(f"all-{recipe}", chosen, "test")
         foretold = describe_target(target).file_bytes(mamba, plan)
         artifact = export(mamba, plan, target, tmp_path / recipe)

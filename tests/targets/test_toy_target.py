@@ -16,7 +16,7 @@ from kl_lens.cli.main import main
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
 from kl_lens.profiling.benchmark import profile_from
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
@@ -82,7 +82,7 @@ class ToyTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return ("int4", "int8", "fp16")
+        return ("int4", "int8", FP16)
 
     def unsupported(self, model_type: str) -> str | None:
         return None
@@ -91,18 +91,18 @@ class ToyTarget(Target):
         arrays = {name: tensor.numpy() for name, tensor in model.model.state_dict().items()}
         tensors = []
         for component in model.anatomy.components:
-            recipe, reason = Recipe("fp16"), None
+            planned = Recipe.parse(plan.assignment.get(component.name, FP16))
+            recipe, reason = FP16, None
             if component.quantizable:
-                recipe, reason = fitting_recipe(plan.assignment.get(component.name, "fp16"), component.shape)
+                recipe, reason = fitting_recipe(planned, component.shape)
                 arrays[component.weight] = model.weights.values(component.name, recipe).numpy()
-            planned = plan.assignment.get(component.name, "fp16")
             data = arrays[component.weight]
             tensors.append(
                 ExportedTensor(
                     component.name,
                     component.weight,
                     planned,
-                    str(recipe) if component.quantizable else "fp32",
+                    recipe if component.quantizable else "fp32",
                     data.nbytes,
                     reason,
                     bytes_digest(data),

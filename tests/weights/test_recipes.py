@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+
 import pytest
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format, known_formats
 from kl_lens.quantizers import known_quantizers
-from kl_lens.recipes import Recipe, fitting_recipe, spelled
+from kl_lens.recipes import Recipe, fitting_recipe
 
 
 @pytest.mark.parametrize("name", [n for n in known_formats() if not get_format(n).needs_importance])
 def test_a_format_alone_means_rounding_to_nearest(name: str) -> None:
     recipe = Recipe.parse(name)
-    assert (recipe.format, recipe.method, recipe.learnt) == (name, "rtn", None)
-    assert str(recipe) == recipe.key == name
-    assert spelled(f"{name.upper()}+RTN") == name
+    assert (recipe.grid.name, recipe.method) == (name, "rtn")
+    assert recipe == name
+    assert Recipe.parse(f" {name.upper()}+RTN") == name
 
 
 def test_every_recipe_parses_back() -> None:
@@ -25,9 +28,16 @@ def test_every_recipe_parses_back() -> None:
                 recipe = Recipe.parse(f"{fmt}+{method}")
             except FormatError:  # a method that has no meaning for the format
                 continue
-            assert Recipe.parse(str(recipe)) == recipe
-            learnt = Recipe(recipe.format, recipe.method, "1a2b")
-            assert Recipe.parse(learnt.key) == learnt
+            assert recipe == Recipe(fmt, method) == Recipe.parse(str(recipe))
+            assert (recipe.grid.name, recipe.method, recipe.quantizer.name) == (fmt, method, method)
+
+
+def test_a_recipe_is_the_text_that_files_hold_and_comes_back_from_another_process_as_a_recipe() -> None:
+    recipe = Recipe("int4-g64", "gptq")
+    assert json.dumps({"head": recipe}) == '{"head": "int4-g64+gptq"}'
+    assert {recipe: 1}["int4-g64+gptq"] == 1
+    back = pickle.loads(pickle.dumps(recipe))
+    assert (type(back), back, back.method) == (Recipe, recipe, "gptq")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,7 @@ def test_every_recipe_parses_back() -> None:
     [
         ("int5", "unknown format 'int5'; known: fp16"),
         ("int4+magic", "unknown method 'magic'; known: rtn"),
+        ("int4@0123", "unknown format 'int4@0123'"),
         ("int4+", "names no method behind the \\+"),
         ("", "unknown format ''"),
     ],
@@ -45,8 +56,8 @@ def test_nonsense_is_refused_with_what_there_is(text: str, message: str) -> None
 
 
 def test_what_does_not_fit_is_resolved_as_its_format_is() -> None:
-    assert fitting_recipe("int4-g128", (8, 192)) == (
+    assert fitting_recipe(Recipe("int4-g128"), (8, 192)) == (
         Recipe("int4-g64"),
         "int4-g128: 192 columns do not divide into blocks of 128; stored as int4-g64",
     )
-    assert fitting_recipe("int4-g128", (8, 256)) == (Recipe("int4-g128"), None)
+    assert fitting_recipe(Recipe("int4-g128"), (8, 256)) == (Recipe("int4-g128"), None)

@@ -11,9 +11,11 @@ import torch
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Format, Quantized, get_format
 from kl_lens.quantizers import InputStatistics, Quantizer, registry as quantizers
+from kl_lens.recipes import Recipe
 from kl_lens.weights import GivenWeights, WeightStore, state_of
 
 NAME = "layers.0.in_proj"
+INT8, DOUBLED = Recipe("int8"), Recipe("int8", "doubling")
 
 
 @pytest.fixture
@@ -24,64 +26,65 @@ def weight() -> torch.Tensor:
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int8", "fp16", "q8_0", "q4_k"])
 def test_rounding_to_nearest_is_the_formats_own(name: str, weight: torch.Tensor) -> None:
     store, fmt = WeightStore(GivenWeights({NAME: weight})), get_format(name)
-    assert torch.equal(store.values(NAME, name), fmt.roundtrip(weight))
-    assert store.digest(NAME, name) == fmt.quantize(weight).digest
+    assert torch.equal(store.values(NAME, Recipe(name)), fmt.roundtrip(weight))
+    assert store.digest(NAME, Recipe(name)) == fmt.quantize(weight).digest
 
 
 def test_digests_tell_weights_apart(weight: torch.Tensor) -> None:
     other = weight.clone()
     other[3, 7] += 0.5
     store = WeightStore(GivenWeights({"a": weight, "b": other, "c": weight.clone()}))
-    assert store.digest("a", "int8") != store.digest("b", "int8")
-    assert store.digest("a", "int8") == store.digest("c", "int8")
-    assert store.digest("a", "int8") != store.digest("a", "int4")
-    assert store.digests({"a": "int8", "b": "int4"}) == {
-        "a": store.digest("a", "int8"),
-        "b": store.digest("b", "int4"),
+    assert store.digest("a", INT8) != store.digest("b", INT8)
+    assert store.digest("a", INT8) == store.digest("c", INT8)
+    assert store.digest("a", INT8) != store.digest("a", Recipe("int4"))
+    assert store.digests({"a": INT8, "b": Recipe("int4")}) == {
+        "a": store.digest("a", INT8),
+        "b": store.digest("b", Recipe("int4")),
     }
 
 
 def test_a_large_matrix_in_pieces_is_the_same(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {
-        name: WeightStore(GivenWeights({NAME: weight})).digest(NAME, name)
-        for name in ("int4-g64", "q4_k", "fp16")
+        recipe: WeightStore(GivenWeights({NAME: weight})).digest(NAME, recipe)
+        for recipe in map(Recipe, ("int4-g64", "q4_k", "fp16"))
     }
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
     pieces = WeightStore(GivenWeights({NAME: weight}))
-    assert {name: pieces.digest(NAME, name) for name in whole} == whole
+    assert {recipe: pieces.digest(NAME, recipe) for recipe in whole} == whole
 
 
 def test_a_weight_that_was_changed_is_quantized_anew(weight: torch.Tensor) -> None:
     store = WeightStore(GivenWeights({NAME: weight}))
-    before = store.digest(NAME, "int8")
+    before = store.digest(NAME, INT8)
     weight[0, 0] += 1
-    assert store.digest(NAME, "int8") != before
+    assert store.digest(NAME, INT8) != before
 
 
 def test_rows_may_have_factors(weight: torch.Tensor) -> None:
     store = WeightStore(GivenWeights({NAME: weight}))
     factors = torch.linspace(0.5, 2, 24)[:, None]
     assert torch.equal(
-        store.quantized(NAME, "int8", factors).data, get_format("int8").quantize(weight * factors).data
+        store.quantized(NAME, INT8, factors).data,
+        get_format(INT8).quantize(weight * factors).data,
     )
-    assert torch.equal(store.quantized(NAME, "int8").data, get_format("int8").quantize(weight).data)
+    assert torch.equal(store.quantized(NAME, INT8).data, get_format(INT8).quantize(weight).data)
 
 
 def test_what_is_expensive_is_kept_on_disk(
     weight: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, "q4_k")
+    digest = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
     assert [path.stem for path in tmp_path.glob("objects/*")] == [digest]
     again = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
     monkeypatch.setattr(get_format("q4_k").__class__, "_quantize", None)  # calling it again would fail
-    assert again.digest(NAME, "q4_k") == digest
-    again.quantized(NAME, "int8")  # cheap: not kept
+    assert again.digest(NAME, Recipe("q4_k")) == digest
+    again.quantized(NAME, INT8)  # cheap: not kept
     assert len(list(tmp_path.glob("objects/*"))) == 1
 
 
 def test_what_is_damaged_or_deleted_is_made_again(weight: torch.Tensor, tmp_path: Path) -> None:
     def digest() -> str:
-        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, "q4_k")
+        return WeightStore(GivenWeights({NAME: weight}), folder=tmp_path).digest(NAME, Recipe("q4_k"))
 
     known = digest()
     (path,) = tmp_path.glob("objects/*")
@@ -102,10 +105,10 @@ def test_the_budget_is_kept(weight: torch.Tensor, tmp_path: Path) -> None:
     one = get_format("q4_k").bytes((24, 256))
     store = WeightStore(GivenWeights(weights), folder=tmp_path, disk_budget=3 * one + 3 * 300)
     for name in weights:
-        store.quantized(name, "q4_k")
+        store.quantized(name, Recipe("q4_k"))
     kept = list(tmp_path.glob("objects/*"))
     assert 1 <= len(kept) <= 3
-    assert store.digest("w5", "q4_k") in {path.stem for path in kept}  # the newest stays
+    assert store.digest("w5", Recipe("q4_k")) in {path.stem for path in kept}  # the newest stays
 
 
 class Doubling(Quantizer):
@@ -147,36 +150,34 @@ def test_what_was_learnt_is_bound_to_its_statistics(
 ) -> None:
     store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
     with pytest.raises(FormatError, match="learns from text and this model has no statistics"):
-        store.quantized(NAME, "int8+doubling")
+        store.quantized(NAME, DOUBLED)
     store.learn_from(Known("aa", 1.0))
-    twice = store.digest(NAME, "int8+doubling")
+    twice = store.digest(NAME, DOUBLED)
     assert twice == get_format("int8").quantize(weight * 2).digest
-    assert store.bind("int8+doubling").key == "int8+doubling@aa"
     store.learn_from(Known("bb", 0.0))  # other statistics: other weights, and both are kept
-    assert store.digest(NAME, "int8+doubling") == store.digest(NAME, "int8")
-    with pytest.raises(FormatError, match="made from statistics aa, and those at hand are bb"):
-        store.quantized(NAME, "int8+doubling@aa")
+    assert store.digest(NAME, DOUBLED) == store.digest(NAME, INT8)
     assert doubling.calls == 2
     store.learn_from(Known("aa", 1.0))
-    assert store.digest(NAME, "int8+doubling") == twice
+    assert store.digest(NAME, DOUBLED) == twice
     assert doubling.calls == 2  # from memory or disk
     fresh = WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path)
-    assert fresh.digest(NAME, "int8+doubling") == twice
+    assert fresh.digest(NAME, DOUBLED) == twice
     assert doubling.calls == 2
 
 
 def test_the_store_says_what_recipes_are_made_from(weight: torch.Tensor, doubling: type[Doubling]) -> None:
     store = WeightStore(GivenWeights({NAME: weight}))
-    assert store.learnt_by(["int8", "q4_k"], expected="aa") is None  # nothing learns: nothing to check
+    plain = [INT8, Recipe("q4_k")]
+    assert store.learnt_by(plain, expected="aa") is None  # nothing learns: nothing to check
     with pytest.raises(UnlearntError, match="kl-lens calibrate MODEL --run DIR"):
-        store.learnt_by(["int8", "int8+doubling"])
+        store.learnt_by([INT8, DOUBLED])
     store.learn_from(Known("bb", 0.0))
-    assert store.learnt_by(["int8", "int8+doubling"]) == "bb"
-    assert store.learnt_by(["int8+doubling"], expected="bb") == "bb"
+    assert store.learnt_by([INT8, DOUBLED]) == "bb"
+    assert store.learnt_by([DOUBLED], expected="bb") == "bb"
     with pytest.raises(
         FormatError, match="made from statistics aa, and those at hand are bb; make the plan again"
     ):
-        store.learnt_by(["int8+doubling"], expected="aa")
+        store.learnt_by([DOUBLED], expected="aa")
 
 
 def test_what_is_kept_serves_the_same_numbers_in_another_type(
@@ -185,9 +186,9 @@ def test_what_is_kept_serves_the_same_numbers_in_another_type(
     """A streamed checkpoint is in half precision where the opened model is in single."""
     half = weight.half()
     for given in (half, half.float()):
-        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(NAME, "int8+doubling")
+        WeightStore(GivenWeights({NAME: given}), Known("aa", 1.0), tmp_path).digest(NAME, DOUBLED)
     assert doubling.calls == 1
-    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(NAME, "int8+doubling")
+    WeightStore(GivenWeights({NAME: weight}), Known("aa", 1.0), tmp_path).digest(NAME, DOUBLED)
     assert doubling.calls == 2
 
 
@@ -205,18 +206,17 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
     for name, given in ((NAME, weight), ("experts", stacked)):
         moved = (given - get_format("int4-g64").roundtrip(given)) @ inputs.T
         expected = float(moved.square().sum() / len(inputs))
-        assert store.output_error(name, "int4-g64") == pytest.approx(expected, rel=1e-4)
+        assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
-    assert store.output_error("experts", "int4-g64") == pytest.approx(expected, rel=1e-4)
+    assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
     with pytest.raises(FormatError, match="nothing is known of its inputs"):
-        WeightStore(GivenWeights({NAME: weight})).output_error(NAME, "int4-g64")
+        WeightStore(GivenWeights({NAME: weight})).output_error(NAME, Recipe("int4-g64"))
 
 
-def test_a_method_without_meaning_for_a_format_is_refused(
-    weight: torch.Tensor, doubling: type[Doubling]
-) -> None:
+@pytest.mark.usefixtures("doubling")
+def test_a_method_without_meaning_for_a_format_is_refused() -> None:
     with pytest.raises(FormatError, match="doubling is for int8"):
-        WeightStore(GivenWeights({NAME: weight})).quantized(NAME, "int4+doubling")
+        Recipe.parse("int4+doubling")
 
 
 def test_state_follows_every_change() -> None:

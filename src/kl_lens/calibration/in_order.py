@@ -46,7 +46,7 @@ def gather_in_order(
     windows: Windows,
     run: Path,
     plain: Statistics,
-    assignment: Mapping[str, str],
+    recipes: Mapping[str, Recipe],
     *,
     progress: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> StoredStatistics:
@@ -54,14 +54,14 @@ def gather_in_order(
 
     Args:
         plain: what is used of components that cannot be put in order (looked up, shared by blocks, experts).
-        assignment: component → recipe; those that learn are `ordered`.
+        recipes: of a plan's components; those that learn are `ordered`.
         progress: called with (blocks done, blocks).
     """
     model.require_memory("putting a plan in order")
-    stored = StoredStatistics.begun(run / IN_ORDER, model, windows, plan_key(assignment))
+    stored = StoredStatistics.begun(run / IN_ORDER, model, windows, plan_key(recipes))
     model.weights.learn_in_order(stored)
     with experts_one_by_one(model.model):
-        _Ordering(model, windows, stored, plain, assignment).run(progress)
+        _Ordering(model, windows, stored, plain, recipes).run(progress)
     return stored
 
 
@@ -87,10 +87,10 @@ class _Ordering:
         windows: Windows,
         stored: StoredStatistics,
         plain: Statistics,
-        assignment: Mapping[str, str],
+        recipes: Mapping[str, Recipe],
     ) -> None:
         self._model, self._chain, self._stored, self._plain = model, model.chain, stored, plain
-        self._recipes = {name: Recipe.parse(text) for name, text in assignment.items()}
+        self._recipes = recipes
         self._components = {c.name: c for c in model.anatomy.candidates if c.name in self._recipes}
         self._batches = in_batches(windows, self._chain)
         self._placed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # with the original of each

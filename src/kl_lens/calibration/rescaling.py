@@ -44,7 +44,7 @@ class Rescaling:
     factors: torch.Tensor = field(repr=False)
 
 
-def rescalings(model: LoadedModel, statistics: Statistics, recipe: str) -> list[Rescaling]:
+def rescalings(model: LoadedModel, statistics: Statistics, recipe: Recipe) -> list[Rescaling]:
     """The best rescaling of every vector that can be, judged by a recipe; the model stays as it is."""
     model.require_memory("rescaling")
     return [_best(model, statistics, recipe, vector, readers) for vector, readers in pairs(model)]
@@ -129,7 +129,7 @@ def pairs(model: LoadedModel) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _best(
-    model: LoadedModel, statistics: Statistics, recipe: str, vector: str, readers: tuple[str, ...]
+    model: LoadedModel, statistics: Statistics, recipe: Recipe, vector: str, readers: tuple[str, ...]
 ) -> Rescaling:
     known = statistics.of(readers[0])
     size = known.second_moments.diagonal().clamp_min(1e-30).sqrt().log2()
@@ -147,14 +147,14 @@ def _best(
 
 
 def _error(
-    model: LoadedModel, known: InputStatistics, recipe: str, readers: Sequence[str], factors: torch.Tensor
+    model: LoadedModel, known: InputStatistics, recipe: Recipe, readers: Sequence[str], factors: torch.Tensor
 ) -> float:
     """E‖(W − Q) x‖² of the readers together, once their columns are multiplied and their inputs divided."""
     moments = known.second_moments / factors[:, None] / factors
     total = 0.0
     for reader in readers:
         component = model.anatomy.component(reader)
-        chosen: Recipe = fitting_recipe(recipe, component.shape)[0]
+        chosen = fitting_recipe(recipe, component.shape)[0]
         weight = model.model.get_parameter(component.weight).data.float().cpu() * factors
         own = InputStatistics(moments, known.tokens) if chosen.quantizer.learns else None
         stored = chosen.quantizer.quantize(weight, chosen.grid, reader, own)

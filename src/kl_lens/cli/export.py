@@ -7,6 +7,7 @@ from typing import Any
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.exporting import ExportResult
+from kl_lens.recipes import FP16
 from kl_lens.records import Artifact
 from kl_lens.units import human_bytes
 
@@ -42,5 +43,5 @@ def show(result: ExportResult) -> None:
 
 
 def _lowered(artifact: Artifact) -> str:
-    lowered = [t for t in artifact.tensors if t.reason and t.planned not in ("fp16", t.realised)]
+    lowered = [t for t in artifact.tensors if t.reason and t.planned not in (FP16, t.realised)]
     return f"{len(lowered)}, e.g. {lowered[0].component}: {lowered[0].reason}" if lowered else ""

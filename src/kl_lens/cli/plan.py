@@ -24,7 +24,7 @@ def as_json(result: PlanResult) -> Any:
     plans = [plan.to_json() for plan in result.plans]
     if result.differences is None:
         return plans
-    return {"plans": plans, "differences": {d.component: d.formats for d in result.differences}}
+    return {"plans": plans, "differences": {d.component: d.recipes for d in result.differences}}
 
 
 def show(result: PlanResult) -> None:
@@ -68,7 +68,7 @@ def _show_plans(plans: Sequence[Plan], table: SensitivityTable) -> None:
 def _show_differences(plans: Sequence[Plan], differences: Sequence[planning.Difference]) -> None:
     view = new_table("Where they differ", ("component", *(plan.name for plan in plans)))
     for difference in differences:
-        view.add_row(difference.component, *difference.formats)
+        view.add_row(difference.component, *difference.recipes)
     console().print(view if differences else "They are the same.")
 
 

@@ -277,9 +277,8 @@ class HiredCrew:
 
     def _statistics(self, candidates: Sequence[Candidate]) -> str | None:
         from kl_lens.calibration import StoredStatistics
-        from kl_lens.recipes import Recipe
 
-        if not any(Recipe.parse(candidate.format).quantizer.learns for candidate in candidates):
+        if not any(candidate.recipe.quantizer.learns for candidate in candidates):
             return None
         stored = StoredStatistics.held_by(self.order.run)
         return None if stored is None else stored.digest

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from kl_lens.calibration import StoredStatistics  # noqa: E402
 from kl_lens.checkpoints import LoadedModel, load  # noqa: E402
 from kl_lens.errors import KLLensError, RunError, one_line  # noqa: E402
+from kl_lens.recipes import Recipe  # noqa: E402
 from kl_lens.samples import METRICS_VERSION  # noqa: E402
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, memory_on  # noqa: E402
 from kl_lens.sensitivity.perturbation import Candidate  # noqa: E402
@@ -50,7 +51,7 @@ class Job:
     """One sweep: candidates as (component, recipe), and windows of ids."""
 
     number: int
-    candidates: tuple[tuple[str, str], ...]
+    candidates: tuple[tuple[str, Recipe], ...]
     ids: npt.NDArray[np.int64]
     precision: str | None  # asked for
     known: str | None  # the run's

@@ -19,7 +19,7 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError, KLLensError, TargetError
 from kl_lens.evaluation.torch_session import TorchSession
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Artifact, Subject
 from kl_lens.subjects import artifact_digest, content_digest, file_digest, outside_path, plan_digest
 from kl_lens.targets import Session
@@ -61,7 +61,7 @@ class JudgedModel(Judged):
     """
 
     def __init__(
-        self, model: LoadedModel, recipes: Mapping[str, str] | None = None, subject: Subject | None = None
+        self, model: LoadedModel, recipes: Mapping[str, Recipe] | None = None, subject: Subject | None = None
     ) -> None:
         self.model = model
         self.recipes = dict(recipes or {})
@@ -72,7 +72,7 @@ class JudgedModel(Judged):
         cls, model: LoadedModel, name: str, assignment: Mapping[str, str], statistics: str | None = None
     ) -> JudgedModel:
         """`statistics`: what the plan says its recipes learnt from; refused where the model has others."""
-        learnt = model.weights.learnt_by(assignment.values(), statistics)
+        learnt = model.weights.learnt_by(parsed(assignment).values(), statistics)
         subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt))
         return cls(model, planned_recipes(model, assignment), subject)
 
@@ -192,33 +192,34 @@ class JudgedArtifact(Judged):
         return Subject(PLAN, self.subject.plan, self.target.name, outside | settings, self.subject.digest)
 
 
-def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, str]:
+def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, Recipe]:
     """A plan's recipes, those of every quantizable component."""
-    return {c.name: assignment.get(c.name, "fp16") for c in model.anatomy.candidates}
+    recipes = parsed(assignment)
+    return {c.name: recipes.get(c.name, FP16) for c in model.anatomy.candidates}
 
 
-def realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
+def realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
     """What an artifact holds of every quantizable component; a component it keeps in float32 is not named."""
     if artifact.model_fingerprint and artifact.model_fingerprint != model.fingerprint:
         raise TargetError(
             f"it was exported from another model ({artifact.model}) than the one it is compared with ({model.name})"
         )
-    held = {tensor.component: tensor.realised for tensor in artifact.tensors}
-    return {c.name: held[c.name] for c in model.anatomy.candidates if _is_recipe(held.get(c.name))}
+    held = {tensor.component: _recipe(tensor.realised) for tensor in artifact.tensors}
+    return {c.name: recipe for c in model.anatomy.candidates if (recipe := held.get(c.name)) is not None}
 
 
-def _is_recipe(text: str | None) -> bool:
+def _recipe(text: str) -> Recipe | None:
     try:
-        return text is not None and bool(Recipe.parse(text))
+        return Recipe.parse(text)
     except FormatError:
-        return False
+        return None
 
 
-def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str, str]) -> None:
+def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str, Recipe]) -> None:
     """PyTorch must compute with the very weights that were exported, where the record says which those were."""
     for tensor in artifact.tensors:
         known = tensor.weights and tensor.component in recipes
-        if known and model.weights.digest(tensor.component, tensor.realised) != tensor.weights:
+        if known and model.weights.digest(tensor.component, Recipe.parse(tensor.realised)) != tensor.weights:
             raise TargetError(
                 f"{tensor.component} in {tensor.realised} is not the weight that was exported (another quantizer or "
                 "other statistics made it); export it again"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.recipes import Recipe
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, replacements
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import logit_rows
@@ -34,7 +35,7 @@ class TorchSession:
     def __init__(
         self,
         model: LoadedModel,
-        recipes: Mapping[str, str] | None = None,
+        recipes: Mapping[str, Recipe] | None = None,
         *,
         deployed: Kernels | None = None,
         remember: int = 0,

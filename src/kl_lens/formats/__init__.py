@@ -5,7 +5,7 @@ measuring, evaluating and exporting all go through it or through the `Quantized`
 """
 
 from kl_lens.formats.base import Format, Quantized
-from kl_lens.formats.registry import fitting_format, get_format, known_formats, register
+from kl_lens.formats.registry import FP16, fitting_format, get_format, known_formats, register
 
 # Importing a module registers its formats, in the order in which people should see them.
 # isort: off
@@ -16,4 +16,4 @@ from kl_lens.formats import normal_float as normal_float
 from kl_lens.formats import gguf_blocks as gguf_blocks
 # isort: on
 
-__all__ = ["Format", "Quantized", "fitting_format", "get_format", "known_formats", "register"]
+__all__ = ["FP16", "Format", "Quantized", "fitting_format", "get_format", "known_formats", "register"]

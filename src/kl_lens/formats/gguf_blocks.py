@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kl_lens.errors import FormatError
 from kl_lens.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
 from kl_lens.formats.ggml import gguf_module, quantize_rows
-from kl_lens.formats.registry import register
+from kl_lens.formats.registry import FP16, register
 
 if TYPE_CHECKING:
     import torch
@@ -138,20 +138,20 @@ class GGUFFormat(Format):
 
 # What stands in where 256 does not divide the columns is what llama.cpp puts there (`tensor_type_fallback`). For the
 # others llama.cpp has no rule; FP16 is its own last resort.
-register(GGUFFormat("q8_0", 8, 32, True, ("fp16",), 32, 34))
-register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", "fp16"), 256, 210))
-register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", "fp16"), 256, 176))
-register(GGUFFormat("q4_k", 4, 32, False, ("q5_0", "fp16"), 256, 144))
-register(GGUFFormat("q4_0", 4, 32, True, ("fp16",), 32, 18))
-register(GGUFFormat("q5_0", 5, 32, True, ("fp16",), 32, 22))
-register(GGUFFormat("q5_1", 5, 32, False, ("fp16",), 32, 24))
-register(GGUFFormat("q4_1", 4, 32, False, ("fp16",), 32, 20))
-register(GGUFFormat("iq4_nl", 4, 32, True, ("fp16",), 32, 18))
-register(GGUFFormat("iq4_xs", 4, 32, True, ("iq4_nl", "fp16"), 256, 136))
-register(GGUFFormat("q3_k", 3, 16, True, ("q4_0", "fp16"), 256, 110))
-register(GGUFFormat("iq3_s", 3, 32, True, ("iq4_nl", "fp16"), 256, 110))
-register(GGUFFormat("iq3_xxs", 3, 32, True, ("iq4_nl", "fp16"), 256, 98))
-register(GGUFFormat("q2_k", 2, 16, False, ("q4_0", "fp16"), 256, 84))
-register(GGUFFormat("iq2_s", 2, 16, True, ("iq4_nl", "fp16"), 256, 82))
-register(GGUFFormat("iq2_xs", 2, 16, True, ("iq4_nl", "fp16"), 256, 74))
-register(GGUFFormat("iq2_xxs", 2, 32, True, ("iq4_nl", "fp16"), 256, 66))
+register(GGUFFormat("q8_0", 8, 32, True, (FP16,), 32, 34))
+register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210))
+register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176))
+register(GGUFFormat("q4_k", 4, 32, False, ("q5_0", FP16), 256, 144))
+register(GGUFFormat("q4_0", 4, 32, True, (FP16,), 32, 18))
+register(GGUFFormat("q5_0", 5, 32, True, (FP16,), 32, 22))
+register(GGUFFormat("q5_1", 5, 32, False, (FP16,), 32, 24))
+register(GGUFFormat("q4_1", 4, 32, False, (FP16,), 32, 20))
+register(GGUFFormat("iq4_nl", 4, 32, True, (FP16,), 32, 18))
+register(GGUFFormat("iq4_xs", 4, 32, True, ("iq4_nl", FP16), 256, 136))
+register(GGUFFormat("q3_k", 3, 16, True, ("q4_0", FP16), 256, 110))
+register(GGUFFormat("iq3_s", 3, 32, True, ("iq4_nl", FP16), 256, 110))
+register(GGUFFormat("iq3_xxs", 3, 32, True, ("iq4_nl", FP16), 256, 98))
+register(GGUFFormat("q2_k", 2, 16, False, ("q4_0", FP16), 256, 84))
+register(GGUFFormat("iq2_s", 2, 16, True, ("iq4_nl", FP16), 256, 82))
+register(GGUFFormat("iq2_xs", 2, 16, True, ("iq4_nl", FP16), 256, 74))
+register(GGUFFormat("iq2_xxs", 2, 32, True, ("iq4_nl", FP16), 256, 66))

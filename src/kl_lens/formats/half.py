@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kl_lens.formats.base import Format, Quantized
-from kl_lens.formats.registry import register
+from kl_lens.formats.registry import FP16, register
 
 if TYPE_CHECKING:
     import torch
@@ -31,4 +31,4 @@ class HalfFormat(Format):
         return quantized.data.float()
 
 
-register(HalfFormat("fp16", bits=16, group_size=None, symmetric=True))
+register(HalfFormat(FP16, bits=16, group_size=None, symmetric=True))

@@ -8,6 +8,8 @@ from typing import TypeVar
 from kl_lens.errors import FormatError
 from kl_lens.formats.base import Format
 
+FP16 = "fp16"  # what a weight has that nobody decided about
+
 _formats: dict[str, Format] = {}
 
 AnyFormat = TypeVar("AnyFormat", bound=Format)

@@ -27,8 +27,9 @@ from kl_lens.paper.lists import (
     ranked,
     sensitivity_list,
 )
-from kl_lens.planning.cost import FP16, component_bytes, stored_recipe
+from kl_lens.planning.cost import component_bytes, stored_recipe
 from kl_lens.planning.predict import finished_plan
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, Plan, SensitivityTable
 
 # Perplexity of the model under an assignment; the empty assignment is the FP16 model.
@@ -65,7 +66,7 @@ def greedy_plan(
         raise PlanError(f"--gamma {gamma:g} would ask for better than FP16; give 1 or more, such as 1.10")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = (formats, "") if formats else paper_formats(table)
-    order = ranked([sensitivity_list(table, f, metric, exclude) for f in formats], metric)
+    order = ranked([sensitivity_list(table, Recipe.parse(f), metric, exclude) for f in formats], metric)
     search = _Search({c.name: c for c in table.candidates}, order, evaluate)
     baseline = search.perplexity({})
     if not (math.isfinite(baseline) and baseline > 0):
@@ -118,8 +119,8 @@ class _Search:
     def acceptable(self, entries: Sequence[Entry]) -> bool:
         return self.perplexity(self.applied(entries)) <= self.limit  # False for nan
 
-    def applied(self, entries: Sequence[Entry]) -> dict[str, str]:
-        assignment: dict[str, str] = {}
+    def applied(self, entries: Sequence[Entry]) -> dict[str, Recipe]:
+        assignment: dict[str, Recipe] = {}
         for entry in entries:
             if self._saves(entry, assignment):
                 assignment[entry.component] = self._stored(entry)
@@ -149,10 +150,10 @@ class _Search:
                 rejected.append(entry)
         return accepted, rejected
 
-    def _saves(self, entry: Entry, assignment: Mapping[str, str]) -> bool:
+    def _saves(self, entry: Entry, assignment: Mapping[str, Recipe]) -> bool:
         component = self.components[entry.component]
         current = assignment.get(entry.component, FP16)
         return component_bytes(component, self._stored(entry)) < component_bytes(component, current)
 
-    def _stored(self, entry: Entry) -> str:
-        return stored_recipe(self.components[entry.component], entry.format)[0]
+    def _stored(self, entry: Entry) -> Recipe:
+        return stored_recipe(self.components[entry.component], entry.recipe)[0]

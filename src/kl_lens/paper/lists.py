@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kl_lens.errors import PlanError
 from kl_lens.planning.predict import measured_recipes, require_measurements
+from kl_lens.recipes import Recipe
 from kl_lens.records import SensitivityTable
 
 # Name on the command line → key of the measurement, and whether a larger value means less damage.
@@ -25,10 +26,10 @@ FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a sensitivity list: this component in this format does this much damage."""
+    """One line of a sensitivity list: this component in this recipe does this much damage."""
 
     component: str
-    format: str
+    recipe: Recipe
     value: float
 
 
@@ -63,21 +64,21 @@ def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[
 
 
 def sensitivity_list(
-    table: SensitivityTable, format_name: str, metric: str, exclude: Container[str] = ()
+    table: SensitivityTable, recipe: Recipe, metric: str, exclude: Container[str] = ()
 ) -> list[Entry]:
-    """One format's measurements in the model's order."""
+    """One recipe's measurements in the model's order."""
     key, _ = require_metric(metric)
-    require_measurements(table, format_name)
-    measured = {m.component: m.metrics for m in table.measurements if m.format == format_name}
+    require_measurements(table, recipe)
+    measured = {m.component: m.metrics for m in table.measurements if m.format == recipe}
     entries = []
     for component in table.candidates:
         if component.name in exclude or component.name not in measured:
             continue
         if key not in measured[component.name]:
             raise PlanError(
-                f"{component.name} at {format_name}: {key} was not measured; rank by another metric or measure again"
+                f"{component.name} at {recipe}: {key} was not measured; rank by another metric or measure again"
             )
-        entries.append(Entry(component.name, format_name, measured[component.name][key].value))
+        entries.append(Entry(component.name, recipe, measured[component.name][key].value))
     return entries
 
 

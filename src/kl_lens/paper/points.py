@@ -32,6 +32,7 @@ from kl_lens.paper.lists import (
     sensitivity_list,
 )
 from kl_lens.planning.predict import Predictor, finished_plan
+from kl_lens.recipes import Recipe
 from kl_lens.records import Plan, SensitivityTable
 
 POINTS = 10
@@ -57,7 +58,8 @@ def paper_points(
         raise PlanError(f"no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = paper_formats(table, eight_bits_alone=pipeline == "gpu")
-    lists = [sensitivity_list(table, name, metric, exclude) for name in formats]
+    recipes = [Recipe(name) for name in formats]
+    lists = [sensitivity_list(table, recipe, metric, exclude) for recipe in recipes]
     order = ranked(lists, metric)
     predictor = Predictor(table)
     prefix += PIPELINES[pipeline]
@@ -67,14 +69,14 @@ def paper_points(
     plans = [
         finished_plan(
             table,
-            f"{prefix}uniform_{name}",
-            dict.fromkeys(planned, name),
+            f"{prefix}uniform_{recipe}",
+            dict.fromkeys(planned, recipe),
             made_by,
             shared_notes,
             predictor,
             family="uniform",
         )
-        for name in reversed(formats)
+        for recipe in reversed(recipes)
     ]
     for index, cut in enumerate(cuts(order, points_of(table, pipeline)), start=1):
         plans.append(
@@ -119,9 +121,9 @@ def cuts(order: Sequence[Entry], points: int) -> list[list[Entry]]:
     return [list(without_worst[: step * i]) for i in range(1, points + 1)]
 
 
-def assignment_of(entries: Sequence[Entry]) -> dict[str, str]:
-    """Component → format, where the later entry of a component wins."""
-    return {entry.component: entry.format for entry in entries}
+def assignment_of(entries: Sequence[Entry]) -> dict[str, Recipe]:
+    """Component → recipe, where the later entry of a component wins."""
+    return {entry.component: entry.recipe for entry in entries}
 
 
 def points_of(table: SensitivityTable, pipeline: str) -> int:

@@ -38,7 +38,7 @@ from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.text import Windows, refuse_overlap
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
-RESCALED_FOR = "int4-g64+gptq"  # whose error says whether rescaling pays
+RESCALED_FOR = Recipe("int4-g64", "gptq")  # whose error says whether rescaling pays
 _text = grouped("text that methods learn from")
 
 

@@ -22,7 +22,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.sweep import model_identity
@@ -171,7 +171,7 @@ def _learnt_model(
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     model = bench.in_run(model, folder)
-    learnt = model.weights.learnt_by([recipe])
+    learnt = model.weights.learnt_by([Recipe.parse(recipe)])
     with Run.create(folder) as run:
         run.identify(model_identity(model))
         run.note_command(["kl-lens", *command_of(settings)])
@@ -199,7 +199,7 @@ def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[
 
 
 def _uniform(model: LoadedModel, name: str) -> Plan:
-    assignment = {} if name in ("fp16", "f16") else {c.name: name for c in model.anatomy.candidates}
+    assignment = {} if name in (FP16, "f16") else {c.name: name for c in model.anatomy.candidates}
     return Plan(name=f"uniform_{name.replace('+', '.')}", assignment=assignment, made_by="--format")
 
 
@@ -238,9 +238,10 @@ def _streamed(settings: ExportSettings, source: str) -> Path:
 def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
     """Learns what the plan's recipes learn, with the time left in view; the store keeps it for whoever asks next."""
     store = model.weights
-    if store.learnt_by(plan.assignment.values(), plan.statistics) is None:
+    recipes = parsed(plan.assignment)
+    if store.learnt_by(recipes.values(), plan.statistics) is None:
         return
-    chosen = [(model.anatomy.component(name), Recipe.parse(text)) for name, text in plan.assignment.items()]
+    chosen = [(model.anatomy.component(name), recipe) for name, recipe in recipes.items()]
     target = get_target(settings.target)
     todo = [(c, r) for c, r in chosen if r.quantizer.learns and target.holds(r.grid, c.shape) is None]
     fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)

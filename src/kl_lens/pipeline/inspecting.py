@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.formats import get_format
+from kl_lens.formats import FP16, get_format
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import OfModel, option
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Component
 
-PRECISIONS = ("fp16", "int8", "int4")
+PRECISIONS = (FP16, "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,6 @@ def inspect(settings: InspectSettings, bench: Workbench, events: Events) -> Insp
 
 def stored_bytes(component: Component, precision: str) -> int:
     """What is left alone stays FP16 here; a target may keep it in FP32."""
-    if not component.quantizable or precision == "fp16":
+    if not component.quantizable or precision == FP16:
         return 2 * component.parameters
     return get_format(precision).bytes(component.shape)

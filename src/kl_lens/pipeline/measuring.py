@@ -248,7 +248,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
 
 def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: MeasureSettings) -> None:
     """Refused at once where a method learns and there is nothing to learn from."""
-    learns = next((c.format for c in candidates if Recipe.parse(c.format).quantizer.learns), None)
+    learns = next((c.recipe for c in candidates if c.recipe.quantizer.learns), None)
     if learns is None or StoredStatistics.held_by(run) is not None:
         return
     given = {name: getattr(settings, name) for name in ("model", "text", "window_length", *settings.how)}
@@ -271,11 +271,11 @@ def _estimated(
         raise KLLensError(
             "--estimate: weights that stay on disk are not counted; with --weights memory it times them there"
         )
-    if any(Recipe.parse(candidate.format).quantizer.learns for candidate in candidates):
+    if any(candidate.recipe.quantizer.learns for candidate in candidates):
         events.warn(
             "methods that learn from text are counted as rounding; their statistics and their learning come on top"
         )
-        candidates = [replace(c, format=Recipe.parse(c.format).format) for c in candidates]
+        candidates = [replace(c, recipe=Recipe(c.recipe.grid.name)) for c in candidates]
     started = psutil.Process().create_time()
     before = begin - started, time.time() - begin
     rates, layout = measured_rates(engine, candidates, windows.ids, *before)
@@ -297,7 +297,7 @@ def _estimated(
     return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
 
 
-def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[Recipe], list[str]]:
     """Formats × methods, and what of that has no meaning; with `auto` every method that suits."""
     if methods.AUTO not in names:
         return methods.crossed(formats, names)
@@ -333,11 +333,11 @@ def _work(candidate: Candidate) -> float:
     return float(candidate.component.parameters * candidate.component.shape[-1])
 
 
-def _say_unfit(unfit: Sequence[tuple[Component, str, str]], events: Events) -> None:
+def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
     """Once for every format and reason, whatever the methods and however many the components."""
     grouped_by: dict[tuple[str, str], dict[str, None]] = {}
     for component, recipe, reason in unfit:
-        grouped_by.setdefault((Recipe.parse(recipe).format, reason), {})[component.name] = None
+        grouped_by.setdefault((recipe.grid.name, reason), {})[component.name] = None
     for (name, reason), components in grouped_by.items():
         first, *others = components
         more = f" and {len(others)} more" if others else ""

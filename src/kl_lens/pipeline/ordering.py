@@ -17,7 +17,7 @@ from kl_lens.errors import FormatError, PlanError, RunError
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import HeldOut
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, parsed
 from kl_lens.records import Measured, Plan
 from kl_lens.runs import Run
 
@@ -46,14 +46,15 @@ def put_in_order(
     plan = planning.read_plan(planning.plan_path(folder, name), model.anatomy.components)
     windows = bench.drawn_again(plain.identity["text"], model.task)
     judging = bench.held_out(settings, run, model.task)
-    assignment = {component: _in_order(recipe) for component, recipe in plan.assignment.items()}
-    if assignment == plan.assignment:
+    recipes = parsed(plan.assignment)
+    assignment = {component: _in_order(recipe) for component, recipe in recipes.items()}
+    if assignment == recipes:
         raise PlanError(
             f"plan {name}: none of its recipes learns from text, so there is nothing to put in order"
         )
     meter = bench.meter(model, judging)
-    model.weights.learnt_by(plan.assignment.values(), plan.statistics)
-    before = meter.measure(plan.assignment)
+    model.weights.learnt_by(recipes.values(), plan.statistics)
+    before = meter.measure(recipes)
     events.note(f"putting {name} in order on {windows.label}, {len(windows)} windows")
     with going_on(run.folder), events.progress("in order") as shown:
         shown.started(len(model.chain), 0)
@@ -71,21 +72,20 @@ def put_in_order(
     )
     notes = {"in_order": f"of {name}, whose KL there is {before.kl.value:.3g}"}
     better = replace(
-        plan, name=f"{name}.in-order", assignment=assignment, made_by=f"{plan.made_by}, in order", measured=measured,
-        predicted_kl=None, notes=notes, statistics=made.digest,
+        plan, name=f"{name}.in-order", assignment=dict(assignment), made_by=f"{plan.made_by}, in order",
+        measured=measured, predicted_kl=None, notes=notes, statistics=made.digest,
     )  # fmt: skip
     planning.write_plan(better, planning.plan_path(folder, better.name), model.anatomy.components)
     return Ordered(better, before.kl.value, difference)
 
 
-def _in_order(spelling: str) -> str:
-    recipe = Recipe.parse(spelling)
+def _in_order(recipe: Recipe) -> Recipe:
     if not recipe.quantizer.learns:
-        return spelling
+        return recipe
     try:
-        return str(Recipe.parse(f"{recipe.format}+{METHOD}"))
+        return Recipe.parse(f"{recipe.grid.name}+{METHOD}")
     except FormatError as error:
-        raise PlanError(f"{spelling} cannot be put in order: {error}") from None
+        raise PlanError(f"{recipe} cannot be put in order: {error}") from None
 
 
 def _gathered(run: Path, gathering: Callable[[], StoredStatistics]) -> StoredStatistics:

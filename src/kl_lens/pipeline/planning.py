@@ -28,6 +28,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
 from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
@@ -592,7 +593,7 @@ def verified(
     plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
 ) -> Plan:
     """The plan with what it does as a whole on the meter's text; predicted: its parts added up, times `factor`."""
-    learnt = meter.model.weights.learnt_by(plan.assignment.values(), plan.statistics)
+    learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
     result = meter.measure(plan.assignment)
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)

@@ -13,6 +13,7 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import COUNT, SIZE, FromDisk, OfRun, command_of, option
 from kl_lens.pipeline.spreading import Workers, crew_for, here
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import Recipe
 from kl_lens.records import Component
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.correlation import Ranking, rank as compare_metrics
@@ -69,7 +70,7 @@ def rank_run(
     assert calibration is not None
     kernels = deployed(run.usual_target)
     # It has its statistics before a bar is shown.
-    model.weights.learnt_by(candidate.format for candidate in candidates)
+    model.weights.learnt_by(candidate.recipe for candidate in candidates)
 
     def sweep(windows: Windows, role: str, title: str) -> None:
         with events.progress(title) as progress:
@@ -95,8 +96,9 @@ def rank_run(
 
 def _measured(run: Run) -> list[Candidate]:
     components = {c["name"]: Component.from_json(c) for c in run.identity.get("components", [])}
-    candidates = [Candidate(components[name], fmt) for name, fmt in run.measured_windows(run.measured_role())]
+    measured = run.measured_windows(run.measured_role())
+    candidates = [Candidate(components[name], Recipe.parse(text)) for name, text in measured]
     if not candidates:
         raise RunError(f"{run.folder} holds no measurements; run kl-lens measure first")
     order = {name: index for index, name in enumerate(components)}
-    return sorted(candidates, key=lambda c: (order[c.component.name], c.format))
+    return sorted(candidates, key=lambda c: (order[c.component.name], c.recipe))

@@ -51,7 +51,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.targets import get_target, menu_of, read_artifact
@@ -188,7 +188,7 @@ class _RunStages:
         settings = self.settings
         self.stages.do(InspectSettings(model=settings.model, **settings.how))
         self.stages.do(
-            PlanSettings(uniform=("fp16",), **self.of_run),
+            PlanSettings(uniform=(FP16,), **self.of_run),
             key="plan fp16",
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )

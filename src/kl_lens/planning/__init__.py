@@ -6,7 +6,7 @@ from kl_lens.planning.budget import (
     achievable_range,
     plan_for_budget,
 )
-from kl_lens.planning.cost import Cost, FormatShare, cost_of
+from kl_lens.planning.cost import Cost, RecipeShare, cost_of
 from kl_lens.planning.drop import LossResult, plan_for_loss
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
@@ -31,7 +31,6 @@ __all__ = [
     "Contest",
     "Cost",
     "Difference",
-    "FormatShare",
     "Frontier",
     "FrontierPoint",
     "LatencyTable",
@@ -40,6 +39,7 @@ __all__ = [
     "PlanRow",
     "Predictor",
     "Problem",
+    "RecipeShare",
     "SurfacePoint",
     "Verification",
     "achievable_range",

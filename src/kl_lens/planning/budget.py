@@ -11,9 +11,9 @@ import numpy as np
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
-from kl_lens.planning.cost import recipe_of
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
 from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
+from kl_lens.recipes import Recipe
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.units import human_bytes, human_kl, human_seconds
 
@@ -117,7 +117,7 @@ def plan_for_budget(
     )
     assert plan.bytes is not None
     besides = totals.bytes - plan.bytes
-    grids = (recipe_of(plan.assignment[c.name]).grid for c in table.candidates)
+    grids = (Recipe.parse(plan.assignment[c.name]).grid for c in table.candidates)
     grown = sum(target.overhead(grid) for grid in grids) if target else 0
     assert besides == fixed_bytes + grown, "the plan's bytes must be those that the solver added up"
     plan = replace(plan, limits=limits, fixed_bytes=besides)

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
 from kl_lens.records import Component
-
-FP16 = "fp16"
 
 
 @dataclass(frozen=True)
-class FormatShare:
+class RecipeShare:
     """How much of a model one recipe got."""
 
-    format: str  # the recipe's spelling
+    recipe: Recipe
     components: int
     parameters: int
     share: float  # of all weights of the model
@@ -36,37 +34,30 @@ class Cost:
 
     bytes: int
     parameters: int
-    stored: dict[str, str]  # every quantizable component → the recipe it really gets
+    stored: dict[str, Recipe]  # every quantizable component → the recipe it really gets
     fallbacks: dict[str, str]  # component → why it did not get the recipe asked for
-    shares: tuple[FormatShare, ...]
+    shares: tuple[RecipeShare, ...]
 
     @property
     def bits_per_weight(self) -> float:
         return 8 * self.bytes / self.parameters if self.parameters else 0.0
 
 
-@lru_cache(maxsize=4096)
-def recipe_of(spelling: str) -> Recipe:
-    """`Recipe.parse`, once for each spelling: planning asks for the same few thousands of times."""
-    return Recipe.parse(spelling)
+@lru_cache(maxsize=65536)
+def _stored(spelling: str, shape: tuple[int, ...]) -> tuple[Recipe, str | None]:
+    return fitting_recipe(Recipe.parse(spelling), shape)
 
 
 @lru_cache(maxsize=65536)
-def _stored(spelling: str, shape: tuple[int, ...]) -> tuple[str, str | None]:
-    recipe, reason = fitting_recipe(recipe_of(spelling), shape)
-    return str(recipe), reason
-
-
-@lru_cache(maxsize=65536)
-def _bytes(spelling: str, shape: tuple[int, ...]) -> int:
-    return recipe_of(spelling).grid.bytes(shape)
+def _bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
+    return recipe.grid.bytes(shape)
 
 
 def fp16_bytes(component: Component) -> int:
     return 2 * component.parameters
 
 
-def stored_recipe(component: Component, wanted: str) -> tuple[str, str | None]:
+def stored_recipe(component: Component, wanted: str) -> tuple[Recipe, str | None]:
     """The recipe a component really gets when asked for one, and why it is another (or None)."""
     try:
         return _stored(wanted, component.shape)
@@ -74,7 +65,7 @@ def stored_recipe(component: Component, wanted: str) -> tuple[str, str | None]:
         raise PlanError(f"{component.name}: {error}") from None
 
 
-def component_bytes(component: Component, recipe: str) -> int:
+def component_bytes(component: Component, recipe: Recipe) -> int:
     """Bytes of one component in a recipe that fits it."""
     return fp16_bytes(component) if recipe == FP16 else _bytes(recipe, component.shape)
 
@@ -83,7 +74,7 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
     """Prices an assignment; recipes that do not fit a component fall back, and `fallbacks` says so."""
     components = tuple(components)
     require_known(components, assignment)
-    stored: dict[str, str] = {}
+    stored: dict[str, Recipe] = {}
     fallbacks: dict[str, str] = {}
     total = 0
     for component in components:
@@ -113,10 +104,10 @@ def require_known(components: Iterable[Component], assignment: Mapping[str, str]
 
 
 def _shares(
-    components: tuple[Component, ...], stored: Mapping[str, str], total: int
-) -> tuple[FormatShare, ...]:
-    count: Counter[str] = Counter()
-    weights: Counter[str] = Counter()
+    components: tuple[Component, ...], stored: Mapping[str, Recipe], total: int
+) -> tuple[RecipeShare, ...]:
+    count: Counter[Recipe] = Counter()
+    weights: Counter[Recipe] = Counter()
     kept_components = kept_weights = 0
     for component in components:
         if component.quantizable:
@@ -126,8 +117,8 @@ def _shares(
             kept_components += 1
             kept_weights += component.parameters
     # Most bits first, so that every table reads the same way round.
-    names = sorted(count, key=lambda name: (-recipe_of(name).grid.bits, name))
-    rows = [FormatShare(n, count[n], weights[n], weights[n] / total) for n in names]
+    recipes = sorted(count, key=lambda recipe: (-recipe.grid.bits, recipe))
+    rows = [RecipeShare(r, count[r], weights[r], weights[r] / total) for r in recipes]
     if kept_components:
-        rows.append(FormatShare(FP16, kept_components, kept_weights, kept_weights / total, quantizable=False))
+        rows.append(RecipeShare(FP16, kept_components, kept_weights, kept_weights / total, quantizable=False))
     return tuple(rows)

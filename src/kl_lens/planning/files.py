@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.planning.cost import FP16, cost_of, recipe_of
+from kl_lens.planning.cost import cost_of
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import PLAN_FAMILIES, Component, Measured, Plan, checked_plan_name
 from kl_lens.writing import write_text
 
@@ -240,24 +241,19 @@ def _checked_assignment(
         if not isinstance(wanted, str):
             raise PlanError(f"{path}: {name}: expected the name of a format, got {wanted!r}")
         try:
-            recipe = recipe_of(wanted)
+            recipe = Recipe.parse(wanted)
         except FormatError as error:
             raise PlanError(f"{path}: {name}: {error}") from None
-        if recipe.learnt is not None:
-            raise PlanError(
-                f"{path}: {name}: write {recipe}; what recipes learnt from stands in the field statistics"
-            )
-        spelling = str(recipe)
         if not component.quantizable:
-            if spelling != FP16:
-                raise PlanError(f"{path}: {name} cannot be {spelling}: {component.reason}; take the line out")
+            if recipe != FP16:
+                raise PlanError(f"{path}: {name} cannot be {recipe}: {component.reason}; take the line out")
             continue
         if reason := recipe.grid.fits(component.shape):
-            raise PlanError(f"{path}: {name} cannot be {spelling}: {reason}; choose another format")
-        if assignment.setdefault(component.name, spelling) != spelling:
+            raise PlanError(f"{path}: {name} cannot be {recipe}: {reason}; choose another format")
+        if assignment.setdefault(component.name, recipe) != recipe:
             raise PlanError(
                 f"{path}: {name} is the same weight as {component.name}, which has {assignment[component.name]}, "
-                f"not {spelling}; give both one format"
+                f"not {recipe}; give both one format"
             )
     return assignment
 

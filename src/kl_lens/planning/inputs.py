@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from kl_lens.errors import PlanError
 from kl_lens.planning.cost import stored_recipe
 from kl_lens.planning.problem import LatencyTable, Problem, build_problem, bytes_for
+from kl_lens.recipes import Recipe
 from kl_lens.records import SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.targets import Target
@@ -46,13 +47,13 @@ def latency_profiles(run: Run, target: str | None) -> dict[str, LatencyTable]:
 
 def stock_with_our_methods(
     table: SensitivityTable,
-    stock: Sequence[Mapping[str, str]],
+    stock: Sequence[Mapping[str, Recipe]],
     *,
     target: Target,
     recipes: Sequence[str] | None = None,
     no_head: bool = False,
     metric: str | None = None,
-) -> list[dict[str, str]]:
+) -> list[dict[str, Recipe]]:
     """The target's own mixtures with our methods: of what plans choose from, each component gets the recipe of least
     damage that takes no more bytes than the mixture's.
 
@@ -74,7 +75,7 @@ def stock_with_our_methods(
     return found
 
 
-def _least_damage(problem: Problem, sizes: Mapping[str, int]) -> dict[str, str] | None:
+def _least_damage(problem: Problem, sizes: Mapping[str, int]) -> dict[str, Recipe] | None:
     assignment = {}
     for group in problem.groups:
         (name,) = group.members

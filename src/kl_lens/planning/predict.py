@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.planning.cost import FP16, cost_of, recipe_of, stored_recipe
+from kl_lens.planning.cost import cost_of, stored_recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable, checked_plan_name
 
 PREDICTED_METRIC = "kl_teacher_to_student"
@@ -39,7 +40,7 @@ class Predictor:
                 continue
             clamped = Estimate(0.0 if estimate.value < 0 else estimate.value, estimate.standard_error)
             stored, reason = stored_recipe(components[m.component], m.format)
-            self._measured.setdefault((m.component, str(recipe_of(m.format))), clamped)
+            self._measured.setdefault((m.component, Recipe.parse(m.format)), clamped)
             if reason is not None:
                 through_fallback.setdefault((m.component, stored), clamped)
         # What a recipe falls back to was measured under the name that was asked for.
@@ -154,7 +155,7 @@ def finished_plan(
     if predictor.metric != PREDICTED_METRIC:
         remarks["predicted_by"] = predictor.metric
     value = finite_or_none(predicted.value) if predicted is not None else None
-    learnt = any(recipe_of(recipe).quantizer.learns for recipe in settled.values())
+    learnt = any(recipe.quantizer.learns for recipe in cost.stored.values())
     return Plan(
         checked_plan_name(name), settled, made_by, value, cost.bytes, remarks, family,
         statistics=table.statistics if learnt else None,
@@ -163,11 +164,11 @@ def finished_plan(
 
 def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
     """Everything in one recipe; `uniform_int4-g64.gptq` is how names spell its plus."""
-    spelling = str(recipe_of(recipe))
+    wanted = Recipe.parse(recipe)
     kept = {table.head} if no_head else set()
-    assignment = {c.name: spelling for c in table.candidates if c.name not in kept}
-    name = f"uniform_{spelling.replace('+', '.')}"
-    return finished_plan(table, name, assignment, f"uniform: everything in {spelling}", family="uniform")
+    assignment = {c.name: wanted for c in table.candidates if c.name not in kept}
+    name = f"uniform_{wanted.replace('+', '.')}"
+    return finished_plan(table, name, assignment, f"uniform: everything in {wanted}", family="uniform")
 
 
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
@@ -186,15 +187,15 @@ def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
     )
 
 
-def measured_recipes(table: SensitivityTable) -> tuple[str, ...]:
-    """What was measured, as recipes are spelled, in the order of first appearance."""
+def measured_recipes(table: SensitivityTable) -> tuple[Recipe, ...]:
+    """What was measured, in the order of first appearance."""
     try:
-        return tuple(dict.fromkeys(str(recipe_of(name)) for name in table.formats))
+        return tuple(dict.fromkeys(Recipe.parse(name) for name in table.formats))
     except FormatError as error:
         raise PlanError(f"{table.model}: the measurements name an {error}") from None
 
 
-def require_measurements(table: SensitivityTable, recipe: str) -> None:
+def require_measurements(table: SensitivityTable, recipe: Recipe) -> None:
     measured = measured_recipes(table)
     if recipe not in measured:
         raise PlanError(

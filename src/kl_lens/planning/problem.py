@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.planning.cost import FP16, component_bytes, fp16_bytes, recipe_of, stored_recipe
+from kl_lens.planning.cost import component_bytes, fp16_bytes, stored_recipe
 from kl_lens.planning.predict import (
     Predictor,
     measured_recipes,
@@ -16,6 +16,7 @@ from kl_lens.planning.predict import (
     require_measurements,
     require_sane,
 )
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, SensitivityTable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ LatencyTable = Mapping[tuple[str, str], float]
 class Choice:
     """One recipe for all members of a group."""
 
-    recipe: str
+    recipe: Recipe
     bytes: int
     kl: float
     seconds: float = 0.0
@@ -60,9 +61,9 @@ class Problem:
     parameters: int
     has_latency: bool = False
     besides_bytes: int = 0  # of the fixed ones: what is no weight, or more than plans count for one
-    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (component, recipe) → why not
+    refused: Mapping[tuple[str, Recipe], str] = field(default_factory=dict)  # of a component: why not
 
-    def assignment(self, selection: Sequence[int]) -> dict[str, str]:
+    def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
         return {
             member: group.choices[index].recipe
             for group, index in zip(self.groups, selection, strict=True)
@@ -78,15 +79,15 @@ class Problem:
         )
 
 
-def bytes_for(component: Component, recipe: str, target: Target | None) -> int:
+def bytes_for(component: Component, recipe: Recipe, target: Target | None) -> int:
     """Of a component in a recipe that fits it, with what the target's file needs for it besides."""
-    extra = target.overhead(recipe_of(recipe).grid) if target else 0
+    extra = target.overhead(recipe.grid) if target else 0
     return component_bytes(component, recipe) + extra
 
 
-def _why_not(component: Component, recipe: str, target: Target) -> str | None:
+def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
     """Why a plan for the target never gives this component this recipe, or None."""
-    reason = target.holds(recipe_of(recipe).grid, component.shape)
+    reason = target.holds(recipe.grid, component.shape)
     if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
         return "the file would not become smaller"
     return reason
@@ -126,7 +127,7 @@ def build_problem(
     fixed = [c for c in table.components if not c.quantizable or c.name in exclude]
     predictor = Predictor(table, metric)
     clusters = _clusters(free) if keep_fused else [(c,) for c in free]
-    refused: dict[tuple[str, str], str] = {}
+    refused: dict[tuple[str, Recipe], str] = {}
     groups = tuple(
         Group(
             tuple(c.name for c in members),
@@ -145,12 +146,12 @@ def build_problem(
     )
 
 
-def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[str]:
+def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe]:
     if recipes is None:
         measured = measured_recipes(table)
-        return [r for r in measured if r != FP16 and not recipe_of(r).format.endswith("-absmax")]
+        return [r for r in measured if r != FP16 and not r.grid.name.endswith("-absmax")]
     try:
-        menu = [str(recipe_of(recipe)) for recipe in recipes]
+        menu = [Recipe.parse(recipe) for recipe in recipes]
     except FormatError as error:
         raise PlanError(str(error)) from None
     for recipe in menu:
@@ -180,13 +181,13 @@ def _clusters(free: Sequence[Component]) -> list[tuple[Component, ...]]:
 
 def _choices(
     members: Sequence[Component],
-    menu: Sequence[str],
+    menu: Sequence[Recipe],
     predictor: Predictor,
     latency: LatencyTable | None,
     target: Target | None,
-    refused: dict[tuple[str, str], str],
+    refused: dict[tuple[str, Recipe], str],
 ) -> tuple[Choice, ...]:
-    choices: dict[str, Choice] = {}
+    choices: dict[Recipe, Choice] = {}
     for wanted in (FP16, *menu):
         stored = {stored_recipe(member, wanted)[0] for member in members}
         if len(stored) > 1:
@@ -213,11 +214,11 @@ def _choices(
     return tuple(choices.values())
 
 
-def _seconds(component: Component, recipe: str, latency: LatencyTable) -> float:
+def _seconds(component: Component, recipe: Recipe, latency: LatencyTable) -> float:
     """A kernel's time depends on the format alone, so a profile need not know the methods."""
     seconds = latency.get((component.name, recipe))
     if seconds is None:
-        seconds = latency.get((component.name, recipe_of(recipe).format))
+        seconds = latency.get((component.name, recipe.grid.name))
     if seconds is None:
         raise PlanError(
             f"the latency profile has no time for {component.name} in {recipe}; "

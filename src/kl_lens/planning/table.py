@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kl_lens.errors import PlanError
-from kl_lens.planning.cost import FP16, FormatShare, cost_of
+from kl_lens.planning.cost import RecipeShare, cost_of
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, Plan
 
 
@@ -20,13 +21,13 @@ class PlanRow:
     predicted_kl: float | None
     measured_kl: float | None
     perplexity: float | None
-    shares: tuple[FormatShare, ...]
+    shares: tuple[RecipeShare, ...]
 
     @property
     def shares_text(self) -> str:
         """`int8 40 (61.2 %), int4 10 (8.0 %), kept 73 (0.3 %)`: components, and share of all weights."""
         return ", ".join(
-            f"{share.format if share.quantizable else 'kept'} {share.components} ({share.share:.1%})".replace(
+            f"{share.recipe if share.quantizable else 'kept'} {share.components} ({share.share:.1%})".replace(
                 "%", " %"
             )
             for share in self.shares
@@ -38,7 +39,7 @@ class Difference:
     """A component that does not have the same recipe in all plans."""
 
     component: str
-    formats: tuple[str, ...]  # in the order of the plans
+    recipes: tuple[Recipe, ...]  # in the order of the plans
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def compare(plans: Sequence[Plan], components: Iterable[Component]) -> Compariso
     stored = [cost_of(components, plan.assignment).stored for plan in plans]
     differences = []
     for component in components:
-        formats = tuple(assignment.get(component.name, FP16) for assignment in stored)
-        if len(set(formats)) > 1:
-            differences.append(Difference(component.name, formats))
+        recipes = tuple(assignment.get(component.name, FP16) for assignment in stored)
+        if len(set(recipes)) > 1:
+            differences.append(Difference(component.name, recipes))
     return Comparison(tuple(plan_row(plan, components) for plan in plans), tuple(differences))

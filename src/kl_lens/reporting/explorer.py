@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kl_lens.planning.cost import FP16, component_bytes, recipe_of, stored_recipe
+from kl_lens.planning.cost import component_bytes, stored_recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import ARTIFACT, Component, Estimate, Subject
 from kl_lens.reporting.answer import best_profiles, recommended_names, speed_of
 from kl_lens.reporting.data import RunView
@@ -85,16 +86,16 @@ def _space(view: RunView, space: Space, components: Sequence[Component]) -> dict
     }
 
 
-def _recipes(space: Space, plans: Sequence[PlanView]) -> dict[str, int]:
+def _recipes(space: Space, plans: Sequence[PlanView]) -> dict[Recipe, int]:
     """Every recipe that a choice or a plan has, fewest bits first, with its number."""
-    names = {c.recipe for g in space.problem.groups for c in g.choices} | {FP16}
-    names |= {recipe for plan in plans for recipe in plan.stored.values()}
-    ordered = sorted(names, key=lambda n: (recipe_of(n).grid.bits, n))
-    return {name: index for index, name in enumerate(ordered[: len(DIGITS)])}
+    recipes = {c.recipe for g in space.problem.groups for c in g.choices} | {FP16}
+    recipes |= {recipe for plan in plans for recipe in plan.stored.values()}
+    ordered = sorted(recipes, key=lambda r: (r.grid.bits, r))
+    return {recipe: index for index, recipe in enumerate(ordered[: len(DIGITS)])}
 
 
 def _measured(
-    space: Space, components: Sequence[Component], recipes: Mapping[str, int]
+    space: Space, components: Sequence[Component], recipes: Mapping[Recipe, int]
 ) -> list[list[list[Any]]]:
     """For each component: [recipe, bytes, KL, ±, windows, the other metrics] of each recipe, fewest bits first."""
     rows: dict[str, dict[int, list[Any]]] = {c.name: {} for c in components}
@@ -137,7 +138,11 @@ def plans_of(view: RunView, space: Space) -> list[PlanView]:
 
 
 def _plan(
-    view: RunView, space: Space, plan: PlanView, components: Sequence[Component], recipes: Mapping[str, int]
+    view: RunView,
+    space: Space,
+    plan: PlanView,
+    components: Sequence[Component],
+    recipes: Mapping[Recipe, int],
 ) -> dict[str, Any]:
     kl, where = measured_kl(view, plan, space.target)
     timed = [p for p in best_profiles(view, plan) if p.subject.target == space.target]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens import planning
+from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Estimate, Plan
 
 # Families of plans in the order in which legends list them.
@@ -26,7 +27,7 @@ class PlanView:
 
     plan: Plan
     row: planning.PlanRow
-    stored: dict[str, str]  # component → recipe it really has
+    stored: dict[str, Recipe]  # what each component really has
     label: str  # short, for figures: p05, INT8
 
     @property

@@ -13,8 +13,8 @@ import numpy as np
 
 from kl_lens import planning
 from kl_lens.errors import KLLensError, PlanError
-from kl_lens.planning.cost import FP16
 from kl_lens.planning.hull import hull_of
+from kl_lens.recipes import FP16
 from kl_lens.records import SensitivityTable
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run

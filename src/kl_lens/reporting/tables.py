@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kl_lens.recipes import FP16
 from kl_lens.records import Component, Estimate, SensitivityTable
 from kl_lens.reporting.data import KL
 from kl_lens.reporting.markup import Html, tag
@@ -109,5 +110,5 @@ def _layer_row(
         "–" if component.block is None else component.block,
         component.parameters,
         *(with_error(kls.get(f)) for f in formats),
-        "–" if plan is None else plan.stored.get(component.name, "fp16"),
+        "–" if plan is None else plan.stored.get(component.name, FP16),
     ]

@@ -20,6 +20,7 @@ import torch
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.environment import peak_memory
 from kl_lens.journal import FILE
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.engines import Engine, FastEngine
@@ -34,7 +35,7 @@ class Item:
     """What makes one candidate's cost."""
 
     start: int  # the block it is in; -1 before them all, their number behind them
-    recipe: str
+    recipe: Recipe
     parameters: int
 
 
@@ -47,7 +48,7 @@ class Rates:
     teacher: float  # per window
     blocks: tuple[float, ...]  # per window
     same: float  # per window and candidate: head and metrics
-    quantizing: dict[str, float]  # recipe → seconds per parameter
+    quantizing: dict[Recipe, float]  # seconds per parameter
     committing: float  # per window and candidate
     memory: int  # at the peak
     disk: float  # bytes, per window and candidate
@@ -72,7 +73,7 @@ class SweepCost:
 
 def items_of(model: LoadedModel, candidates: Sequence[Candidate]) -> list[Item]:
     return [
-        Item(first_block(model.anatomy, c.perturbation), c.format, c.component.parameters) for c in candidates
+        Item(first_block(model.anatomy, c.perturbation), c.recipe, c.component.parameters) for c in candidates
     ]
 
 
@@ -193,11 +194,11 @@ def _group(engine: Engine, candidates: Sequence[Candidate], group: Sequence[int]
     engine.started([candidates[index].perturbation for index in group])()
 
 
-def _quantizing(engine: Engine, candidates: Sequence[Candidate]) -> dict[str, float]:
+def _quantizing(engine: Engine, candidates: Sequence[Candidate]) -> dict[Recipe, float]:
     """Seconds per parameter of each recipe: of a component of middle size."""
-    by_recipe: dict[str, list[Candidate]] = {}
+    by_recipe: dict[Recipe, list[Candidate]] = {}
     for candidate in candidates:
-        by_recipe.setdefault(candidate.format, []).append(candidate)
+        by_recipe.setdefault(candidate.recipe, []).append(candidate)
     seconds = {}
     for recipe, members in by_recipe.items():
         members.sort(key=lambda c: c.component.parameters)

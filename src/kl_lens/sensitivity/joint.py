@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Estimate
 from kl_lens.samples import WindowMetrics, summarise, window_kl
 from kl_lens.sensitivity.choosing import engine_for
@@ -17,8 +18,6 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
 from kl_lens.sensitivity.metrics import check_finite
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation
 from kl_lens.text import Windows
-
-_FP16 = "fp16"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PlanMeter:
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
         self._entropy: dict[int, float] = {}
-        self._known: dict[tuple[tuple[str, str], ...], JointResult] = {}
+        self._known: dict[tuple[tuple[str, Recipe], ...], JointResult] = {}
 
     def kl_by_window(self, assignment: Mapping[str, str]) -> npt.NDArray[np.float64]:
         return self.measure(assignment).windows
@@ -73,12 +72,12 @@ class PlanMeter:
         return len(self._known)
 
     @property
-    def known(self) -> list[tuple[dict[str, str], JointResult]]:
+    def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with what they did."""
         return [(dict(key), result) for key, result in self._known.items() if key]
 
     def measure(self, assignment: Mapping[str, str]) -> JointResult:
-        key = tuple(sorted((name, fmt) for name, fmt in assignment.items() if fmt != _FP16))
+        key = tuple(sorted((name, recipe) for name, recipe in parsed(assignment).items() if recipe != FP16))
         if key not in self._known:
             self._known[key] = self._result(self._windows(Perturbation(dict(key))))
         return self._known[key]

@@ -17,26 +17,26 @@ VERIFIED = 4  # components on which `auto` measures every method
 _KL = "kl_teacher_to_student"
 
 
-def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[str], list[str]]:
+def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[Recipe], list[str]]:
     """Every format by every method that has a meaning for it, and why others are left out.
 
     A recipe that names its method stays as it is, and so does a format that no method suits (fp16).
     """
-    recipes: list[str] = []
+    recipes: list[Recipe] = []
     reasons: list[str] = []
     for name in formats:
         if "+" in name or not methods:
-            recipes.append(str(Recipe.parse(name)))
+            recipes.append(Recipe.parse(name))
             continue
         fmt = get_format(name)
         unsuited = {method: get_quantizer(method).suits(fmt) for method in methods}
         reasons += [f"{name}+{method}: {reason}" for method, reason in unsuited.items() if reason]
         suited = [method for method, reason in unsuited.items() if reason is None]
-        recipes += [str(Recipe.parse(f"{name}+{method}")) for method in suited or [NEAREST]]
+        recipes += [Recipe.parse(f"{name}+{method}") for method in suited or [NEAREST]]
     return list(dict.fromkeys(recipes)), reasons
 
 
-def all_methods(formats: Sequence[str]) -> list[str]:
+def all_methods(formats: Sequence[str]) -> list[Recipe]:
     """Every format by every method there is, round to nearest first."""
     return crossed(formats, of_single_components())[0]
 
@@ -52,15 +52,14 @@ class MethodChoice:
     few components every recipe, to see whether the output distribution agrees."""
 
     candidates: list[Candidate]
-    chosen: frozenset[tuple[str, str]]  # (component, recipe)
+    chosen: frozenset[tuple[str, Recipe]]  # by component
     verified: frozenset[str]  # components
 
     @property
     def summary(self) -> str:
         counts: dict[str, int] = {}
         for _, recipe in self.chosen:
-            method = Recipe.parse(recipe).method
-            counts[method] = counts.get(method, 0) + 1
+            counts[recipe.method] = counts.get(recipe.method, 0) + 1
         return ", ".join(
             f"{method} for {count}" for method, count in sorted(counts.items(), key=lambda x: -x[1])
         )
@@ -68,10 +67,10 @@ class MethodChoice:
     def agreement(self, measurements: Iterable[Measurement]) -> tuple[int, int]:
         """On how many of the verified (component, format) the choice also had the least KL, and of how many."""
         rivals_of: dict[tuple[str, str], list[tuple[float, bool]]] = {}
-        offered = {(c.component.name, c.format) for c in self.candidates}
+        offered = {(c.component.name, c.recipe) for c in self.candidates}
         for m in measurements:
             if m.component in self.verified and (m.component, m.format) in offered:
-                key = m.component, Recipe.parse(m.format).format
+                key = m.component, Recipe.parse(m.format).grid.name
                 rivals_of.setdefault(key, []).append(
                     (m.metrics[_KL].value, (m.component, m.format) in self.chosen)
                 )
@@ -85,17 +84,17 @@ def by_output_error(
     """Chooses among candidates that differ in their method only; every weight is made, and kept by the store."""
     groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
-        key = candidate.component.name, Recipe.parse(candidate.format).format
+        key = candidate.component.name, candidate.recipe.grid.name
         groups.setdefault(key, []).append(candidate)
-    chosen: set[tuple[str, str]] = set()
+    chosen: set[tuple[str, Recipe]] = set()
     for (name, _), rivals in groups.items():
         errors: list[float] = []
         for rival in rivals:
-            errors.append(model.weights.output_error(name, rival.format) if len(rivals) > 1 else 0.0)
+            errors.append(model.weights.output_error(name, rival.recipe) if len(rivals) > 1 else 0.0)
             advanced(rival)
-        chosen.add((name, rivals[errors.index(min(errors))].format))
+        chosen.add((name, rivals[errors.index(min(errors))].recipe))
     names = list(dict.fromkeys(c.component.name for c in candidates))
     step = max(1, len(names) // VERIFIED)
     verified = frozenset(names[step // 2 :: step][:VERIFIED])
-    kept = [c for c in candidates if c.component.name in verified or (c.component.name, c.format) in chosen]
+    kept = [c for c in candidates if c.component.name in verified or (c.component.name, c.recipe) in chosen]
     return MethodChoice(kept, frozenset(chosen), verified)

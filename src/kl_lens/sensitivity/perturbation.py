@@ -14,7 +14,7 @@ import torch
 from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import FormatError, RunError
 from kl_lens.formats import Format, Quantized
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
 from kl_lens.records import Component
 
 
@@ -22,10 +22,10 @@ from kl_lens.records import Component
 class Perturbation:
     """Component name → recipe, for one candidate of the sweep or for a whole plan."""
 
-    recipes: Mapping[str, str]
+    recipes: Mapping[str, Recipe]
 
     @classmethod
-    def single(cls, component: str, recipe: str) -> Perturbation:
+    def single(cls, component: str, recipe: Recipe) -> Perturbation:
         return cls({component: recipe})
 
 
@@ -39,7 +39,7 @@ class Kernels(Protocol):
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that they multiply with."""
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
         """Within, the inputs of the named components' products are what they multiply with."""
 
 
@@ -48,14 +48,14 @@ class Candidate:
     """One component in one recipe: what the sweep measures."""
 
     component: Component
-    format: str  # the recipe's spelling
+    recipe: Recipe
 
     @property
     def perturbation(self) -> Perturbation:
-        return Perturbation.single(self.component.name, self.format)
+        return Perturbation.single(self.component.name, self.recipe)
 
     def __str__(self) -> str:
-        return f"{self.component.name} {self.format}"
+        return f"{self.component.name} {self.recipe}"
 
 
 def name_pattern(text: str | None) -> re.Pattern[str]:
@@ -67,12 +67,12 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
 
 
 def find_candidates(
-    anatomy: Anatomy, recipes: Sequence[str], pattern: str | None = None
-) -> tuple[list[Candidate], list[tuple[Component, str, str]]]:
+    anatomy: Anatomy, recipes: Sequence[Recipe], pattern: str | None = None
+) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
     """Every quantizable component × recipe, in the order of the network, and what does not fit, with the reason.
 
     What does not fit is measured as what runtimes store in its place, where that is not FP16. A pattern that matches
-    nothing, or an unknown recipe, is an error.
+    nothing is an error.
     """
     expression = name_pattern(pattern)
     matching = [c for c in anatomy.candidates if any(expression.search(n) for n in (c.name, *c.tied_with))]
@@ -82,14 +82,14 @@ def find_candidates(
             "`kl-lens inspect --components` lists their names"
         )
     fitting: dict[Candidate, None] = {}
-    unfit: list[tuple[Component, str, str]] = []
+    unfit: list[tuple[Component, Recipe, str]] = []
     for component in matching:
-        for recipe in (Recipe.parse(text) for text in recipes):
+        for recipe in recipes:
             stored, reason = _stored(recipe, component)
             if stored is not None:
-                fitting[Candidate(component, str(stored))] = None
+                fitting[Candidate(component, stored)] = None
             if reason is not None:
-                unfit.append((component, str(recipe), reason))
+                unfit.append((component, recipe, reason))
     if not fitting:
         component, _, reason = unfit[0]
         raise FormatError(f"no component can be held in {', '.join(recipes)}: {component.name}: {reason}")
@@ -105,7 +105,7 @@ def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | 
         stored = fitting_recipe(recipe, component.shape)[0]
     except FormatError:
         return None, reason
-    return (None, reason) if stored.format == "fp16" else (stored, f"{reason}; measured as {stored}")
+    return (None, reason) if stored == FP16 else (stored, f"{reason}; measured as {stored}")
 
 
 Replacement = tuple[torch.nn.Parameter, torch.Tensor]
@@ -119,8 +119,8 @@ def replacements(
     With `kernels`, those that a runtime multiplies with, where that is something else.
     """
     ready: list[Replacement] = []
-    for name, text in perturbation.recipes.items():
-        component, recipe = model.anatomy.component(name), Recipe.parse(text)
+    for name, recipe in perturbation.recipes.items():
+        component = model.anatomy.component(name)
         quantized = model.weights.quantized(component.name, recipe)
         read = recipe.grid.dequantize if kernels is None else partial(kernels.kernel_values, recipe.grid)
         parameters = model.parameters_of(component)
@@ -144,7 +144,7 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
 
 @contextmanager
 def applied(
-    model: LoadedModel, recipes: Mapping[str, str], weights: Sequence[Replacement], kernels: Kernels | None
+    model: LoadedModel, recipes: Mapping[str, Recipe], weights: Sequence[Replacement], kernels: Kernels | None
 ) -> Iterator[None]:
     """Within, the model has these weights and, with `kernels`, the activations that those multiply with."""
     with swapped(weights), kernels.activations(model, recipes) if kernels else nullcontext():

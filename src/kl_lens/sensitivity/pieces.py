@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kl_lens.recipes import Recipe
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.engines import Engine
 from kl_lens.sensitivity.metrics import check_finite
@@ -179,8 +180,8 @@ class PieceRunner:
         return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
 
 
-def key_of(candidate: Candidate) -> tuple[str, str]:
-    return candidate.component.name, candidate.format
+def key_of(candidate: Candidate) -> tuple[str, Recipe]:
+    return candidate.component.name, candidate.recipe
 
 
 def _cost(group: Group, costs: Sequence[float]) -> float:

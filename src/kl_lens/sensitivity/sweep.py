@@ -215,7 +215,7 @@ class Sweep:
         for candidate in candidates:
             samples = self.run.samples(self._role(role), *key_of(candidate), windows=count)
             row = [s.kl_teacher_to_student / s.tokens for s in samples]
-            values.setdefault(candidate.format, []).append(row)
+            values.setdefault(candidate.recipe, []).append(row)
         return values
 
     def _role(self, text: str) -> str:
@@ -232,7 +232,7 @@ class Sweep:
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
         """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
-        learnt = self.model.weights.learnt_by(candidate.format for candidate in candidates)
+        learnt = self.model.weights.learnt_by(candidate.recipe for candidate in candidates)
         if learnt is not None:
             self.run.identify({"statistics": learnt})
 
@@ -307,7 +307,7 @@ def median_kls(
     engine.prepare(ids[:4])
     by_format: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        by_format.setdefault(candidate.format, []).append(candidate)
+        by_format.setdefault(candidate.recipe, []).append(candidate)
     medians = []
     for members in by_format.values():
         some = members[:: -(-len(members) // each)]

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kl_lens.environment import processor_name, processors
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format, get_format
+from kl_lens.recipes import FP16, Recipe, preferred
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.subjects import file_digest
 from kl_lens.targets.artifacts import read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.writing import replacing
@@ -40,7 +41,7 @@ class StockRecipe:
     """A mixture that everybody knows (`Q4_K_M`, NNCF's INT4_SYM), as component → recipe for one model."""
 
     name: str
-    assignment: Mapping[str, str]
+    assignment: Mapping[str, Recipe]
     origin: str  # whose rule it is
     usual: bool = False  # one of the few that everybody takes first
 
@@ -140,18 +141,16 @@ class Target(ABC):
         """Formats that its kernels run well, small ones first."""
 
     @property
-    def menu(self) -> tuple[str, ...]:
+    def menu(self) -> tuple[Recipe, ...]:
         """What a plan for this target chooses from by default: its formats, each by the best method there is."""
         return self.recipes(self.formats)
 
     @property
-    def short_menu(self) -> tuple[str, ...]:
+    def short_menu(self) -> tuple[Recipe, ...]:
         """The same for a first look: fewer of them, and 8 bits to nearest, where learning hardly shows."""
         return self.menu
 
-    def recipes(self, formats: Sequence[str]) -> tuple[str, ...]:
-        from kl_lens.recipes import preferred
-
+    def recipes(self, formats: Sequence[str]) -> tuple[Recipe, ...]:
         return tuple(preferred(name, self.methods) for name in formats)
 
     def unsupported(self, model_type: str) -> str | None:
@@ -304,11 +303,11 @@ class Target(ABC):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
         """Whether `activations` describes what happens with these settings on this machine."""
         return False
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
         """Within, the inputs of the named components' products are what this runtime's kernels multiply with.
 
         It changes activations and nothing else: weights come from the weight store, through `kernel_values`.

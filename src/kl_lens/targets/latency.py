@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kl_lens.recipes import FP16
 from kl_lens.records import Artifact, SensitivityTable
 from kl_lens.targets.session import SessionSettings
 
-FP16 = "fp16"
 KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of a run's records
 
 

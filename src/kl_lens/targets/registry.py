@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact, require_exported
 from kl_lens.targets.base import Target
@@ -105,14 +106,14 @@ def open_session(
     return target_of(place).open(place, SessionSettings(device, threads, gpu_layers, exact, load))
 
 
-def menu_of(target: Target, *, full: bool = False) -> tuple[str, ...]:
+def menu_of(target: Target, *, full: bool = False) -> tuple[Recipe, ...]:
     """The recipes that plans for a target choose from besides FP16: those that matter most, or all."""
-    return tuple(recipe for recipe in (target.menu if full else target.short_menu) if recipe != "fp16")
+    return tuple(recipe for recipe in (target.menu if full else target.short_menu) if recipe != FP16)
 
 
 def computed_as(target: Target) -> str | None:
     """The target's name where it is known what its kernels do to activations here; None: weights alone."""
-    recipes = dict(zip(target.menu, target.menu, strict=True))
+    recipes: dict[str, Recipe] = {recipe: recipe for recipe in target.menu}
     return target.name if target.models_activations(SessionSettings(), recipes) else None
 
 

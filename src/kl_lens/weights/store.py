@@ -61,8 +61,8 @@ class WeightStore:
 
     Example:
         >>> store = WeightStore(source)
-        >>> store.quantized("backbone.layers.0.mixer.in_proj", "int4-g64").digest
-        >>> store.values("backbone.layers.0.mixer.in_proj", "int4-g64")      # float32, what a runtime computes with
+        >>> store.quantized("backbone.layers.0.mixer.in_proj", Recipe("int4-g64")).digest
+        >>> store.values("backbone.layers.0.mixer.in_proj", Recipe("int4-g64"))  # float32, what a runtime computes with
     """
 
     def __init__(
@@ -101,17 +101,23 @@ class WeightStore:
         """What learnt recipes are made from, where there is anything."""
         return self._statistics
 
-    def learnt_by(self, recipes: Iterable[Recipe | str], expected: str | None = None) -> str | None:
+    def learnt_by(self, recipes: Iterable[Recipe], expected: str | None = None) -> str | None:
         """The digest of what some of these recipes are made from; None where none of them learns.
 
         Refused where there is nothing to learn from, or other statistics than expected.
         """
-        for recipe in map(Recipe.parse, recipes):
+        for recipe in recipes:
             if recipe.quantizer.learns:
-                return self.bind(recipe.bound(recipe.learnt or expected)).learnt
+                known = self._learnt_from(recipe).digest
+                if expected not in (None, known):
+                    raise FormatError(
+                        f"{recipe}: made from statistics {expected}, and those at hand are {known}; make the plan "
+                        "again, or bring back the text it learnt from"
+                    )
+                return known
         return None
 
-    def output_error(self, component: str, recipe: Recipe | str) -> float:
+    def output_error(self, component: str, recipe: Recipe) -> float:
         """E‖(W − Q) x‖² over the calibration text's inputs x: how far the component's own outputs move."""
         if self._statistics is None:
             raise FormatError(f"{component}: without statistics nothing is known of its inputs")
@@ -126,18 +132,9 @@ class WeightStore:
                 total += float(((errors @ own) * errors).sum(dtype=torch.float64))
         return total
 
-    def bind(self, recipe: Recipe | str) -> Recipe:
+    def _bound(self, recipe: Recipe) -> str:
         """The recipe with the digest of what it learns from; refused where there is nothing to learn from."""
-        wanted = Recipe.parse(recipe)
-        if not wanted.quantizer.learns:
-            return wanted.bound(None)
-        known = self._learnt_from(wanted).digest
-        if wanted.learnt not in (None, known):
-            raise FormatError(
-                f"{wanted}: made from statistics {wanted.learnt}, and those at hand are {known}; make the plan again, "
-                "or bring back the text it learnt from"
-            )
-        return wanted.bound(known)
+        return f"{recipe}@{self._learnt_from(recipe).digest}" if recipe.quantizer.learns else recipe
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
         statistics = self._in_order if recipe.quantizer.of_a_plan else self._statistics
@@ -152,39 +149,38 @@ class WeightStore:
             "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
         )
 
-    def quantized(self, component: str, recipe: Recipe | str, factors: Factors = 1.0) -> Quantized:
+    def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
         """The component as it is stored by this recipe; with factors, what is stored of its rows times those."""
-        bound = self.bind(recipe)
-        key = (component, bound.key, _spelled(factors), self._source.state(component))
+        key = (component, self._bound(recipe), _spelled(factors), self._source.state(component))
         if key in self._recent:
             self._recent.move_to_end(key)
             return self._recent[key]
-        made = self._kept(component, bound, factors)
+        made = self._kept(component, recipe, factors)
         self._recent[key] = made
         self._recent_bytes += _size(made)
         while self._recent and self._recent_bytes > self._memory_budget:
             self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
         return made
 
-    def values(self, component: str, recipe: Recipe | str) -> torch.Tensor:
+    def values(self, component: str, recipe: Recipe) -> torch.Tensor:
         """The float32 values that a runtime computes with, on the weight's device."""
-        return Recipe.parse(recipe).grid.dequantize(self.quantized(component, recipe))
+        return recipe.grid.dequantize(self.quantized(component, recipe))
 
-    def digest(self, component: str, recipe: Recipe | str) -> str:
-        bound = self.bind(recipe)
-        key = (component, bound.key, self._source.state(component))
+    def digest(self, component: str, recipe: Recipe) -> str:
+        key = (component, self._bound(recipe), self._source.state(component))
         if key not in self._digests:
-            self._digests[key] = self.quantized(component, bound).digest
+            self._digests[key] = self.quantized(component, recipe).digest
         return self._digests[key]
 
-    def digests(self, recipes: Mapping[str, str]) -> dict[str, str]:
+    def digests(self, recipes: Mapping[str, Recipe]) -> dict[str, str]:
         """Component → digest of its stored form, for a whole plan."""
         return {component: self.digest(component, recipe) for component, recipe in recipes.items()}
 
     def _kept(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         if self._disk is None or not recipe.quantizer.is_expensive(recipe.grid):
             return self._computed(component, recipe, factors)
-        name = f"{self._original(component)} {recipe.key} {recipe.quantizer.version} {_spelled(factors)} {component}"
+        made_by = f"{self._bound(recipe)} {recipe.quantizer.version} {_spelled(factors)}"
+        name = f"{self._original(component)} {made_by} {component}"
         kept = self._disk.take(name)
         if kept is None:
             kept = self._computed(component, recipe, factors)

@@ -15,6 +15,7 @@ from kl_lens.checkpoints.kernels import fast_kernels
 from kl_lens.checkpoints.opening import LoadedModel
 from kl_lens.checkpoints.streaming import ModelTensors
 from kl_lens.formats import get_format
+from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan
 from tests import families
 
@@ -151,8 +152,8 @@ def torch_logits(model: LoadedModel, windows: torch.Tensor) -> np.ndarray:
     return torch.cat(rows).numpy()
 
 
-def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
-    """Puts the values of the file into the PyTorch model; returns component → realised format."""
+def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
+    """Puts the values of the file into the PyTorch model; returns component → realised recipe."""
     realised = {t.component: t.realised for t in artifact.tensors}
     planned = {t.component for t in artifact.tensors if t.realised != "fp32"}
     with torch.no_grad():
@@ -160,7 +161,7 @@ def quantize_weights(model: LoadedModel, artifact: Artifact) -> dict[str, str]:
             component = component_name(name, parameter.dim())
             if component in planned:
                 parameter.copy_(get_format(realised[component]).roundtrip(parameter))
-    return {component: realised[component] for component in planned}
+    return {component: Recipe.parse(realised[component]) for component in planned}
 
 
 def kl(teacher: np.ndarray, student: np.ndarray) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.formats.ggml import ggml_library
 from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.recipes import Recipe
 from kl_lens.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, quantize_activations
 from kl_lens.text import wikitext2
@@ -157,12 +158,12 @@ def test_unknown_components_and_eager_experts_are_refused() -> None:
     model = tiny("jamba with experts").model
     with (
         pytest.raises(TargetError, match="no component 'nonsense'"),
-        as_deployed(model, {"nonsense": "q8_0"}),
+        as_deployed(model, {"nonsense": Recipe("q8_0")}),
     ):
         pass
     model.config._experts_implementation = "eager"
     name = "model.layers.1.feed_forward.experts.down_proj"
-    with pytest.raises(TargetError, match="batched_mm"), as_deployed(model, {name: "q8_0"}):
+    with pytest.raises(TargetError, match="batched_mm"), as_deployed(model, {name: Recipe("q8_0")}):
         pass
 
 

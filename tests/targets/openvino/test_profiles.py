@@ -23,10 +23,10 @@ def test_int4_on_the_gpu_is_an_explicit_choice(anatomy) -> None:
     with pytest.raises(TargetError, match=r"in_proj: int4: profile gpu holds no 4-bit.*--fallback"):
         realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu"], fallback=False)
     lowered = realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu"], fallback=True)[IN_PROJ]
-    assert (lowered.planned, lowered.recipe.format) == ("int4", "int8")
+    assert (lowered.planned, lowered.recipe) == ("int4", "int8")
     assert "stored as int8" in lowered.reason
     chosen = realise({IN_PROJ: "int4"}, anatomy, PROFILES["gpu-int4"], fallback=False)[IN_PROJ]
-    assert (chosen.recipe.format, chosen.reason) == ("int4", None)
+    assert (chosen.recipe, chosen.reason) == ("int4", None)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_zero_points_and_normal_floats_are_not_for_every_device(
     anatomy, profile: str, wanted: str, given: str
 ) -> None:
     choice = realise({IN_PROJ: wanted}, anatomy, PROFILES[profile], fallback=True)[IN_PROJ]
-    assert choice.recipe.format == given
+    assert choice.recipe == given
     assert (choice.reason is None) == (wanted == given)
 
 
@@ -56,13 +56,13 @@ def test_formats_that_do_not_fit(anatomy, wanted: str, given: str) -> None:
     with pytest.raises(TargetError, match="the plan does not fit"):
         realise({component: wanted}, anatomy, PROFILES["cpu"], fallback=False)
     lowered = realise({component: wanted}, anatomy, PROFILES["cpu"], fallback=True)[component]
-    assert (lowered.planned, lowered.recipe.format) == (wanted, given)
+    assert (lowered.planned, lowered.recipe) == (wanted, given)
     assert lowered.reason is not None
 
 
 def test_everything_not_planned_is_fp16(anatomy) -> None:
     formats = realise({IN_PROJ: "int8"}, anatomy, PROFILES["cpu"], fallback=False)
-    assert {name for name, choice in formats.items() if choice.recipe.format != "fp16"} == {IN_PROJ}
+    assert {name for name, choice in formats.items() if choice.recipe != "fp16"} == {IN_PROJ}
 
 
 def test_names_that_are_not_there(anatomy) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kl_lens.planning.cost import FP16
 from kl_lens.profiling import Ratio
+from kl_lens.recipes import FP16
 from kl_lens.records import Profile
 from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
@@ -198,7 +198,7 @@ def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
         others += [p for p in points if p.bytes <= plan.bytes][-1:] + [
             p for p in points if p.bytes > plan.bytes
         ][:1]
-    unique = {p.name: p for p in [*others, plan] if set(p.stored.values()) - {"fp16"}}  # FP16 has its own row
+    unique = {p.name: p for p in [*others, plan] if set(p.stored.values()) - {FP16}}  # FP16 has its own row
     return sorted(unique.values(), key=lambda p: -explorer.bytes_of(view, p, plan.target))
 
 

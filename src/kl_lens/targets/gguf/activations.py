@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from kl_lens.errors import TargetError
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.targets.inputs import inputs_changed
 
 # Weight format → the type its kernel multiplies with, by block size. Q8_1, which meets Q4_1 and Q5_1, has the integers
@@ -44,7 +44,7 @@ def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.T
     """
     if format_name == "fp32":
         return activations
-    if format_name in ("fp16", "f16"):
+    if format_name in (FP16, "f16"):
         return activations.half().to(activations.dtype)
     if format_name in _PER_32:
         return _blocks_of_32(activations)
@@ -94,7 +94,7 @@ def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @contextmanager
-def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
+def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
     """Within the block, the inputs of the named components are what llama.cpp would multiply with.
 
     Args:
@@ -102,7 +102,6 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
         recipes: component name → the recipe it is *realised* in (after fallbacks). Components that are not named see
             exact activations. A tied embedding stands for the head.
     """
-    names = {c: r if r == "fp32" else Recipe.parse(r).format for c, r in recipes.items()}
-    changes = {c: partial(quantize_activations, format_name=n) for c, n in names.items() if n != "fp32"}
+    changes = {c: partial(quantize_activations, format_name=r.grid.name) for c, r in recipes.items()}
     with inputs_changed(model, changes):
         yield

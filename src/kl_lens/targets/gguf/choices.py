@@ -10,15 +10,15 @@ import torch
 from kl_lens.checkpoints.anatomy import component_name
 from kl_lens.checkpoints.streaming import TensorSource
 from kl_lens.errors import FormatError, PlanError
-from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
 from kl_lens.records import ExportedTensor, Plan
 from kl_lens.targets.gguf.architectures import TensorRule
 from kl_lens.targets.gguf.menu import ALIASES, FORMATS, STAND_INS
 from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 
 
-def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, str]:
-    """Component → recipe, checked: known components, formats that GGUF has, one recipe per tied weight."""
+def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None]:
+    """Component → recipe (None: F32), checked: known components, formats that GGUF has, one recipe per tied weight."""
     shapes = tensors.shapes
     components = {component_name(name, len(shape)) for name, shape in shapes.items()}
     tied = {
@@ -29,15 +29,16 @@ def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, str]:
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise PlanError(f"plan {plan.name}: the model has no component {', '.join(unknown[:3])}{more}")
-    chosen: dict[str, str] = {}
+    chosen: dict[str, Recipe | None] = {}
     for component, planned in plan.assignment.items():
-        name, plus, method = ALIASES.get(planned, planned).partition("+")
-        wanted = name if name == FLOAT32 or name not in STAND_INS else str(Recipe.parse(name + plus + method))
+        spelling = ALIASES.get(planned, planned)
+        name = spelling.partition("+")[0]
         if name not in STAND_INS:
             raise PlanError(
-                f"plan {plan.name}: GGUF has no format {wanted!r} ({component}); it has {', '.join(FORMATS)}. Make a "
+                f"plan {plan.name}: GGUF has no format {name!r} ({component}); it has {', '.join(FORMATS)}. Make a "
                 "plan for it with: kl-lens plan --target gguf"
             )
+        wanted = None if name == FLOAT32 else Recipe.parse(spelling)
         owner = tied.get(component, component)
         if chosen.setdefault(owner, wanted) != wanted:
             raise PlanError(f"plan {plan.name}: {component} is {owner}, and the plan gives them two formats")
@@ -45,7 +46,10 @@ def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, str]:
 
 
 def decide(
-    rule: TensorRule, shapes: Mapping[str, tuple[int, ...]], assignment: Mapping[str, str], fallback: bool
+    rule: TensorRule,
+    shapes: Mapping[str, tuple[int, ...]],
+    recipes: Mapping[str, Recipe | None],
+    fallback: bool,
 ) -> tuple[TensorJob, ExportedTensor]:
     """The recipe a tensor gets, and the record that says so."""
     if rule.parameter is None:
@@ -55,13 +59,13 @@ def decide(
         source = shapes[rule.parameter]
         shape = tuple(rule.transform(torch.empty(source, device="meta")).shape)
         component = component_name(rule.parameter, len(source))
-    planned = assignment.get(component, "fp16")
+    planned = recipes.get(component, FP16)
     recipe: Recipe | None = None
     reason: str | None = None
     if rule.float32:
         reason = "llama.cpp computes with it in F32"
-        refused = component in assignment and planned not in ("fp16", FLOAT32)
-    elif planned == FLOAT32:
+        refused = planned not in (FP16, None)
+    elif planned is None:
         refused = False
     else:
         recipe, reason = fitting_recipe(planned, shape)
@@ -71,8 +75,7 @@ def decide(
             f"{component}: {planned} is not possible: {reason}; allow fallbacks or change the plan"
         )
     job = TensorJob(rule, component, shape, recipe)
-    realised = FLOAT32 if recipe is None else str(recipe)
-    return job, ExportedTensor(component, rule.name, planned, realised, job.bytes, reason)
+    return job, ExportedTensor(component, rule.name, planned or FLOAT32, recipe or FLOAT32, job.bytes, reason)
 
 
 def planned_bytes(planned: str, shape: tuple[int, ...]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.formats import FP16
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
@@ -107,7 +108,7 @@ def uniform_plan(folder: Path | str, format_name: str) -> Plan:
         for rule in architecture.tensors(config, shapes)
         if rule.parameter is not None and not rule.float32 and len(shapes[rule.parameter]) >= 2
     }
-    assignment = {} if format_name in ("fp16", "f16") else chosen
+    assignment = {} if format_name in (FP16, "f16") else chosen
     name = f"uniform_{format_name.replace('+', '.')}"
     return Plan(name=name, assignment=assignment, made_by="one format for everything")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kl_lens.checkpoints import Anatomy
-from kl_lens.recipes import fitting_recipe, preferred
+from kl_lens.recipes import Recipe, fitting_recipe, preferred
 from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
 
@@ -42,16 +42,16 @@ def stock_recipes(anatomy: Anatomy) -> tuple[StockRecipe, ...]:
     return tuple(recipes)
 
 
-def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, str]:
+def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, Recipe]:
     raised = _raised(name, anatomy, with_importance=bool(methods))
     chosen = {}
     for component in anatomy.candidates:
         wanted = raised.get(component.name, _BASES[name])
         if component.name == anatomy.head:  # a tied embedding is the head
-            wanted = wanted if wanted == "q8_0" else _OUTPUT
+            recipe = Recipe(wanted if wanted == "q8_0" else _OUTPUT)
         else:
-            wanted = preferred(wanted, methods)
-        chosen[component.name] = str(fitting_recipe(wanted, component.shape)[0])
+            recipe = preferred(wanted, methods)
+        chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
     return chosen
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
@@ -52,11 +53,11 @@ class GGUFTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return ("q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0", "fp16")
+        return ("q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0", FP16)
 
     @property
-    def short_menu(self) -> tuple[str, ...]:
-        return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), "q8_0")
+    def short_menu(self) -> tuple[Recipe, ...]:
+        return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), Recipe("q8_0"))
 
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.gguf.architectures import supported_architectures
@@ -260,13 +261,12 @@ class GGUFTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
         return not settings.gpu_layers
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
-        from kl_lens.recipes import fitting_recipe
+    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
         from kl_lens.targets.gguf.activations import as_deployed
 
         shapes = {c.name: c.shape for c in model.anatomy.components}
-        realised = {name: str(fitting_recipe(recipe, shapes[name])[0]) for name, recipe in recipes.items()}
+        realised = {name: fitting_recipe(recipe, shapes[name])[0] for name, recipe in recipes.items()}
         return as_deployed(model.model, realised)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kl_lens.errors import TargetError
 from kl_lens.formats.ggml import gguf_module
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.writing import whole
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ FLOAT32 = "fp32"  # what llama.cpp needs for everything that is no matrix produc
 
 # general.file_type, which tools show: the kind of most of the weights.
 _FILE_TYPES = {
-    FLOAT32: 0, "fp16": 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18,
+    FLOAT32: 0, FP16: 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18,
     "q4_1": 3, "q3_k": 11, "iq2_xxs": 19, "iq2_xs": 20, "q2_k": 21, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26,
     "iq2_s": 28, "iq4_xs": 30,
 }  # fmt: skip
@@ -44,7 +44,7 @@ class TensorJob:
 
     @property
     def format(self) -> str:
-        return FLOAT32 if self.recipe is None else self.recipe.format
+        return FLOAT32 if self.recipe is None else self.recipe.grid.name
 
     @property
     def bytes(self) -> int:
@@ -143,7 +143,7 @@ def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> 
 
 def _announce(writer: Any, job: TensorJob) -> None:
     gguf = gguf_module()
-    if job.format in (FLOAT32, "fp16"):
+    if job.format in (FLOAT32, FP16):
         dtype = np.dtype(np.float32 if job.format == FLOAT32 else np.float16)
         writer.add_tensor_info(job.rule.name, job.shape, dtype, job.bytes)
         return

@@ -24,9 +24,9 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import Format, Quantized
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component
-from kl_lens.targets.openvino.profiles import BASELINE, Realised
+from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights import WeightStore, bytes_digest
 
@@ -194,12 +194,12 @@ def place_weights(
             continue
         done[key] = (component.name, chosen)
         weights, label = "", str(chosen)
-        if label == BASELINE:
+        if label == FP16:
             source = nodes[0].data
             new = _floating(source, component.weight, baseline)
-            stored = (source.astype(np.float16) if baseline == BASELINE else source).view(np.uint8)
+            stored = (source.astype(np.float16) if baseline == FP16 else source).view(np.uint8)
             size, digest, label = stored.nbytes, bytes_digest(stored), baseline
-            if baseline == BASELINE and component.quantizable:
+            if baseline == FP16 and component.quantizable:
                 weights = store.digest(component.name, chosen)
         else:
             quantized = store.quantized(component.name, chosen)
@@ -218,7 +218,7 @@ def place_weights(
 
 def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
     """FP16 by numpy's rounding: OpenVINO's own compression on saving doubles some tiny values."""
-    if baseline != BASELINE:
+    if baseline != FP16:
         constant = ops.constant(np.ascontiguousarray(data, np.float32))
         constant.set_friendly_name(name)
         return constant

@@ -17,6 +17,7 @@ import transformers
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError, last_line
+from kl_lens.recipes import FP16
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
@@ -32,7 +33,7 @@ from kl_lens.targets.openvino.session import (
 )
 
 IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
-UNPLANNED = ("fp16", "fp32")
+UNPLANNED = (FP16, "fp32")
 ACTIBA_TOKENS = 128
 
 
@@ -46,7 +47,7 @@ def export(
     static_tokens: int | None = None,
     with_head: bool = True,
     fallback: bool = False,
-    unplanned: str = "fp16",
+    unplanned: str = FP16,
 ) -> Artifact:
     """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
     puts them in their place together with their record.

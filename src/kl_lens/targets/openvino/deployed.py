@@ -69,7 +69,7 @@ def _cut_to_bfloat16(scales: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
+def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
     """Within the block, the inputs of the named components are what the deployed settings on ARM multiply with.
 
     Args:
@@ -79,7 +79,7 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, str]) -> Iterator[None]:
     modules = dict(model.named_modules())
     changes: dict[str, Change] = {}
     for name, recipe in recipes.items():
-        grid = None if recipe == "fp32" or name not in modules else Recipe.parse(recipe).grid
+        grid = recipe.grid if name in modules else None
         if isinstance(grid, SignedScaleFormat):
             changes[name] = quantize_activations
         elif isinstance(grid, ZeroPointFormat):

@@ -21,10 +21,10 @@ import openvino.opset13 as ops
 import torch
 
 from kl_lens.formats import Format, get_format
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component
 from kl_lens.targets.openvino.constants import WeightMap, place_weights
-from kl_lens.targets.openvino.profiles import BASELINE, Realised
+from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.session import compile_graph, deployment_settings, read_graph
 from kl_lens.weights import GivenWeights, WeightStore
 
@@ -64,7 +64,7 @@ def time_products(
 ) -> dict[Product, list[float]]:
     """Seconds of each product in every round; formats of one shape take turns."""
     products = list(dict.fromkeys(products))
-    quantized = {p.format for p in products if p.format != "fp16"}
+    quantized = {p.format for p in products if p.format != FP16}
     overhead = _Timer(_empty_graph(), 1, device, threads, set())
     seconds: dict[Product, list[float]] = {}
     shapes = dict.fromkeys((p.rows, p.columns) for p in products)
@@ -74,7 +74,7 @@ def time_products(
             copies = copies_for(product, model_parameters, cache)
             graph = product_graph(shape, get_format(product.format), copies)
             # An FP16 weight runs beside quantized ones in most plans, and with the settings that those need.
-            formats = {product.format} | ({"int8"} if product.format == "fp16" and quantized else set())
+            formats = {product.format} | ({"int8"} if product.format == FP16 and quantized else set())
             timers[product] = _Timer(graph, copies, device, threads, formats)
         rounds: dict[Product, list[float]] = {product: [] for product in timers}
         for _ in range(repeats):
@@ -102,10 +102,9 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> ov.Model:
         inputs.append(x)
         results.append(ops.result(ops.matmul(x, constant, False, True)))
     graph = ov.Model(results, inputs, "products")
-    realised = {c.name: Realised(c.name, fmt.name, Recipe(fmt.name), None) for c in components}
-    place_weights(
-        WeightMap(nodes), WeightStore(GivenWeights(weights)), components, realised, baseline=BASELINE
-    )
+    recipe = Recipe(fmt.name)
+    realised = {c.name: Realised(c.name, recipe, recipe, None) for c in components}
+    place_weights(WeightMap(nodes), WeightStore(GivenWeights(weights)), components, realised, baseline=FP16)
     return graph
 
 

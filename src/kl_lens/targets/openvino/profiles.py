@@ -11,9 +11,7 @@ from kl_lens.formats import Format
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.recipes import Recipe, fitting_recipe
-
-BASELINE = "fp16"
+from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class DeviceProfile:
 
     def holds(self, fmt: Format) -> str | None:
         """None, or why weights in this format cannot be stored for the device."""
-        if fmt.name == BASELINE:
+        if fmt.name == FP16:
             return None
         if not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat)):
             return "OpenVINO stores FP16, NNCF's integers and NF4 only"
@@ -88,7 +86,7 @@ class Realised:
     """The recipe a component gets on a device, and why it is not the planned one (or None)."""
 
     component: str
-    planned: str
+    planned: Recipe
     recipe: Recipe
     reason: str | None
 
@@ -101,22 +99,22 @@ def realise(
     Raises TargetError for names that are not there, components that must not be quantized, and, unless `fallback`
     is set, for formats that the device or the shape does not allow; the message names each of them.
     """
-    planned: dict[str, str] = {}
-    for name, text in assignment.items():
-        component, recipe = anatomy.component(name), str(Recipe.parse(text))
+    planned: dict[str, Recipe] = {}
+    for name, recipe in parsed(assignment).items():
+        component = anatomy.component(name)
         if planned.setdefault(component.name, recipe) != recipe:
             raise TargetError(f"{name} is the same weight as {component.name}, but planned as {recipe}")
-        if not component.quantizable and recipe != BASELINE:
+        if not component.quantizable and recipe != FP16:
             raise TargetError(f"{name} is planned as {recipe}, but must stay as it is: {component.reason}")
     result, problems = {}, []
     for component in anatomy.components:
-        wanted = Recipe.parse(planned.get(component.name, BASELINE))
+        wanted = planned.get(component.name, FP16)
         chosen, reason = wanted, None
         if component.name in planned:
             chosen, reason = lowered(wanted, component.shape, profile)
         if reason is not None and not fallback:
             problems.append(f"{component.name}: {reason}")
-        result[component.name] = Realised(component.name, str(wanted), chosen, reason)
+        result[component.name] = Realised(component.name, wanted, chosen, reason)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TargetError(
@@ -131,21 +129,21 @@ def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> t
     if (reason := profile.holds(fmt)) is not None:
         # The nearest width that the device holds and that is not narrower.
         widths = [bits for bits in sorted(profile.bits) if bits >= fmt.bits]
-        substitute = Recipe(f"int{widths[0]}" if widths else BASELINE)
+        substitute = Recipe(f"int{widths[0]}") if widths else FP16
         return substitute, f"{wanted}: {reason}; stored as {substitute}"
     if fmt.bits == 4 and shape[-1] % 2:
         # Seen on 2026.4.1: results as large as the right ones, and wrong, without a word.
-        substitute = Recipe("int8" if 8 in profile.bits else BASELINE)
+        substitute = Recipe("int8") if 8 in profile.bits else FP16
         return substitute, (
             f"{wanted}: {shape[-1]} columns, and OpenVINO's ARM kernels give wrong results for an odd number "
             f"of four-bit columns; stored as {substitute}"
         )
     if len(shape) not in (2, 3):
-        return Recipe(BASELINE), f"{wanted}: no matrix; stored as {BASELINE}"
+        return FP16, f"{wanted}: no matrix; stored as {FP16}"
     try:
         chosen, reason = fitting_recipe(wanted, shape)
     except FormatError:
-        return Recipe(BASELINE), f"{wanted}: {fmt.fits(shape)}; stored as {BASELINE}"
+        return FP16, f"{wanted}: {fmt.fits(shape)}; stored as {FP16}"
     if profile.holds(chosen.grid) is not None:
-        return Recipe(BASELINE), f"{reason}, which {profile.name} does not hold; stored as {BASELINE}"
+        return FP16, f"{reason}, which {profile.name} does not hold; stored as {FP16}"
     return chosen, reason

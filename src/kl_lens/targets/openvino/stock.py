@@ -11,10 +11,10 @@ import itertools
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats.integer import NNCF_SMALLEST_SCALE
-from kl_lens.recipes import fitting_recipe
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.targets.base import StockRecipe
 
-BACKUP = "int8"
+BACKUP = Recipe("int8")
 _GRIDS = {"INT4_SYM": "int4", "INT4_ASYM": "uint4"}
 _RATIO = 0.8
 
@@ -29,7 +29,7 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
                 name = f"{mode}-g{size}" + ("" if ratio == 1 else f"-{ratio:.0%}".replace("%", ""))
                 origin = f"NNCF's compress_weights, mode {mode}, groups of {size}, ratio {ratio:g}, data-free"
                 small = {
-                    c: str(fitting_recipe(f"{grid}-g{size}", model.anatomy.component(c).shape)[0])
+                    c: fitting_recipe(Recipe(f"{grid}-g{size}"), model.anatomy.component(c).shape)[0]
                     for c in least_sensitive(model, order, ratio)
                 }
                 recipes.append(StockRecipe(name, every | small, origin, usual=name == "INT4_SYM-g128"))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
+from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
-from kl_lens.targets.latency import FP16, LatencyProfile, LatencyRequest, format_of
+from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.session import Session, SessionSettings
 
@@ -64,7 +65,6 @@ class OpenVINOTarget(Target):
     # -- what it can hold ----------------------------------------------------------------------------------
 
     def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
-        from kl_lens.recipes import Recipe
         from kl_lens.targets.openvino.profiles import PROFILES, lowered
 
         return lowered(Recipe(fmt.name), tuple(shape), PROFILES["cpu"])[1]
@@ -73,11 +73,11 @@ class OpenVINOTarget(Target):
     def formats(self) -> tuple[str, ...]:
         # The integer kernels of ARM processors are for symmetric weights alone.
         asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
-        return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", "fp16")
+        return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
 
     @property
-    def short_menu(self) -> tuple[str, ...]:
-        return (*self.recipes(("int4-g128", "int4-g32")), "int8")
+    def short_menu(self) -> tuple[Recipe, ...]:
+        return (*self.recipes(("int4-g128", "int4-g32")), Recipe("int8"))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.openvino.stock import stock_recipes
@@ -104,14 +104,13 @@ class OpenVINOTarget(Target):
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
-        from kl_lens.recipes import fitting_recipe
-
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
                 self.write(model, Plan("fp16", {}, "fp16"), Path(folder))
         size = self._bare[model.fingerprint]
+        recipes = parsed(plan.assignment)
         for component in model.anatomy.candidates:
-            recipe = fitting_recipe(plan.assignment.get(component.name, FP16), component.shape)[0]
+            recipe = fitting_recipe(recipes.get(component.name, FP16), component.shape)[0]
             size += recipe.grid.bytes(component.shape) - 2 * component.parameters
             size += self.overhead(recipe.grid)
         return size
@@ -119,11 +118,9 @@ class OpenVINOTarget(Target):
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
         """By writing the file, unless that takes minutes. Its size is that of the grids, not of what is put on them;
         but where two matrices are the same (a layer repeated), OpenVINO stores them once if they stay so."""
-        from kl_lens.recipes import Recipe
-
         if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
             return self.file_bytes(model, plan)
-        grids = {name: Recipe.parse(recipe).format for name, recipe in plan.assignment.items()}
+        grids = {name: recipe.grid.name for name, recipe in parsed(plan.assignment).items()}
         if model.fingerprint not in self._repeating:
             self._repeating[model.fingerprint] = _repeats_a_matrix(model)
         if self._repeating[model.fingerprint]:
@@ -199,12 +196,12 @@ class OpenVINOTarget(Target):
 
     # -- what its kernels do -------------------------------------------------------------------------------
 
-    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, str]) -> bool:
+    def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
         """The integer kernels of ARM processors; a file without integers runs in half precision, not modelled."""
         deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
-        return deployed and not {format_of(recipe) for recipe in recipes.values()} <= {FP16}
+        return deployed and any(recipe != FP16 for recipe in recipes.values())
 
-    def activations(self, model: LoadedModel, recipes: Mapping[str, str]) -> AbstractContextManager[None]:
+    def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
         from kl_lens.targets.openvino.deployed import as_deployed
 
         return as_deployed(model.model, recipes)
