@@ -96,6 +96,7 @@ def quickstart(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # tests/test_study.py does the same job with less text
 def test_commands_of_the_readme_run(tmp_path: Path) -> None:
     run_page(README, tmp_path)
     assert list(tmp_path.glob("runs/mamba/artifacts/gguf/small/*.gguf"))
