@@ -95,7 +95,7 @@ def commands(model: Path, run: Path) -> dict[str, list[str]]:
         "rank": ["rank", *of_run, "--evaluation-text", f"{model}/judged.txt", "--evaluation-windows", "3"],
         "plan": ["plan", *of_run, "--name", "small", "--max-bpw", "7", "--verify", *held],
         "export openvino": ["export", *of_run, "--target", "openvino", "--plan", "small", "--fallback"],
-        "export gguf": ["export", *of_run, "--target", "gguf", "--plan", "small", "--map", *held],
+        "export gguf": ["export", str(model), *of_run, "--target", "gguf", "--format", "q8_0"],
         "evaluate": ["evaluate", *of_run, "--perplexity", f"{model}/judged.txt", "--divergence", "--window", "32",
                      "--limit", "3", "--targets", "torch,openvino", "--threads", "1"],
         "benchmark": ["benchmark", *of_run, "--targets", "openvino", "--threads", "1", "--prompt-lengths", "4",
