@@ -50,7 +50,7 @@ def effort(folder: Path) -> float:
 
 def swept(folder: Path, model, windows, share=None, formats=("int4", "int8"), engine="fast") -> Path:
     with Run.create(folder) as run:
-        candidates, _ = find_candidates(model.anatomy, formats)
+        candidates, _ = find_candidates(model.anatomy, [Recipe(name) for name in formats])
         Sweep(model, run, engine, share=share).measure(candidates, windows)
     return folder
 

@@ -15,7 +15,7 @@ from tests.sensitivity.conftest import loaded, some_windows
 
 
 def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
-    return find_candidates(model.anatomy, formats, pattern)[0]
+    return find_candidates(model.anatomy, [Recipe(name) for name in formats], pattern)[0]
 
 
 def _table(run: Run) -> dict[tuple[str, str], dict]:
