@@ -16,7 +16,7 @@ from typing import Any
 
 from kl_lens.errors import KLLensError
 from kl_lens.recipes import FP16, parsed
-from kl_lens.records import ARTIFACT, ORIGINAL, Artifact, Subject, checked_plan_name
+from kl_lens.records import ORIGINAL, Artifact, Subject, checked_plan_name
 from kl_lens.runs import Result, Run
 from kl_lens.writing import DERIVED, RECORD_FILE, settle, write_text
 
@@ -73,11 +73,6 @@ def content_digest(content: Any, size: int = 12) -> str:
 
 
 # -- what is there now ---------------------------------------------------------------------------------------
-
-
-def own_artifact(plan: str, target: str, artifact: Artifact) -> Subject:
-    """A run's own artifact, as it is deployed."""
-    return Subject(ARTIFACT, plan, target, digest=artifact_digest(artifact))
 
 
 def outside_path(path: Path) -> str:

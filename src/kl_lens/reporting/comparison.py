@@ -112,7 +112,7 @@ def _sizes(views: Sequence[RunView], names: Sequence[str]) -> Html:
             _relative_perplexity,
             False,
         ),
-        _frontiers(views, names),
+        _frontiers(views),
     ]
     parts: list[Html | None] = [
         paragraph(
@@ -169,7 +169,7 @@ def _overlay(
     )
 
 
-def _frontiers(views: Sequence[RunView], names: Sequence[str]) -> Html | None:
+def _frontiers(views: Sequence[RunView]) -> Html | None:
     """Of each run, its first target's."""
     lines = []
     for view in views:

@@ -127,7 +127,7 @@ def measured_rates(
     engine.prepare(ids[:1])  # whatever is done once, compiled for instance, is done
     _group(engine, candidates, layout.groups[-1])
     teacher = _timed(engine, lambda: engine.prepare(ids[:some]))
-    blocks = _block_seconds(engine, some)
+    blocks = _block_seconds(engine)
     items = items_of(engine.model, candidates)
     quantizing = _quantizing(engine, candidates)
     places: list[tuple[float, float]] = []  # seconds of the blocks behind, seconds of the candidate
@@ -159,7 +159,7 @@ def _how_many(engine: Engine, ids: torch.Tensor, layout: Layout) -> int:
     return max(1, min(layout.batch, int(_SECONDS / max(one, 1e-6))))
 
 
-def _block_seconds(engine: Engine, windows: int) -> list[float]:
+def _block_seconds(engine: Engine) -> list[float]:
     """Each block on the teacher's own inputs; nothing for an engine that knows no blocks."""
     if not isinstance(engine, FastEngine):
         return [0.0] * engine.model.anatomy.blocks

@@ -28,7 +28,6 @@ class JointResult:
     delta_cross_entropy: Estimate
     perplexity: Estimate  # per token, of the planned model
     original_perplexity: float
-    same_top: Estimate
     windows: npt.NDArray[np.float64]  # mean KL of each window
 
 
@@ -68,10 +67,6 @@ class PlanMeter:
         return self.measure(assignment).perplexity.value
 
     @property
-    def evaluations(self) -> int:
-        return len(self._known)
-
-    @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
         """The plans measured so far, with what they did."""
         return [(dict(key), result) for key, result in self._known.items() if key]
@@ -105,6 +100,5 @@ class PlanMeter:
             # The error of the change alone: what both models share cancels in every comparison of plans.
             perplexity=Estimate(value, value * change.standard_error),
             original_perplexity=math.exp(entropy),
-            same_top=summary["same_top"],
             windows=window_kl(windows),
         )

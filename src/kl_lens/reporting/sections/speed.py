@@ -49,7 +49,7 @@ def section(view: RunView) -> Section:
             ),
             *_bandwidth(profiles),
             *_warnings(profiles),
-            _table(view, profiles),
+            _table(profiles),
         ]
     return Section("speed", TITLE, join(parts))
 
@@ -85,16 +85,16 @@ def _warnings(profiles: list[Profile]) -> list[Html]:
     return notes
 
 
-def _table(view: RunView, profiles: list[Profile]) -> Html:
+def _table(profiles: list[Profile]) -> Html:
     columns = [
         text_column("file"), Column("size"), Column("speed"), Column("quartiles"), Column("× FP16"),
         Column("first token, ms"), Column("load, s"), Column("peak memory"), Column("of the bound"),
     ]  # fmt: skip
-    rows = [_row(view, p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
+    rows = [_row(p) for p in sorted(profiles, key=lambda p: (runtime_of(p.subject), -p.file_bytes))]
     return table(columns, rows, caption="Timings")
 
 
-def _row(view: RunView, profile: Profile) -> list[object]:
+def _row(profile: Profile) -> list[object]:
     speed, ratio = answer.speed_of(profile), answer.speed_ratio(profile)
     firsts = [n for n in profile.timings if n.startswith("first_token_seconds@")]
     first = max(firsts, key=lambda n: int(n.partition("@")[2]), default=None)
