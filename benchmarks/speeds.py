@@ -19,6 +19,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch: it sets what torch reads when it is loaded)
 import kl_lens as kl
+from kl_lens import targets
 from kl_lens.profiling import Benchmark, Ratio, UseSettings, ratio_of
 from kl_lens.records import Plan
 
@@ -43,7 +44,7 @@ def export(target: str, folder: Path) -> list[Path]:
     model = kl.load("reference:mamba")
     for name in FORMATS[target]:
         stored = {} if name == "fp16" else {c.name: name for c in model.anatomy.candidates}
-        kl.export(model, Plan(name, stored, made_by="benchmark"), target, folder / name)
+        targets.export(model, Plan(name, stored, made_by="benchmark"), target, folder / name)
     return [folder / name for name in FORMATS[target]]
 
 

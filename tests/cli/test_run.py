@@ -31,12 +31,13 @@ pytest.importorskip("openvino", reason="needs the extra openvino")
 BEST = "recommended-openvino"
 SMALL = [
     "--windows", "3", "--window-length", "32", "--evaluation-windows", "3", "--held-out-windows", "4",
-    "--repeats", "1", "--threads", "1", "--max-loss", "0.05",
+    "--repeats", "1", "--threads", "1",
 ]  # fmt: skip
 
 
 def words(folder: Path, tiny: Path, *more: str) -> list[str]:
-    return ["run", str(tiny), "--run", str(folder), "--text", str(tiny / "text.txt"), *SMALL, *more,
+    loss = [] if "--budget" in more else ["--max-loss", "0.05"]
+    return ["run", str(tiny), "--run", str(folder), "--text", str(tiny / "text.txt"), *SMALL, *loss, *more,
             "--held-out", "wikitext2:test", "--evaluation-text", "wikitext2:train"]  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", f"openvino/{BEST}"}
         verbs = [entry["command"][1] for entry in run.commands()]
-    order = ["run", "plan", "export", "measure", "rank", "evaluate", "benchmark"]
+    order = ["run", "plan", "export", "measure", "rank", "calibrate", "evaluate", "benchmark"]
     assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
     report = (finished / "report.html").read_text()
     assert BEST in report
@@ -113,6 +114,7 @@ def test_every_stage_is_shown_as_a_command_that_does_the_same(
         "plan",
         "export",
         "export",
+        "calibrate",
         "measure",
         "plan",
         "export",
@@ -121,7 +123,7 @@ def test_every_stage_is_shown_as_a_command_that_does_the_same(
         assert command_of(settings_from(parse(command))) == command
     with Run.open(folder) as run:
         noted = [entry["command"][1:] for entry in run.commands()]
-    assert commands[4] in noted
+    assert commands[5] in noted
 
 
 def read(folder: Path, name: str) -> Plan:
@@ -272,7 +274,17 @@ def test_a_runtime_that_cannot_hold_the_model_is_no_failure(
 
 
 def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--windows", "5", "--budget", "60%", "--formats", "int8", "--trust-remote-code", "--seed", "7"]
+    flags = [
+        "--windows",
+        "5",
+        "--budget",
+        "60%",
+        "--formats",
+        "int8,q8_0",
+        "--trust-remote-code",
+        "--seed",
+        "7",
+    ]
     assert main(["run", "some-model", *flags, "--write-config"]) == 0
     text = capsys.readouterr().out
     settings = yaml.safe_load(text)
@@ -286,7 +298,7 @@ def test_a_yaml_file_equals_the_flags(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("windows: 5\nformats: [int8, int4]\n")
+    file.write_text("windows: 5\nformats: [int8, q4_0]\n")
     for number in (9, 4):  # 4 is the flag's own default, and typed all the same
         for flags in (
             ["--windows", f"{number}", "--config", str(file)],
@@ -295,7 +307,7 @@ def test_flags_win_over_the_file_on_either_side(tmp_path: Path, capsys: pytest.C
             assert main(["run", *flags, "--write-config"]) == 0
             settings = yaml.safe_load(capsys.readouterr().out)
             assert settings["windows"] == number
-            assert settings["formats"] == "int8,int4"
+            assert settings["formats"] == "int8,q4_0"
 
 
 def test_a_setting_left_empty_is_as_if_it_were_not_there(

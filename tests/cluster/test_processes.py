@@ -108,11 +108,14 @@ def test_weights_may_stay_on_disk_there(world: World, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start_end_the_command_with_their_last_line(world: World, monkeypatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setattr(
-        "kl_lens.cluster.processes.for_child", lambda: {"PATH": os.environ["PATH"], "PYTHONPATH": ""}
-    )
+def test_workers_that_cannot_start_end_the_command_with_their_last_line(
+    world: World, tmp_path: Path, monkeypatch
+) -> None:
+    """What they import is broken there."""
+    (tmp_path / "kl_lens").mkdir()
+    (tmp_path / "kl_lens/__init__.py").write_text("import nothing_of_the_kind\n")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    monkeypatch.setattr("kl_lens.cluster.processes.for_child", lambda: environment)
     monkeypatch.chdir("/")
     with (
         HiredCrew(ProcessHands(), world.order, 1) as crew,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -196,11 +195,7 @@ def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.M
     target = OpenVINOTarget()
     weighed: list[dict[str, str]] = []
 
-    def export(model: LoadedModel, plan: Plan, folder: Path) -> SimpleNamespace:
-        weighed.append(plan.assignment)
-        return SimpleNamespace(realised_bytes=1)
-
-    monkeypatch.setattr(target, "export", export)
+    monkeypatch.setattr(target, "write", lambda model, plan, folder: weighed.append(plan.assignment))
     first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
     plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
     target.exact_file_bytes(model, plan)
