@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kl_lens import planning
 from kl_lens.journal import FILE
@@ -27,7 +25,8 @@ from kl_lens.subjects import artifact_digest
 from kl_lens.targets import get_target, read_artifact
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.text import wikitext2
-from tests.families import VOCABULARY, tiny_model
+from tests.byte_level import save_tokenizer
+from tests.families import tiny_model
 from tests.forking import Ended, Forks
 
 pytestmark = pytest.mark.slow
@@ -75,13 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "judged": documents[12:16],
     }.items():
         (folder / f"{name}.txt").write_text("\n\n".join(part))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        documents, trainers.BpeTrainer(vocab_size=VOCABULARY, limit_alphabet=64, show_progress=False)
-    )
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_tokenizer(folder, documents)
     return folder
 
 

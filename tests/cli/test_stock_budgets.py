@@ -18,6 +18,7 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.planning import TargetPlanner, plan_within_budget, rival_plans
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
+from tests.byte_level import save_tokenizer
 from tests.families import VOCABULARY
 
 
@@ -54,6 +55,7 @@ def require_never_worse(
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     text = str(folder / "text.txt")
+    save_tokenizer(folder, [(folder / "text.txt").read_text()])
     bench, few = (
         Workbench(),
         {"model": str(folder), "run": str(place / "run"), "text": text, "window_length": 32},

@@ -163,7 +163,7 @@ def test_memory_goes_to_what_must_be_kept_first() -> None:
 def test_whole_plans_take_no_memory_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They change nearly all of them. On a long text the parts would fill what the budget leaves over."""
     model, windows = loaded("mamba"), some_windows(4, 24)
-    plan = {component.name: "int4" for component in model.anatomy.candidates}
+    plan = {component.name: Recipe("int4") for component in model.anatomy.candidates}
     engine = FastEngine(model)
     engine.prepare(windows.ids)
     (expected,) = engine.measure([Perturbation(plan)])

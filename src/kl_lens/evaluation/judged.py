@@ -137,7 +137,6 @@ class JudgedArtifact(Judged):
 
     def open(self, threads: int | None = None) -> Session:
         """`threads`: a share of the processors; what it compiles for those is not kept."""
-        self._check_content()
         if threads is None:
             return self.target.open(self.path, self.settings)
         return self.target.open(self.path, replace(self.settings, threads=threads), cold=True)
@@ -146,24 +145,11 @@ class JudgedArtifact(Judged):
         if _stamps(self.label, self.files) != self._seen:
             raise TargetError(f"its files changed while it was evaluated ({self.path}); evaluate it again")
 
-    def _check_content(self) -> None:
-        """The file must hold the very bytes that were exported, where the record says which those were."""
-        if self.artifact is None or self.artifact.digests:  # those were compared when it was located
-            return
-        recorded = {t.runtime_name: t.digest for t in self.artifact.tensors if t.digest}
-        if not recorded:
-            return
-        shipped = self.target.shipped_digests(self.path)
-        for name, digest in recorded.items():
-            if shipped.get(name) != digest:
-                what = "holds other bytes than were exported" if name in shipped else "is missing"
-                raise TargetError(f"{self.path}: tensor {name} {what}; export {self.label} again")
-
     def counterpart(self, model: LoadedModel, plan: Mapping[str, str] | None = None) -> JudgedModel | None:
         """The same weights in PyTorch: those that the file *holds*, which may differ from those planned.
 
-        With the recipes of its plan (given as `plan`) it is that plan's own subject, `torch/PLAN`; with others (a map
-        to another target's formats, fallbacks) it is called `torch/PLAN as TARGET`. None for a file without a record.
+        With the recipes of its plan (given as `plan`) it is that plan's own subject, `torch/PLAN`; with others
+        (fallbacks) it is called `torch/PLAN as TARGET`. None for a file without a record.
         """
         if self.artifact is None:
             return None

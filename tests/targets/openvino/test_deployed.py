@@ -13,6 +13,7 @@ import torch
 
 from kl_lens.formats import get_format
 from kl_lens.formats.zero_points import ZeroPointFormat
+from kl_lens.recipes import parsed
 from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
 from kl_lens.targets import deployed
 from kl_lens.targets.openvino import constants, open_session
@@ -61,7 +62,7 @@ def test_whole_models(family: str, plan: str, exported: Callable) -> None:
     ids = token_ids(1, 40)
     session = open_session(case.folder, threads=1, settings={"KV_CACHE_PRECISION": "f32"})
     theirs = session.logits(ids[0].tolist())
-    realised = {t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"}
+    realised = parsed({t.component: t.realised for t in case.artifact.tensors if t.realised != "fp32"})
     model = case.model.model
     before = reference(model, ids)
     recipes = Perturbation(

@@ -72,13 +72,21 @@ def apply(model: ov.Model, rewrites: tuple[str, ...]) -> dict[str, int]:
     return counts
 
 
+_MADE_UP = re.compile(r"[A-Za-z]+_\d+")
+
+
 def number_names(model: ov.Model) -> None:
     """Names that OpenVINO makes up count every node of the process (`Add_104729`): counted within the graph, the same
     plan has the same bytes whatever was done before, and a file is as large as it was foretold."""
     nodes = (node for graph in graphs(model) for node in graph.get_ordered_ops())
     for number, node in enumerate(nodes):
-        if re.fullmatch(r"[A-Za-z]+_\d+", node.get_friendly_name()):
-            node.set_friendly_name(f"{node.get_type_name()}_{number}")
+        own = f"{node.get_type_name()}_{number}"
+        if _MADE_UP.fullmatch(node.get_friendly_name()):
+            node.set_friendly_name(own)
+        for index, output in enumerate(node.outputs()):
+            if any(map(_MADE_UP.fullmatch, names := output.get_names())):
+                kept = {name for name in names if not _MADE_UP.fullmatch(name)}
+                output.get_tensor().set_names(kept | {f"{own}:{index}"})
 
 
 def _each(model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], Any | None]) -> int:
