@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./test --arm: what differs between processors (kernels, formats, quantizers, a sweep, one file of each target), on ARM.
-# On an ARM machine here and now; elsewhere in a Debian root for arm64 that qemu runs (as root; about 10 minutes and 5 GB
-# the first time). Correctness alone: nothing timed here means anything.
+# On an ARM machine here and now; elsewhere in a Debian root for arm64 that qemu runs (as root; that half
+# has not been run yet). Correctness alone: nothing timed here means anything.
 #
 # KL_LENS_ARM_ROOT: where the root is kept (default: .arm). KL_LENS_ARM_WHEELS: a folder of wheels that are preferred: PyPI's
 # torch for aarch64 brings CUDA's libraries, gigabytes that nobody uses there. PIP_INDEX_URL and proxies are handed in.
