@@ -49,7 +49,7 @@ from kl_lens.records import Plan
 from kl_lens.targets import SessionSettings, get_target
 from kl_lens.text import Windows, draw_windows
 from nncf_methods import NNCF_METHODS, compressed, one_product, put_file
-from result_files import Row, add_option, write
+from result_files import Row, add_option, provenance, write
 from rivals import REFERENCES, Judged, Remembered, judge_files, models
 from stress import STRESSED, stress
 
@@ -203,7 +203,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def perform(task: Task, judging: Judging) -> dict[str, Any]:
     torch.set_num_threads(judging.threads)
-    row: dict[str, Any] = asdict(task) | {"test_windows": judging.test_windows}
+    row: dict[str, Any] = asdict(task) | {"test_windows": judging.test_windows} | provenance()
     began = time.perf_counter()
     try:
         if task.part in ("time", "whole"):
@@ -368,6 +368,7 @@ def as_csv(results: list[dict[str, Any]]) -> list[Row]:
             "ratio_to": ("NNCF's best" if part == "nncf" else beside[4]) if beside else "",
             "test_windows": str(result["test_windows"]),
             "note": "",
+            **{name: result[name] for name in provenance()},
         }
         rows.append(row)
     return rows

@@ -7,12 +7,14 @@ import csv
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 from kl_lens.environment import processor_name
 from kl_lens.writing import whole
 
 Row = dict[str, str]
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +22,13 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE.csv", help=told)
 
 
+@cache
 def provenance() -> Row:
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    def git(*words: str) -> str:
+        return subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = "-dirty" if git("diff", "--name-only", "HEAD", "--", "src", "benchmarks") else ""
+    commit = git("rev-parse", "--short", "HEAD") + changed
     return {"machine": processor_name(), "date": date.today().isoformat(), "commit": commit}
 
 
@@ -32,10 +38,9 @@ def read(path: Path | None) -> list[Row]:
 
 def write(path: Path | None, rows: Iterable[Row], key: Sequence[str]) -> None:
     """Adds rows; one with the same `key` as an older row replaces it. Without a path, nothing."""
-    new, old, now = [dict(row) for row in rows], read(path), provenance()
+    new, old = [row | provenance() | row for row in rows], read(path)
     if path is None or not new:
         return
-    new = [row | now for row in new]
     if old and set(old[0]) != set(new[0]):
         raise SystemExit(f"{path} has the columns {', '.join(old[0])}; these rows have {', '.join(new[0])}")
     fresh = {tuple(row[name] for name in key) for row in new}
