@@ -6,8 +6,10 @@ import csv
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
+from benchmarks.result_files import read, write, write_speed
 
 from tests.docs.markdown import ROOT
 
@@ -38,7 +40,7 @@ def test_another_digit_is_seen() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_data_files_are_whole_and_on_the_page(file) -> None:
+def test_data_files_are_whole_and_on_the_page(file: Path) -> None:
     assert f"](results/{file.name})" in PAGE
     if file.suffix == ".json":
         for table in json.loads(file.read_text(encoding="utf-8")):
@@ -51,3 +53,17 @@ def test_data_files_are_whole_and_on_the_page(file) -> None:
     assert all(len(row) == len(heading) for row in rows)
     assert {"machine", "date", "commit"} <= set(heading)
     assert len({tuple(row) for row in rows}) == len(rows)
+
+
+def test_a_measurement_taken_again_replaces_the_old_row(tmp_path: Path) -> None:
+    file = tmp_path / "speed.csv"
+    case = {"benchmark": "scan", "model": "mamba", "threads": "1"}
+    write_speed(file, case, {("ours", "s"): "1.0 ± 0.2", ("torch", "s"): "3.0"})
+    write_speed(file, case, {("ours", "s"): "1.1"})
+    assert [(row["variant"], row["value"], row["spread"]) for row in read(file)] == [
+        ("torch", "3.0", ""),
+        ("ours", "1.1", ""),
+    ]
+    assert read(file)[0].keys() == read(ROOT / "docs/results/speed.csv")[0].keys()
+    with pytest.raises(SystemExit, match="has the columns"):
+        write(file, [{"model": "mamba"}], ("model",))
