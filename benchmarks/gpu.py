@@ -180,6 +180,9 @@ def gptq(name: str, arguments: argparse.Namespace) -> None:
     print(
         f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB", flush=True
     )
+    variant = f"{fmt.name}+gptq"
+    numbers = {(variant, "s"): f"{taken:.1f}", (variant, "peak GB"): f"{peak:.1f}"}
+    record(arguments, "gpu gptq", name, numbers)
 
 
 def main() -> None:

@@ -41,6 +41,8 @@ def spread(values: Iterable[float]) -> str:
     found = sorted(values)
     if not found:
         return "–"
+    if len(found) == 1:
+        return f"{found[0]:.2f}"
     return f"{median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
 
 
@@ -87,7 +89,7 @@ def methods() -> Cells:
     k_quants = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
     kinds: dict[str, Callable[[Row], bool]] = {
         "OpenVINO, 4 bits": lambda r: r["part"] == "methods" and r["target"] == "openvino",
-        "OpenVINO, int4-g64, ends at 8 bits": lambda r: r["part"] == "nncf",
+        "OpenVINO, int4-g64, embedding and head INT8": lambda r: r["part"] == "nncf",
         "llama.cpp, K-quants": lambda r: r["part"] == "methods" and r["grid"] in k_quants,
         "llama.cpp, Q4_0, IQ4_NL, IQ4_XS": lambda r: (
             r["part"] == "methods" and r["target"] == "gguf" and r["grid"] not in k_quants
