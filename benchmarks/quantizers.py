@@ -53,7 +53,6 @@ from result_files import Row, add_option, provenance, write
 from rivals import REFERENCES, Judged, Remembered, judge_files, models
 from stress import STRESSED, stress
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 PARTS = ("methods", "nncf", "calibration", "time", "whole")
 GRIDS = {
     "openvino": (
@@ -94,7 +93,7 @@ class Judging:
 
     test_windows: int
     cache: Path
-    texts: Path
+    texts: Path | None
     threads: int
 
 
@@ -176,8 +175,8 @@ def opened(name: str, judging: Judging) -> Opened:
 
 
 def drawn(task: Task, model: LoadedModel, judging: Judging) -> Windows:
-    files = {"c4": judging.texts / "c4/c4_sample.txt", "novels": judging.texts / "gutenberg_sample.txt"}
-    source = str(files.get(task.text, task.text))
+    files = {"c4": "c4/c4_sample.txt", "novels": "gutenberg_sample.txt"}
+    source = str(judging.texts / files[task.text]) if judging.texts and task.text in files else task.text
     return draw_windows(source, model.require_tokenizer(), windows=task.windows, length=LENGTH, seed=43)
 
 
@@ -420,7 +419,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [*REFERENCES, *(f"{name}+stressed" for name in REFERENCES), str(SHARED / "models")]
+    every = [*REFERENCES, *(f"{name}+stressed" for name in REFERENCES)]
 
     def names(text: str) -> list[str]:
         return text.split(",")
@@ -433,7 +432,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=FULL, help="of 512 tokens that methods learn from")
     parser.add_argument("--test-windows", type=int, default=16)
     parser.add_argument(
-        "--texts", type=Path, default=SHARED / "data", help="where C4's and the novels' samples are"
+        "--texts",
+        type=Path,
+        help="folder with c4/c4_sample.txt and gutenberg_sample.txt; without it neither is used",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--cache", type=Path, help="statistics and weights (default: beside the results)")
@@ -453,8 +454,8 @@ def main() -> None:
     print_summary(list(known.values()), rows)
 
 
-def has_text(task: Task, texts: Path) -> bool:
-    return task.text == WIKITEXT or texts.is_dir()
+def has_text(task: Task, texts: Path | None) -> bool:
+    return task.text == WIKITEXT or texts is not None
 
 
 def run_all(wanted: list[Task], arguments: argparse.Namespace) -> None:
