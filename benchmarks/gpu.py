@@ -154,7 +154,8 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
 def record(
     arguments: argparse.Namespace, benchmark: str, name: str, numbers: dict[tuple[str, str], str]
 ) -> None:
-    write_speed(arguments.write, {"benchmark": benchmark, "model": name, "threads": ""}, numbers)
+    case = {"benchmark": benchmark, "model": name, "threads": "", "machine": torch.cuda.get_device_name()}
+    write_speed(arguments.write, case, numbers)
 
 
 def gptq(name: str, arguments: argparse.Namespace) -> None:
