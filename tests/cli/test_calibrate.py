@@ -174,13 +174,13 @@ def test_auto_measures_the_least_layer_error_and_checks_itself(
     monkeypatch.setattr("kl_lens.sensitivity.methods.VERIFIED", 1)
     assert main([*measure, "--formats", "int4", "--methods", "auto"]) == 0
     err = capsys.readouterr().err
-    assert "auto: least error of a component's own outputs: gptq for 4" in err
-    assert "of 1 cases where every method was measured" in err
+    assert "auto: methods with the smallest output error: gptq for 4" in err
+    assert "of 1 checked cases" in err
     with Run.open(tmp_path / "run") as run:
         found = [m.format for m in run.measurements()]
     assert (found.count("int4+gptq"), found.count("int4"), found.count("int4+search")) == (4, 1, 1)
     assert main([*measure, "--formats", "int4", "--methods", "auto,gptq"]) == 1
-    assert "name it alone" in capsys.readouterr().err
+    assert "give it alone" in capsys.readouterr().err
 
 
 def test_measurements_of_other_statistics_are_never_mixed(

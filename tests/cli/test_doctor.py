@@ -90,7 +90,7 @@ def test_libraries_of_a_folder_are_found_until_they_are_removed(
     assert main(["runtime", "remove"]) == 0
     assert library.find_library().origin != "kl-lens runtime"
     assert main(["runtime", "remove"]) == 1
-    assert "nothing was put in place" in capsys.readouterr().err
+    assert "there is nothing to remove" in capsys.readouterr().err
 
 
 def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.C
     assert "no llama.cpp library in it" in capsys.readouterr().err
     for words in (["use"], ["build", str(tmp_path)]):
         assert main(["runtime", *words]) == 1
-        assert "`use` needs a FOLDER, and nothing else takes one" in capsys.readouterr().err
+        assert "`use` needs a FOLDER; `build` and `remove` take none" in capsys.readouterr().err
 
 
 def test_a_library_that_ends_the_process_at_a_product_takes_no_ones_place(
@@ -188,4 +188,4 @@ def test_nothing_installed(
     assert main(["runtime", "build", "--gpu"]) == 1
     assert "building llama.cpp needs nvcc: install NVIDIA's CUDA toolkit" in capsys.readouterr().err
     assert main(["runtime", "use", str(tmp_path), "--gpu"]) == 1
-    assert "--gpu is for `build`" in capsys.readouterr().err
+    assert "--gpu works only with `build`" in capsys.readouterr().err

@@ -210,7 +210,7 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
         (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--max-drop", "much"], "--max-drop"),
         (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),
-        (["--perplexity", "HELD_OUT", "--stride", "500"], "--stride 500 is more than --window 48"),
+        (["--perplexity", "HELD_OUT", "--stride", "500"], "--stride 500 is larger than --window 48"),
         (["--perplexity", "nowhere.txt"], "nowhere.txt"),
     ],
 )

@@ -110,8 +110,8 @@ def test_yaml_holds_the_same_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--load", "all"], "--load all: there are auto, lean, read, mapped, read-plain, mapped-plain"),
-        (["--gpu-layers", "0,8"], "--gpu-layers 0,8: one number of layers, or all"),
+        (["--load", "all"], "--load all: expected one of auto, lean, read, mapped, read-plain, mapped-plain"),
+        (["--gpu-layers", "0,8"], "--gpu-layers 0,8: give one number of layers, or all"),
         (["--gpu-layers", "some"], "--gpu-layers some: give numbers of layers, or all"),
     ],
 )

@@ -163,7 +163,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
 
     monkeypatch.setattr(Run, "store_samples", stored_and_stopped)
     assert main(measure_arguments) == 130
-    assert "The same command goes on from there" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
     assert _rows(tmp_path / "run") == 4
 
 

@@ -50,7 +50,7 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     assert main([*measure_arguments, "--shard", "1/3", "--anytime"]) == 1
     assert main([*measure_arguments, "--shard", "4/3"]) == 1
     assert main([*measure_arguments, "--shard", "1/3", "--workers", "2"]) == 1
-    assert "--shard and --workers: workers share the whole sweep" in capsys.readouterr().err
+    assert "--shard and --workers: workers already share the whole sweep" in capsys.readouterr().err
 
 
 def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(

@@ -271,4 +271,4 @@ def test_without_ray_the_command_says_what_to_install(world: World, tmp_path, mo
     assert main([*words, "--run", str(tmp_path / "run"), "--ray", "local"]) == 1
     assert "--ray needs Ray; install it with: pip install 'kl-lens[ray]'" in capsys.readouterr().err
     assert main([*words, "--run", str(tmp_path / "run"), "--ray", "local", "--shard", "1/2"]) == 1
-    assert "give one of them" in capsys.readouterr().err
+    assert "give only one of them" in capsys.readouterr().err

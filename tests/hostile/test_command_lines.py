@@ -48,12 +48,12 @@ SLIPS = {
     "two limits of a run": (["run", "--budget", "60%", "--max-loss", "0.02"], "--max-loss and --budget"),
     "a limit for a plan that is there": (
         ["plan", "--plan", "small", "--verify", "--max-bytes", "1MB"],
-        "--plan names a plan that is there, so no other is made: leave out --max-bytes",
+        "--plan names an existing plan and makes none: leave out --max-bytes",
     ),
     "plans to make and to compare": (["plan", "--compare", "a", "b", "--paper"], "leave out --paper"),
     "one name for many plans": (["plan", "--uniform", "int8", "--name", "x"], "--name x names one plan"),
     "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is no name for a plan"),
-    "rivals of nobody": (["plan", "--max-bpw", "6", "--rivals"], "say whose with --target"),
+    "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
     "a rescaled model that is there": (
         ["calibrate", "reference:mamba", "--rescaled", "docs"],

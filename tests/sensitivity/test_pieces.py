@@ -231,7 +231,7 @@ def test_a_slurm_array_says_which_share(variables, share) -> None:
         ("three", {}, "write 3/16"),
         ("slurm", {}, "SLURM_ARRAY_TASK_ID is not set"),
         ("slurm", {"ID": "3"}, "SLURM_ARRAY_TASK_COUNT is not set"),
-        ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 is none of 3"),
+        ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 does not belong to 3 tasks"),
     ],
 )
 def test_shares_that_are_none_are_refused(text, variables, message) -> None:
