@@ -425,7 +425,7 @@ def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsy
     export = ["export", "reference:mamba", "--target", "gguf", "--run", str(run), "--format", "q4_0+gptq"]
     few = ["--text", "wikitext2:valid", "--windows", "2", "--window-length", "64"]
     assert main([*export, "--stream"]) == 1
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err
     Run.create(run).close()
     assert main([*export, "--stream"]) == 1
     err = capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
-        (["--plan", "best (v2)"], "'best (v2)' is no name for a plan"),
+        (["--plan", "best (v2)"], "'best (v2)' is not a valid plan name"),
         (["--plan", ","], "',' names no plan"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
         (["--targets", "onnx"], "no target is called 'onnx'"),

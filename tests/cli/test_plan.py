@@ -169,7 +169,7 @@ def test_the_frontier(measured: Path, capsys) -> None:
         ([], "say what to plan"),
         (["--max-latency", "12ms"], "holds no latency profile"),
         (["--plan", "nowhere", "--verify"], "no such plan"),
-        (["--max-bytes", "many"], "is no size"),
+        (["--max-bytes", "many"], "is not a size"),
     ],
 )
 def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:

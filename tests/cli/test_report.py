@@ -59,4 +59,4 @@ def test_a_folder_without_a_run_is_refused_in_one_line(
     assert main(["report", "--run", str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
-    assert "holds no run" in error
+    assert "has no run" in error

@@ -42,7 +42,7 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     capsys.readouterr()
     assert main(["merge", str(run), str(run / "shards/2-of-3"), str(broken)]) == 1
     captured = capsys.readouterr()
-    assert f"kl-lens merge: {broken / 'run.sqlite'} is no journal of KL Lens" in captured.err
+    assert f"kl-lens merge: {broken / 'run.sqlite'} is not a KL Lens journal" in captured.err
     assert "candidate-windows are still missing" in captured.out
     assert main(["merge", str(tmp_path / "nothing")]) == 1
     assert "holds no shards" in capsys.readouterr().err

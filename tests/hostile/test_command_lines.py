@@ -52,7 +52,7 @@ SLIPS = {
     ),
     "plans to make and to compare": (["plan", "--compare", "a", "b", "--paper"], "leave out --paper"),
     "one name for many plans": (["plan", "--uniform", "int8", "--name", "x"], "--name x names one plan"),
-    "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is no name for a plan"),
+    "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is not a valid plan name"),
     "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
     "a rescaled model that is there": (

@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path
     for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
         with pytest.raises(RunError) as caught:
             Run.create(place)
-        assert "no journal" not in str(caught.value)
+        assert "not a KL Lens journal" not in str(caught.value)
         assert str(place) in str(caught.value)
 
 

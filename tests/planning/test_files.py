@@ -163,7 +163,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="cannot be read"):
         read_plan(tmp_path / "binary.json", COMPONENTS)
-    with pytest.raises(PlanError, match="no name for a plan"):
+    with pytest.raises(PlanError, match="not a valid plan name"):
         plan_path(tmp_path, "../escape")
 
 
@@ -236,11 +236,11 @@ def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
 def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text('{"version": 3, "assignment": {}}')
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         read_plan(path, COMPONENTS)
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         write_plan(Plan(name, {}, "test"), path, COMPONENTS)
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         plan_for_budget(TABLE, max_bpw=6.5, name=name)
 
 

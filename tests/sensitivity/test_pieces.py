@@ -152,7 +152,7 @@ def test_shares_of_another_text_model_or_meaning_are_refused_by_name(shards, tmp
         other_model: "another model",
         other_meaning: "metrics_version is 0 there and 1 now",
         empty: "holds no measurements",
-        tmp_path / "nowhere": "holds no run",
+        tmp_path / "nowhere": "has no run",
         tmp_path / "run": "is the run itself",
     }
     joined, refused = merge(tmp_path / "run", [*strangers, *parts])

@@ -126,7 +126,7 @@ def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, mon
     with Run.create(tmp_path) as run:
         Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
         monkeypatch.setattr("kl_lens.runs.METRICS_VERSION", 999)
-        with pytest.raises(RunError, match="meaning of the metrics: metrics_version is 1 there and 999 now"):
+        with pytest.raises(RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"):
             Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
 
 
@@ -160,12 +160,12 @@ def test_anytime_goes_on_while_the_ranking_is_not_settled(tmp_path) -> None:
 
 
 def test_a_folder_that_is_no_run_says_so(tmp_path) -> None:
-    with pytest.raises(RunError, match="holds no run; make one with: kl-lens measure"):
+    with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
         Run.open(tmp_path)
     (tmp_path / "run.sqlite").write_text(
         "something else entirely, and long enough to be no database header at all"
     )
-    with pytest.raises(RunError, match="is no journal of KL Lens"):
+    with pytest.raises(RunError, match="is not a KL Lens journal"):
         Run.open(tmp_path)
     with pytest.raises(RunError, match="is a file"):
         Run.create(tmp_path / "run.sqlite")
