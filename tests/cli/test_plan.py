@@ -100,7 +100,7 @@ def test_a_drop_over_one_window_is_refused(measured: Path, tmp_path: Path, capsy
     (tmp_path / "short.txt").write_text("the river was " * 30)
     words = ["plan", "--run", str(measured), "--max-drop", "3%", "--held-out", str(tmp_path / "short.txt")]
     assert main(words) == 2
-    assert "measure on more held-out text" in capsys.readouterr().err
+    assert "use more held-out text" in capsys.readouterr().err
 
 
 def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: list[str], capsys) -> None:
@@ -207,7 +207,7 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     assert main(words) == 0
     assert main(["plan", "--run", str(folder), "--max-kl", "0.5", "--name", "half"]) == 0
     err = capsys.readouterr().err
-    assert "plans go by kl_student_to_teacher; published KLs are sums over a window, not per token" in err
+    assert "plans use kl_student_to_teacher; published KLs are sums over a window, not per token" in err
     plan = json.loads((folder / "plans" / "half.json").read_text())
     assert plan["predicted_kl"] == 0.1
     from kl_lens.runs import Run

@@ -72,5 +72,5 @@ def test_nothing_may_be_lost_means_fp16() -> None:
 
 
 def test_a_loss_that_is_no_number_is_said() -> None:
-    with pytest.raises(BudgetError, match="came out as nan; measure on more held-out text"):
+    with pytest.raises(BudgetError, match="is nan; use more held-out text"):
         plan_for_loss(world(), lambda assignment: math.nan, max_loss=0.01)

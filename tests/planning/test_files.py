@@ -111,9 +111,9 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no valid JSON"),
-        ("[1, 2]", "no plan: expected an object"),
-        ('{"version": 1}', "no plan: expected an object"),
+        ("", "not valid JSON"),
+        ("[1, 2]", "not a plan: expected an object"),
+        ('{"version": 1}', "not a plan: expected an object"),
         ('{"version": 9, "assignment": {}}', "version 9; this program reads version 3: make the plan again"),
         ('{"assignment": {}}', "version None"),
         ('{"version": 3, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
@@ -129,14 +129,14 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
             "interaction is 0; expected a positive number",
         ),
         ('{"version": 3, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
-        ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
-        ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is not a finite number"),
+        ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is not a finite number"),
         (
             '{"version": 3, "assignment": {}, "notes": {"a": [{"b": Infinity}]}}',
-            "notes.a.b is no finite number",
+            "notes.a.b is not a finite number",
         ),
-        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is no finite number"),
-        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "no valid JSON"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is not a finite number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "not valid JSON"),
         ('{"version": 3, "assignment": {}, "limits": {"bytes": "many"}}', "limits.bytes is 'many'"),
         (
             '{"version": 3, "assignment": {}, "measured": {"kl": 0.1}}',
@@ -144,10 +144,10 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
         ),
         (
             '{"version": 3, "assignment": {}, "made_by": "\\ud800"}',
-            "made_by holds characters that are no text",
+            "made_by holds invalid characters",
         ),
         ('{"version": 3, "assignment": {}, "made_by": 3}', "made_by is 3; expected a string"),
-        ("[" * 100_000, "no valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -227,7 +227,7 @@ def test_an_edited_plan_is_no_longer_what_it_was(written: Path) -> None:
 @pytest.mark.parametrize("name", ["small", "../mine", "/elsewhere/mine", "", 7])
 def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
     """A copy that kept its first name would overwrite the other plan and its artifacts; a path would lead outside."""
-    with pytest.raises(PlanError, match='a plan is called like its file; write "name": "mine"') as error:
+    with pytest.raises(PlanError, match='but must be that of the file; write "name": "mine"') as error:
         read_plan(edit(written, name=name), COMPONENTS)
     assert str(written) in str(error.value)
 

@@ -29,14 +29,14 @@ def test_ours_stays_where_it_is_better_than_every_rival_of_no_more_bytes() -> No
     assert found.winner == "ours"
     assert set(found.beaten) == {"small", "same"}  # the large one proves nothing
     assert all(difference.better(2.0) for difference in found.beaten.values())
-    assert "small, same" in found.sentence("ours")
+    assert "small and same, which are no larger" in found.sentence("ours")
 
 
 def test_a_better_rival_of_no_more_bytes_takes_the_place() -> None:
     rivals = [contender("good", 100, 0.008), contender("best", 95, 0.007), contender("worse", 80, 0.5)]
     found = contest(contender("ours", 100, 0.010), rivals)
     assert found.winner == "best"
-    assert "best is no larger than our own plan" in found.sentence("ours")
+    assert "best is no larger than our plan" in found.sentence("ours")
 
 
 def test_a_rival_that_is_level_wins_since_it_is_no_larger() -> None:
@@ -62,7 +62,7 @@ def test_who_does_not_keep_the_limit_cannot_win() -> None:
 
 def test_no_rival_as_small_is_said() -> None:
     found = contest(contender("ours", 10, 0.01), [contender("large", 20, 0.001)])
-    assert found.sentence("ours") == "no rival is as small"
+    assert found.sentence("ours") == "all stock recipes are larger"
 
 
 def test_paired_difference() -> None:

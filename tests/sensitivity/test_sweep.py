@@ -126,7 +126,9 @@ def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, mon
     with Run.create(tmp_path) as run:
         Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
         monkeypatch.setattr("kl_lens.runs.METRICS_VERSION", 999)
-        with pytest.raises(RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"):
+        with pytest.raises(
+            RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"
+        ):
             Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
 
 
