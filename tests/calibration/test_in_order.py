@@ -107,7 +107,7 @@ def test_without_a_plan_in_order_such_recipes_are_refused_and_another_plan_is_to
     plain = gather(model, windows, tmp_path)
     plan = _plan(model, "ordered")
     found = gather_in_order(model, windows, tmp_path, plain, plan)
-    with pytest.raises(FormatError, match=f"those at hand are {found.digest}"):
+    with pytest.raises(FormatError, match=f"but the run has {found.digest}"):
         model.weights.learnt_by([Recipe("int4", "ordered")], expected="0123")
     other = plan | {model.anatomy.head: Recipe("int8")}
     with pytest.raises(RunError, match="another plan"):

@@ -92,7 +92,7 @@ def test_what_is_lost_or_was_begun_is_gathered_with_the_same_text(
     begun = {name: entry for name, entry in known["components"].items() if "layers.1." not in name}
     index.write_text(json.dumps(known | {"components": begun}))
     assert main([*measure, "--formats", "int4+gptq"]) == 1
-    assert f"go on with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
+    assert f"continue with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
     assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
     assert json.loads(index.read_text())["digest"] == known["digest"]
     assert main([*measure, "--formats", "int4+gptq"]) == 0
@@ -273,7 +273,7 @@ def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
     assert main([*calibrate, "--seed", "7", "--again"]) == 0
     capsys.readouterr()
     assert main(export) == 1
-    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
     verify = [
         "plan",
         "--run",
@@ -285,9 +285,9 @@ def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
         texts["judging"],
     ]
     assert main([*verify, "--held-out-windows", "2"]) == 1
-    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
     assert main(evaluate) == 1
-    assert "made from statistics" in capsys.readouterr().err
+    assert "made with statistics" in capsys.readouterr().err
 
     # Made again from the new statistics it is another plan: its old scores are no longer shown.
     assert main([*measure, "--formats", "int4+gptq"]) == 0
@@ -457,7 +457,7 @@ def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path
     assert plan.statistics == table.statistics
     other = study.calibrate(text=texts["learnt"], windows=4, window_length=32, seed=7, again=True)
     assert other.digest != table.statistics
-    with pytest.raises(FormatError, match="made from statistics"):
+    with pytest.raises(FormatError, match="made with statistics"):
         study.plan(plan="small", verify=True, held_out=texts["judging"], held_out_windows=2)
     assert study.measure(formats="int4+gptq", **few).statistics == other.digest
 
