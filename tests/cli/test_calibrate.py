@@ -343,7 +343,7 @@ def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
         "32",
     ]
     assert main([*alone, "--limit", "2", "--divergence"]) == 0
-    assert "is not set beside the same weights in PyTorch: int4+gptq" in "".join(capsys.readouterr())
+    assert "is not compared with PyTorch: int4+gptq" in "".join(capsys.readouterr())
 
 
 # Kills itself when it has put the nth file into a folder.

@@ -292,7 +292,7 @@ def test_other_weights_in_pytorch_than_were_exported_are_a_failure_that_names_th
     with_digests(folder, weights="of another quantizer")
     selection = given_subjects([folder], SETTINGS, model)
     (reason,) = selection.failures.values()
-    assert "backbone.embeddings in int8 is not the weight that was exported" in reason
+    assert "backbone.embeddings in int8 is not the exported weight" in reason
     assert selection.subjects == []
 
 

@@ -4,7 +4,7 @@ HiGHS works in floating point with absolute tolerances of 1e-6, so "feasible" an
 
 - integer amounts are shifted and divided by their greatest common divisor, real ones scaled to the limit;
 - every answer is added up again exactly. If it slightly breaks a limit, a cut excludes exactly this selection, and the
-solver runs again.
+  solver runs again.
 """
 
 from __future__ import annotations
