@@ -359,7 +359,7 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
         assert labels(read_scores(run)) == ["original"]
         assert collect(run).verdicts == {}
         (note,) = run_subjects(run, model, SETTINGS).notes
-        assert note == "openvino/eight is of an earlier state of its plan; export it again"
+        assert note == "openvino/eight was exported from an older version of its plan; export it again"
         path.write_text(before)
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
 

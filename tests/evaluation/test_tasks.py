@@ -169,7 +169,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: SessionLM) -> None:
-    with pytest.raises(TextError, match=r"holds no winogrande_test\.jsonl .* it holds arc_easy"):
+    with pytest.raises(TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"):
         chosen_tasks(task_data, ["winogrande"])
     with pytest.raises(TextError, match="no such folder"):
         find_tasks(tmp_path / "nowhere")

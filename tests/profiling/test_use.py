@@ -174,7 +174,7 @@ def test_without_room_for_all_each_is_loaded_for_its_round(
     assert (
         results.profiles["a"]
         .settings["interleaving"]
-        .startswith("loaded anew for each round, one after the other")
+        .startswith("loaded again for each round, one at a time")
     )
 
 

@@ -280,7 +280,7 @@ def test_statistics_that_do_not_belong_are_named(recipe: str) -> None:
         parsed.quantizer.quantize(_weight(), parsed.grid, "layer", None)
     weight = _weight()
     weight[0, 0] = torch.inf
-    with pytest.raises(FormatError, match="layer: holds NaN or infinity"):
+    with pytest.raises(FormatError, match="layer: has NaN or infinity"):
         parsed.quantizer.quantize(weight, parsed.grid, "layer", InputStatistics(_moments(), (9,)))
 
 

@@ -173,7 +173,7 @@ def test_missing_file_empty_folder_and_unknown_name(tmp_path: Path) -> None:
         TextError, match="wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"
     ):
         open_text("wikitext3")
-    with pytest.raises(TextError, match="asks for split test, but train was asked for as well"):
+    with pytest.raises(TextError, match="two different splits, test and train"):
         open_text("wikitext2:test", "train")
 
 
