@@ -129,7 +129,7 @@ def test_pieces_of_workers_that_die_are_done_again(world: World, hired, tmp_path
         result = world.swept(tmp_path, crew)
     assert ray.actors > 4
     assert len(said) == ray.actors - 2
-    assert all("died; another is asked for" in line for line in said)
+    assert all("died; starting another" in line for line in said)
     assert result.failures == {}
     assert contents(tmp_path) == world.whole
 
@@ -165,7 +165,7 @@ def test_a_piece_that_fails_on_two_workers_is_named_and_the_rest_goes_on(
     assert set(crew.failures) == {piece.named(candidates) for piece in lost}
     assert all("failed on 2 workers" in reason for reason in crew.failures.values())
     assert len(said) == len(lost)
-    assert all("once more on another worker" in line for line in said)
+    assert all("trying another worker" in line for line in said)
     done = [i for piece in pieces if piece not in lost for group in piece.groups for i in group]
     assert sorted(found) == sorted(done)
 
@@ -191,13 +191,13 @@ def test_a_piece_that_takes_workers_with_it_is_given_up_at_last(world: World, hi
         assert list(crew.do([piece], lambda text: None)) == []
     assert ray.actors == 2 + 5
     assert crew.failures == {piece.named(world.candidates): ANY}
-    assert "5 workers died over it" in crew.failures[piece.named(world.candidates)]
+    assert "5 workers died on it" in crew.failures[piece.named(world.candidates)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "other"}, "has other weights there"),
+        ({"fingerprint": "other"}, "has other weights on the worker"),
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_worker_of_another_version_is_refused_by_name(world: World, hired, tmp
 
 def test_workers_that_die_while_they_start_end_the_command(world: World, hired, tmp_path) -> None:
     crew, ray, _ = hired(lambda actor, method, nth: method == "begin")
-    with crew, pytest.raises(KLLensError, match="died while it started: OutOfMemoryError: too much"):
+    with crew, pytest.raises(KLLensError, match="died while starting: OutOfMemoryError: too much"):
         world.swept(tmp_path, crew)
     assert ray.actors < 10
 
@@ -251,7 +251,7 @@ def test_an_address_that_nobody_answers_is_one_line() -> None:
         port = unused.getsockname()[1]
     with pytest.raises(KLLensError, match=rf"--ray 127\.0\.0\.1:{port}: cannot be reached"):
         require_reachable(f"127.0.0.1:{port}", 1.0)
-    with pytest.raises(KLLensError, match="write HOST:PORT"):
+    with pytest.raises(KLLensError, match="give HOST:PORT"):
         require_reachable("head")
 
 

@@ -151,7 +151,9 @@ def test_a_minimum_beyond_fp16_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["iq2_xxs", "iq2_xs"])
 def test_what_needs_importance_is_refused_without(name: str) -> None:
-    with pytest.raises(FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"):
+    with pytest.raises(
+        FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"
+    ):
         get_format(name).quantize(torch.ones(1, 256), "w")
     with pytest.raises(FormatError, match=rf"recipe '{name}': {name} cannot be made without text"):
         Recipe.parse(name)
