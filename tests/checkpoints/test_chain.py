@@ -101,7 +101,7 @@ def test_blocks_that_form_no_chain_are_refused() -> None:
                 hidden = layer(2 * hidden)  # changed between blocks
             return (self.head(hidden),)
 
-    with pytest.raises(CheckpointError, match=r"layers\.1 does not take what layers\.0 gives"):
+    with pytest.raises(CheckpointError, match=r"layers\.1 does not take the output of layers\.0"):
         Chain(Doubling())
 
 

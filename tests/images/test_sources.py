@@ -118,7 +118,7 @@ def test_too_few_classes_are_refused_unless_they_are_numbers(tmp_path: Path) -> 
 def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
     assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
-    with pytest.raises(TextError, match="judging needs labels"):
+    with pytest.raises(TextError, match="evaluation needs labels"):
         TASK.from_start(str(folder), length=4)
     (folder / "labels.csv").write_text("".join(f"{n}.png, {n % 5}\n" for n in range(40)))
     windows = TASK.from_start(str(folder), length=4)

@@ -349,6 +349,6 @@ def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) ->
     assert model.residency is None
     assert len(warned) == 1
     assert "has to be loaded whole" in warned[0]
-    assert "as safetensors alone" in warned[0]
-    with pytest.raises(CheckpointError, match="weights can stay on disk as safetensors alone"):
+    assert "only safetensors can stay on disk" in warned[0]
+    with pytest.raises(CheckpointError, match="only safetensors can stay on disk"):
         load(folder, weights="disk")
