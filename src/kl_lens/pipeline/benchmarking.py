@@ -92,8 +92,8 @@ class BenchmarkSettings(OfRun):
         kind=Kind(_lengths, _spell_list, type=int, least=1, most=TOKENS.most),
         metavar="LIST",
     )
-    new_tokens: int = _use(64, kind=TOKENS)
-    repeats: int = _use(5, kind=COUNT)
+    new_tokens: int = _use(64, "tokens to generate", kind=TOKENS)
+    repeats: int = _use(5, "timed rounds", kind=COUNT)
     layers: bool = _layers(False, "time each component shape in each format")
     formats: tuple[str, ...] = _layers((), "default: the formats the run measured", kind=NAMES)
 

@@ -24,8 +24,8 @@ class GenerateSettings(Settings):
     opens_models: ClassVar[bool] = False
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
-    prompt: str = option(metavar="TEXT")
-    max_new_tokens: int = option(64, kind=TOKENS)
+    prompt: str = option(help="text to continue", metavar="TEXT")
+    max_new_tokens: int = option(64, "most tokens to generate", kind=TOKENS)
     temperature: float = option(
         0.0, "0: always the most likely token", kind=number(1000, of=float), metavar="T"
     )

@@ -124,8 +124,8 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         nargs="?",
         bare=ALL,
     )
-    held_out: str = _proof("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _proof(32, kind=COUNT)
+    held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = _proof(32, "number of windows", kind=COUNT)
     target: str | None = option(
         None,
         "plan for this target: its formats, its measurements, the size of its files",

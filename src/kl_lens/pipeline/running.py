@@ -63,7 +63,7 @@ OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, NONE = "short", "full", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
-_proof = grouped("proof")
+_proof = grouped("checking the result")
 
 
 def recommended(target: str | None) -> str:
@@ -101,10 +101,10 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         None, "targets to plan for and export to (default: all)", kind=NAMES
     )
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
-    evaluation_text: str = _proof("wikitext2:test", metavar="TEXT")
+    evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
     evaluation_windows: int = _proof(8, "number of windows for rank and evaluate", kind=COUNT)
-    held_out: str = _proof("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _proof(8, kind=COUNT)
+    held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = _proof(8, "number of windows", kind=COUNT)
     tasks: tuple[str, ...] | None = _proof(
         None, "also evaluate these lm-eval tasks (needs kl-lens[eval])", kind=NAMES
     )
@@ -112,7 +112,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     task_limit: int | None = _proof(None, "only the first N examples of each task", kind=COUNT)
     repeats: int = _proof(3, "repeats of each timing", kind=COUNT)
     threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=THREADS)
-    prompt: str | None = _proof(None, "for the text samples (default: two built-in prompts)")
+    prompt: str | None = _proof(None, "prompt for text samples (default: two built-in ones)")
     without: tuple[str, ...] = _proof(
         (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )

@@ -432,8 +432,8 @@ class OfModel(Loading):
 class HeldOut(Settings):
     """Text that plans are measured on; it must not overlap the calibration text."""
 
-    held_out: str = option("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = option(32, kind=COUNT)
+    held_out: str = option("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = option(32, "number of windows", kind=COUNT)
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
