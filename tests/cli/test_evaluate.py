@@ -115,7 +115,7 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "score_window", interrupted)
         assert main(["evaluate", *command, *SHORT]) == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
     with Run.open(run_folder) as run:
         assert [score.subject.label for score in read_scores(run)] == ["original"]
     resumed = evaluated(capsys, *command)

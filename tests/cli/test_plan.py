@@ -110,7 +110,7 @@ def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: li
     copy = first.with_name("second.json")
     copy.write_text(before)
     assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 1
-    assert 'write "name": "second" into it' in capsys.readouterr().err
+    assert 'write "name": "second" if it is a copy' in capsys.readouterr().err
     copy.write_text(before.replace('"name": "first"', '"name": "second"'))
     assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 0
     assert first.read_text() == before
@@ -217,4 +217,4 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     assert plan["assignment"][head] == "int8"
     wrong = ["plan", "--run", str(folder), "--max-kl", "0.5", "--metric", "kl_teacher_to_student"]
     assert main(wrong) == 1
-    assert f"{head} at int4: kl_teacher_to_student is 4.9e+08, far too large" in capsys.readouterr().err
+    assert f"{head} in int4: kl_teacher_to_student is 4.9e+08, far too large" in capsys.readouterr().err

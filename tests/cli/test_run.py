@@ -349,7 +349,7 @@ def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.
     assert main([*run, "--without", "measure"]) != 0
     assert "measure" in capsys.readouterr().err
     assert main([*run, "--targets", "openvino,gguf", "--formats", "int4,int4-g64+gptq"]) != 0
-    assert "--formats int4,int4-g64+gptq: llama.cpp holds none of them" in capsys.readouterr().err
+    assert "--formats int4,int4-g64+gptq: llama.cpp supports none of them" in capsys.readouterr().err
     assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
     assert "none.yaml" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -214,7 +214,7 @@ def test_workers_that_cannot_open_the_model_end_the_command_with_one_line(
 def test_a_worker_of_another_version_is_refused_by_name(world: World, hired, tmp_path, monkeypatch) -> None:
     crew, _, _ = hired()
     monkeypatch.setattr(crews, "__version__", "9.9")
-    with crew, pytest.raises(KLLensError, match=r"worker \d+ on .* it has kl-lens .*, here it is 9\.9"):
+    with crew, pytest.raises(KLLensError, match=r"worker \d+ on .* it has kl-lens .*, this machine has 9\.9"):
         world.swept(tmp_path, crew)
 
 

@@ -27,10 +27,10 @@ SLIPS = {
     ),
     "more windows than any text has": (["plan", "--held-out-windows", "99999999999"], "--held-out-windows"),
     "no windows at all": (["rank", "--evaluation-windows", "0"], "--evaluation-windows 0"),
-    "a loss that is no number": (["plan", "--max-loss", "nan"], "--max-loss nan"),
-    "a colder temperature": (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature -1"),
-    "one window that decides": (["run", "--held-out-windows", "2"], "at least 3"),
-    "one window that decides a plan": (["plan", "--max-drop", "3%", "--held-out-windows", "2"], "at least 3"),
+    "a loss of NaN": (["plan", "--max-loss", "nan"], "--max-loss nan"),
+    "a negative temperature": (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature -1"),
+    "too few windows for a run": (["run", "--held-out-windows", "2"], "at least 3"),
+    "too few windows for a plan": (["plan", "--max-drop", "3%", "--held-out-windows", "2"], "at least 3"),
     "one window for two halves": (
         ["plan", "--verify", "--uniform", "int8", "--held-out-windows", "1"],
         "at least 2",
@@ -46,7 +46,7 @@ SLIPS = {
     "two algorithms": (["plan", "--gamma", "2", "--gamma-exhaustive", "1"], "--gamma and --gamma-exhaustive"),
     "two pipelines": (["plan", "--gpu", "--gpu-int4"], "--gpu and --gpu-int4"),
     "two limits of a run": (["run", "--budget", "60%", "--max-loss", "0.02"], "--max-loss and --budget"),
-    "a limit for a plan that is there": (
+    "a limit for an existing plan": (
         ["plan", "--plan", "small", "--verify", "--max-bytes", "1MB"],
         "--plan names an existing plan and makes none: leave out --max-bytes",
     ),
@@ -55,30 +55,30 @@ SLIPS = {
     "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is not a valid plan name"),
     "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
-    "a rescaled model that is there": (
+    "an existing folder for a rescaled model": (
         ["calibrate", "reference:mamba", "--rescaled", "docs"],
         "--rescaled docs",
     ),
-    "windows apart": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
+    "a stride longer than the window": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
     "a limit on tasks without any": (["evaluate", "--max-drop", "3%"], "--tasks"),
     "task files without tasks": (["run", "--task-data", "docs"], "--task-data"),
     "another target's option": (
         ["export", "x", "--target", "gguf", "--format", "q8_0", "--static-tokens", "8"],
-        "--static-tokens is not for --target gguf",
+        "--static-tokens does not work with --target gguf",
     ),
-    "a stream of what does not": (["export", "--target", "openvino", "--stream"], "--stream"),
+    "a target that cannot stream": (["export", "--target", "openvino", "--stream"], "--stream"),
     "an unknown format": (["measure", "x", "--formats", "int4,int99"], "int99"),
     "an open bracket": (["measure", "x", "--components", "("], "--components"),
-    "bits that are none": (["import-legacy", "--model", "x", "--bits", "²", "x.json"], "--bits"),
+    "bits that are not a number": (["import-legacy", "--model", "x", "--bits", "²", "x.json"], "--bits"),
     "an empty prompt": (["generate", "x", "--prompt", ""], "--prompt"),
     "an unknown user": (["inspect", "~nosuch/x"], "~nosuch/x"),
     "a path of 300 characters": (["inspect", "x/" + "y" * 300], "yyy"),
     "a run of 300 characters": (["report", "--run", "z" * 300], "zzz"),
-    "a tokenizer that is none": (
+    "a file that is not a tokenizer": (
         ["inspect", "reference:mamba", "--tokenizer", "pyproject.toml"],
         "pyproject.toml",
     ),
-    "a config that is none": (["run", "--config", "pyproject.toml"], "pyproject.toml"),
+    "a file that is not a config": (["run", "--config", "pyproject.toml"], "pyproject.toml"),
     "escape sequences": (["inspect", "\x1b[2Jx/y/z"], r"\x1b[2J"),
 }
 

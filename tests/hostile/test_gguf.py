@@ -48,7 +48,7 @@ CONTRADICTIONS = {
     "no blocks": ("mamba.block_count", "I", 0),
     "many blocks": ("mamba.block_count", "I", 65536),
     "a negative epsilon": ("mamba.attention.layer_norm_rms_epsilon", "f", -1.0),
-    "an epsilon that is no number": ("mamba.attention.layer_norm_rms_epsilon", "f", float("nan")),
+    "an epsilon of NaN": ("mamba.attention.layer_norm_rms_epsilon", "f", float("nan")),
     "another width": ("mamba.embedding_length", "I", 255),
 }
 

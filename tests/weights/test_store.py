@@ -174,9 +174,7 @@ def test_the_store_says_what_recipes_are_made_from(weight: torch.Tensor, doublin
     store.learn_from(Known("bb", 0.0))
     assert store.learnt_by([INT8, DOUBLED]) == "bb"
     assert store.learnt_by([DOUBLED], expected="bb") == "bb"
-    with pytest.raises(
-        FormatError, match="made with statistics aa, and those at hand are bb; make the plan again"
-    ):
+    with pytest.raises(FormatError, match="made with statistics aa, but the run has bb; make the plan again"):
         store.learnt_by([DOUBLED], expected="aa")
 
 
