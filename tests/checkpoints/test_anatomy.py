@@ -93,7 +93,7 @@ def test_remote_code_is_understood_from_its_structure(remote_code_folder: Path) 
     assert anatomy.head == anatomy.embedding
 
 
-def test_stacks_of_matrices_that_are_no_modules_are_components() -> None:
+def test_stacks_of_matrices_outside_modules_are_components() -> None:
     anatomy = _anatomy("zamba")
     assert _kinds(anatomy, "ssm") == {"in_proj", "x_proj", "dt_proj", "out_proj"}
     stack = anatomy.component("model.layers.0.mamba.x_proj_weight")

@@ -84,7 +84,7 @@ def test_a_failing_block_leaves_the_model_as_it_was() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_blocks_that_form_no_chain_are_refused() -> None:
+def test_blocks_that_do_not_form_a_chain_are_refused() -> None:
     class Doubling(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

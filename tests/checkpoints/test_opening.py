@@ -345,7 +345,7 @@ def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message
     assert "\n" not in str(caught.value)
 
 
-def test_deeply_nested_json_is_no_config(saved) -> None:
+def test_deeply_nested_json_is_refused(saved) -> None:
     folder = saved("mamba")
     (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(CheckpointError, match="not valid JSON"):
@@ -418,7 +418,7 @@ def test_a_missing_shard_is_named(saved) -> None:
         ("a b c", "no such folder"),
     ],
 )
-def test_a_source_that_is_nothing_says_so(source: str, message: str) -> None:
+def test_a_source_that_does_not_exist_is_one_line(source: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(source)
 

@@ -201,7 +201,7 @@ def test_measurements_of_other_statistics_are_never_mixed(
     assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
 
 
-def test_text_that_was_learnt_from_judges_nothing(
+def test_text_used_for_calibration_is_refused_for_evaluation(
     measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main(calibrate) == 0
@@ -224,7 +224,7 @@ def test_text_that_was_learnt_from_judges_nothing(
     assert main([*plan, "--held-out", texts["judging"]]) == 0
 
 
-def test_a_text_that_judges_is_not_learnt_from(
+def test_evaluation_text_is_refused_for_calibration(
     measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main([*measure, "--formats", "int4"]) == 0
@@ -237,7 +237,7 @@ def test_a_text_that_judges_is_not_learnt_from(
     assert not (tmp_path / "run/statistics").exists()
 
 
-def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
+def test_a_plan_names_its_statistics_and_others_are_refused(
     measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     pytest.importorskip("openvino", reason="needs the extra openvino")

@@ -144,7 +144,7 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
     assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
 
 
-def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
+def test_calibration_text_is_refused_as_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--verify"]
     assert main([*arguments, "--held-out", str(tiny_folder / "text.txt")]) == 1
     assert "text.txt" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who gets which piece, and what becomes of it when workers die, fail or do not belong: with a Ray that is none."""
+"""Which worker gets which piece, and what happens if workers die, fail or do not fit; with a fake Ray."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_what_fails_from_the_start_ends_the_command_with_its_reason(world: World
     assert ray.actors == 2 + 3
 
 
-def test_a_piece_that_takes_workers_with_it_is_given_up_at_last(world: World, hired, tmp_path) -> None:
+def test_a_piece_that_kills_workers_is_given_up(world: World, hired, tmp_path) -> None:
     crew, ray, _ = hired(lambda actor, method, nth: method == "do")
     with crew:
         layout = crew.begin(world.candidates, world.windows.ids, None, None)
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line_and_what_was_committed_is_kept(
         assert len(run.measurements()) == 5
 
 
-def test_an_address_that_nobody_answers_is_one_line() -> None:
+def test_an_address_without_a_cluster_is_one_line() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

@@ -116,7 +116,7 @@ def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> 
     assert contents(tmp_path) == world.whole
 
 
-def test_a_driver_that_is_killed_goes_on_from_what_was_committed(cluster, world: World, tmp_path) -> None:
+def test_a_killed_driver_resumes(cluster, world: World, tmp_path) -> None:
     command = driven(f"RayPool({cluster.address!r})", world, tmp_path)
     driver = subprocess.Popen(command, stdout=subprocess.PIPE)
     while driver.poll() is None and samples_in(tmp_path / "run") < 50:

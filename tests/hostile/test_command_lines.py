@@ -1,4 +1,4 @@
-"""Command lines, settings files and tokenizers that nobody should give."""
+"""Invalid command lines, settings files and tokenizers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_common_slips_are_one_line(name: str, capsys, monkeypatch: pytest.Monkey
     assert "unexpected" not in line
 
 
-# What stands behind a flag in the fuzzers below.
+# Values for the fuzzers below.
 VALUES = [
     "", " ", "0", "-1", "1", "2", "1.5", "1e308", "1e309", "-1e-320", "nan", "-inf", "99999999999", "9" * 400,
     "9" * 5000, "9" * 400 + "GB", "1e9s", "9" * 400 + "ms", "101%", "nan%", "²", "１２", "0x10", "1_000", "+1", "-0",
@@ -123,7 +123,7 @@ def _flags() -> list[tuple[str, Option]]:
 
 
 def _is_fine_or_says_why(make: Callable[[], Settings], about: object) -> None:
-    """Nothing but a KLLensError of one line, or argparse's own end, comes of settings that nobody should give."""
+    """Invalid settings raise only a one-line KLLensError, or argparse's own exit."""
     said, code = None, 2
     try:
         with within_time(60, about):

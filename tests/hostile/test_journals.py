@@ -65,7 +65,7 @@ def test_changed_bytes_are_one_line_or_make_no_difference(
 
 
 @cases(10, 700)
-def test_rows_that_nobody_wrote_are_one_line_or_make_no_difference(
+def test_changed_rows_are_one_line_or_make_no_difference(
     made: Path, tmp_path: Path, capsys, cases: int
 ) -> None:
     draw = random.Random(cases)

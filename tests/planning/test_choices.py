@@ -33,7 +33,7 @@ PARTS = (component("head", (128, 64)), component("in_proj", (128, 64)), componen
 
 
 class Clever(Nearest):
-    """A method that does half the damage; what it does to weights is no concern of planning."""
+    """A method that does half the damage; planning does not look at the weights."""
 
     name = "clever"
 

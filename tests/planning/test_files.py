@@ -102,7 +102,7 @@ def test_wrong_lines_are_named(written: Path, assignment: dict[str, Any], compla
     assert "\n" not in str(error.value)
 
 
-def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
+def test_naming_fp16_for_an_fp16_component_is_allowed(written: Path) -> None:
     content = json.loads(written.read_text())
     edit(written, assignment=content["assignment"] | {"backbone.layers.0.mixer.conv1d": "fp16"})
     assert "backbone.layers.0.mixer.conv1d" not in read_plan(written, COMPONENTS).assignment

@@ -1,4 +1,4 @@
-"""A sweep in pieces: by candidates and by windows, done by anybody, joined in any order, the same to the last bit."""
+"""A sweep in pieces, by candidates and by windows, done by any process and joined in any order, gives the same bits."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_slurm_array_says_which_share(variables, share) -> None:
         ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 does not belong to 3 tasks"),
     ],
 )
-def test_shares_that_are_none_are_refused(text, variables, message) -> None:
+def test_invalid_shards_are_refused(text, variables, message) -> None:
     environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in variables.items()}
     with pytest.raises(KLLensError, match=message):
         share_of(text, environment)

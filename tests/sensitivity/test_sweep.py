@@ -58,7 +58,7 @@ def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_logits_that_are_no_numbers_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
+def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
     model = loaded("mamba")
     weight = model.model.get_parameter("backbone.norm_f.weight")
     assert len(model.chain) == 4, "opened while it was whole"
@@ -161,7 +161,7 @@ def test_anytime_goes_on_while_the_ranking_is_not_settled(tmp_path) -> None:
         assert result.windows == 6
 
 
-def test_a_folder_that_is_no_run_says_so(tmp_path) -> None:
+def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
     with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
         Run.open(tmp_path)
     (tmp_path / "run.sqlite").write_text(

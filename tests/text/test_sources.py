@@ -41,7 +41,7 @@ def test_txt_file_is_one_document(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "a.txt", b"One.\n\nTwo.\n")) == ["One.\n\nTwo.\n"]
 
 
-def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.")) == ["One."]
     assert texts(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "One."}')) == ["One."]
 

@@ -245,7 +245,7 @@ class Residency:
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
         self._ahead: dict[nn.Module, Future[dict[str, _Arrival]]] = {}
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._left: torch.cuda.Event | None = None
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
@@ -436,21 +436,21 @@ class Residency:
             if matrix.parameter.data_ptr() == matrix.loaded.data_ptr():
                 matrix.parameter.data = matrix.absent
             matrix.loaded = None
-        if self._beside is not None and module in self._next:
+        if self._copy_stream is not None and module in self._next:
             self._left = torch.cuda.Event()
             self._left.record(torch.cuda.current_stream(self.device))
 
     def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> dict[str, _Arrival]:
         """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
         runs ahead and would fill it with blocks."""
-        if self._beside is None:
+        if self._copy_stream is None:
             return {m.name: _Arrival(self._brought(self._stored(m.name))) for m in matrices}
         if left is not None:
             left.synchronize()
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._copy_stream):
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
             there = torch.cuda.Event()
-            there.record(self._beside)
+            there.record(self._copy_stream)
         return {name: _Arrival(tensor, there) for name, tensor in brought.items()}
 
     def _handed_over(self, arrival: _Arrival) -> torch.Tensor:

@@ -88,13 +88,13 @@ class Worker:
 
     def begin(self, job: Job) -> Ready | Failed:
         """Prepares a sweep; opens the model the first time."""
-        return _told(lambda: Ready(job.number, self._begin(job)))
+        return _or_failed(lambda: Ready(job.number, self._begin(job)))
 
     def do(self, number: int, piece: Piece) -> Sequence[Found] | Failed:
         runner = self._runner
         if runner is None or number != self._job:
             return Failed("it was not prepared for this sweep")
-        return _told(lambda: list(runner.do(piece)))
+        return _or_failed(lambda: list(runner.do(piece)))
 
     def _begin(self, job: Job) -> Layout:
         self._runner = None  # free the last sweep's teacher first
@@ -136,7 +136,7 @@ class Worker:
         model.weights.learn_from(StoredStatistics.open(self._order.run, model))
 
 
-def _told(work: Callable[[], Any]) -> Any:
+def _or_failed(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except KLLensError as error:

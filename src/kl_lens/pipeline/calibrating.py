@@ -145,7 +145,7 @@ def _calibrated(
     if settings.again:
         forget(run)
     statistics = _gathered(run, model, settings, bench, events)
-    bench.learnt_anew()
+    bench.drop_statistics()
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
     ordered = None

@@ -133,8 +133,8 @@ class ExportResult:
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
         if _learns(settings.format):
-            return ExportResult([_learnt_model(settings, settings.format, bench, events)])
-        return ExportResult([_whole_model(settings, settings.format, bench)])
+            return ExportResult([_model_with_statistics(settings, settings.format, bench, events)])
+        return ExportResult([_plain_model(settings, settings.format, bench)])
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
@@ -155,7 +155,7 @@ def _named_model(settings: ExportSettings) -> str:
     return settings.model
 
 
-def _learnt_model(
+def _model_with_statistics(
     settings: ExportSettings, recipe: str, bench: Workbench, events: Events
 ) -> tuple[Path, Artifact]:
     """One recipe for all weights, with the statistics of a run."""
@@ -178,7 +178,7 @@ def _learnt_model(
         return _written(run, settings, model, plan, settings.out)
 
 
-def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+def _plain_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
     source = _named_model(settings)
     extra = settings.target_options
     model: LoadedModel | Path

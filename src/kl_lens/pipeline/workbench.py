@@ -96,7 +96,7 @@ class Workbench:
             ),
         )
 
-    def learnt_anew(self) -> None:
+    def drop_statistics(self) -> None:
         """Drops statistics opened before `calibrate` wrote new ones."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] != "in run"}
         self._meters.clear()

@@ -1,4 +1,4 @@
-"""What a device cannot hold is refused, or lowered for everybody to see."""
+"""Formats that a device cannot hold are refused, or visibly replaced."""
 
 from __future__ import annotations
 
