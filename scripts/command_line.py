@@ -1,6 +1,6 @@
-"""Prints docs/command-line.md: `python scripts/command_line.py > docs/command-line.md`.
+"""Prints docs/command-line.md from the program itself: `python scripts/command_line.py > docs/command-line.md`.
 
-The page is made from the arguments, because argparse's own help differs between Python versions.
+argparse words its help differently from one Python to the next, so the page is made from the arguments themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from kl_lens.cli.main import VERBS, build_parser
 INTRODUCTION = """\
 # Command line
 
-Printed by `python scripts/command_line.py > docs/command-line.md`; a test fails if this page is out of date.
+Printed by `python scripts/command_line.py > docs/command-line.md`; a test fails when this page is behind the program.
 
-Exit codes: 0 done; 1 an error, explained in one line on standard error (with several files, the others are still done);
-2 wrong arguments, a budget that no plan can meet, or `--max-drop` of `kl-lens evaluate` exceeded; 130 stopped by
-Ctrl-C: run the same command to continue. Progress goes to standard error, results to standard output.
+Exit codes: 0 done; 1 an error, which one line on standard error names (where several files were asked for, the
+others are done all the same); 2 words that cannot be understood, a budget that nothing can meet, or a `--max-drop` of
+`kl-lens evaluate` exceeded; 130 stopped by Ctrl-C: the same command goes on from there. Progress goes to standard error
+too, results to standard output.
 
 Sizes are written as `90MB`, `0.5GiB` or a number of bytes, times as `12ms`, shares as `45%` or `0.45`. A text is
 `NAME:SPLIT` (`wikitext2:test`) or the path of a file or folder. A `MODEL` is a folder, a hub id or an embedded model.
@@ -51,7 +52,7 @@ def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def _usage(verb: str, parser: argparse.ArgumentParser) -> str:
-    """The command with its required arguments."""
+    """The verb, what has to be there, and what comes last."""
     required = [_written(a) for a in parser._actions if a.option_strings and a.required]
     given = [_values(a) for a in parser._actions if not a.option_strings]
     return " ".join(["kl-lens", verb, *given, *required, "[OPTIONS]"])
@@ -68,7 +69,7 @@ def _written(action: argparse.Action) -> str:
 
 
 def _values(action: argparse.Action) -> str:
-    """The value of a flag or a positional argument: `N`, `[TEXT]`, `RUN …`, `use|benchmark_app|both`."""
+    """What follows a flag, or stands alone: `N`, `[TEXT]`, `RUN …`, `use|benchmark_app|both`."""
     if action.nargs == 0:
         return ""
     if action.metavar is not None:

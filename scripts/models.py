@@ -1,9 +1,9 @@
 """Prints docs/models.md by trying every model: `python scripts/models.py > docs/models.md`. Takes minutes.
 
-It makes a tiny random model of every causal class in transformers with a recurrent, linear-attention or convolutional
-layer, of Hymba, and of the most used transformers. Each is opened, measured by both engines, checked against an
-independent forward in float64, and exported; the file's logits are compared with PyTorch's.
-With names, only those are tried: `python scripts/models.py lfm2 qwen3_next`.
+Of every causal class of the installed transformers that has a recurrent, linear-attention or convolutional layer, of
+Hymba, and of the transformers that people use most, a tiny random model is opened, measured by both engines, checked
+against a forward in float64 that shares nothing with the engines, exported, and the file's logits set beside PyTorch's.
+Names as arguments try only those: `python scripts/models.py lfm2 qwen3_next`.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ USED_MOST = [
     "gemma4_text",
 ]
 _RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm")
-# Classes for images, sound or drafts, which text alone does not measure.
+# Classes of images, sound or drafts: no language model that a text alone measures.
 _NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")
 
 INTRODUCTION = """\
 # Models
 
 Made by `python scripts/models.py > docs/models.md` with transformers {transformers}, torch {torch}, OpenVINO {openvino}
-and llama.cpp from xllamacpp {llama}; a slow test makes it again and fails if a row gets worse. Every row is a tiny
-random model of that class, so it shows what is computed correctly, not how good a quantized model is.
+and llama.cpp from xllamacpp {llama}; a slow test makes it again and fails where a row has become worse. Every row is a
+tiny random model of that class, so that it says what is computed right, not how good a quantized one is.
 
 | column | what was compared |
 |---|---|
-| blocks | number of blocks; run in parts and stacked, they give the logits of the model's own forward |
-| engines | KL of the fast engine and of the plain one, INT4, first component of every kind: relative difference |
+| blocks | how many were found; the chain of them gives the logits of the model's own forward, in parts and stacked |
+| engines | KL of the fast engine beside the plain one's, INT4, first component of every kind: relative difference |
 | float64 | the same KL from a forward in float64 by transformers alone: relative difference, {agree:g} allowed |
-| OpenVINO, GGUF | logits of the FP32 file and of PyTorch, whole and token by token: share of their range |
+| OpenVINO, GGUF | the FP32 file's logits beside PyTorch's, whole and token by token: share of their range |
 
-*plain* in the column *engines*: the blocks cannot be run in parts, so the plain engine measures.
+*plain* in the column *engines*: the blocks cannot be run in parts, so the plain engine measures, and says so.
 """
 
 
 @dataclass
 class Row:
-    """The results of one model; an empty cell means no, and `reasons` say why."""
+    """What was found of one model; an empty place is a no, and `reasons` say why."""
 
     family: str
     kind: str = ""
@@ -91,7 +91,7 @@ class Row:
 
 
 def recurrent_families() -> list[str]:
-    """Model types of causal classes in transformers with a recurrent or convolutional layer."""
+    """Model types of transformers' causal classes whose code has a recurrent or convolutional layer."""
     found = set()
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         cls = getattr(transformers, name if isinstance(name, str) else name[0], None)
@@ -108,7 +108,7 @@ def rows(chosen: list[str] | None = None) -> Iterator[Row]:
         if family in known:
             yield tried(family)
         else:
-            yield Row(family, reasons=["not tried: tests/families.py has no tiny model of it"])
+            yield Row(family, reasons=["no tiny model of it in tests/families.py: not tried"])
 
 
 def tried(family: str) -> Row:
@@ -175,7 +175,7 @@ def _apart(ours: list[float], theirs: list[float]) -> float:
 def _float64(model: LoadedModel, perturbations: list[Perturbation], ids: torch.Tensor) -> list[float]:
     """KL per token between two plain forwards of a copy in float64."""
     twin = copy.deepcopy(model.model).double()
-    with contextlib.suppress(Exception):  # grouped expert products do not support float64
+    with contextlib.suppress(Exception):  # the grouped products of experts know no float64
         twin.set_experts_implementation("eager")
     places = {id(p): name for name, p in model.model.named_parameters()}
 
