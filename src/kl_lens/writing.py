@@ -37,14 +37,14 @@ def whole(path: Path) -> Iterator[Path]:
     temporary, handle = _locked_file(path)
     try:
         yield temporary
-        # mkstemp makes private files; use the usual permissions.
+        # mkstemp makes private files; a result is for everybody who may read the folder.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError) or error.filename is not None:
             raise
-        # A full disk does not name the file, and numpy only says how much it wrote.
+        # A full disk does not say where it was met, and numpy says only how much it could write.
         number = errno.ENOSPC if error.errno is None and "written" in str(error) else error.errno
         if number is None:
             raise

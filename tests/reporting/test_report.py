@@ -250,7 +250,7 @@ def test_without_a_slider_the_page_says_why(tmp_path: Path) -> None:
         run.store("fixed_bytes", "openvino", None)
         run.store("latency", "openvino-cpu", {"backbone.embeddings": {"fp16": 1.0}})
         page = write_report(run).read_text()
-        assert "No slider for openvino: the run does not know how much its OpenVINO file needs" in page
+        assert "No slider for openvino: the run does not say what its OpenVINO file needs" in page
         planning.store_fixed_bytes(run, get_target("openvino"), BESIDES)
         page = write_report(run).read_text()
     assert "No slider" not in page

@@ -49,9 +49,9 @@ from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
-# Everything but weights; those are requested by name, safetensors first.
+# Everything but weights; weights are asked for by name, safetensors first.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
-# Left in files by older versions of transformers; recomputed, or not used by a causal language model.
+# Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
 )

@@ -1,8 +1,8 @@
 """GGUF's block formats, quantized by llama.cpp's own code.
 
-Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 use gguf-py, which gives the same bits as the C code. K-quants and IQ types, which
-search for good scales, and everything with an importance matrix use ggml's C function. gguf-py dequantizes all of them
-to the same float32 values as ggml.
+Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 go through gguf-py, whose results equal the C code's bit for bit; the K-quants and
+the IQ types, which search for good scales, go through ggml's C function itself, and so does everything that is
+told how much each column matters. gguf-py turns all of them back into float32 with the same values as ggml does.
 """
 
 from __future__ import annotations

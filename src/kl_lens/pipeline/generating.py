@@ -1,4 +1,4 @@
-"""`generate`: text from an exported model, and its speed. Needs only the runtime and numpy."""
+"""`generate`: text from an exported model, and how fast it came. Needs the runtime and numpy, nothing more."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class GenerateSettings(Settings):
     opens_models: ClassVar[bool] = False
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
-    prompt: str = option(help="text to continue", metavar="TEXT")
-    max_new_tokens: int = option(64, "most tokens to generate", kind=TOKENS)
+    prompt: str = option(metavar="TEXT")
+    max_new_tokens: int = option(64, kind=TOKENS)
     temperature: float = option(
-        0.0, "0: always the most likely token", kind=number(1000, of=float), metavar="T"
+        0.0, "0: always the likeliest token", kind=number(1000, of=float), metavar="T"
     )
     seed: int = option(0, "for a temperature above 0", kind=SEED, metavar="S")
     tokenizer: str | None = option(
@@ -43,7 +43,7 @@ class GenerateSettings(Settings):
     def check(self) -> None:
         super().check()
         if not self.prompt:
-            raise TargetError("--prompt is empty; give some text")
+            raise TargetError("--prompt is empty; give some text to go on from")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
         tokenizer = find_tokenizer(session, settings.artifact, settings.tokenizer)
         ids = tokenizer.encode(settings.prompt)
         if not ids:
-            raise TargetError("the prompt has no tokens")
+            raise TargetError("the prompt holds no tokens")
         return _generated(settings, session, tokenizer, ids, load_seconds, events)
     finally:
         session.close()
@@ -103,7 +103,7 @@ def _generated(
             break
         new.append(token)
         whole = tokenizer.decode(new)
-        # A character can span several tokens; wait until it is complete.
+        # A character can be spread over several tokens; wait until it is whole.
         if not whole.endswith("\ufffd"):
             events.wrote(whole[len(shown) :])
             shown = whole

@@ -30,7 +30,7 @@ def stored_fixed_bytes(run: Run, target: Target | None) -> int:
     known = run.load(_FIXED_BYTES, target.name)
     if known is None:
         raise PlanError(
-            f"the run does not know how much its {target.title} file needs besides the weights; "
+            f"the run does not say what its {target.title} file needs besides the weights; "
             f"write any plan with: kl-lens plan --target {target.name}"
         )
     return int(known)

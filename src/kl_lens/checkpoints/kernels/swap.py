@@ -243,7 +243,7 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether it computes weight · x/√(mean x² + ε), with x · SiLU(gate) if it has a gate; tested on random inputs."""
+    """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
     kind = type(module)
     parameters = dict(module.named_parameters())
     epsilon = _epsilon(module)
