@@ -87,10 +87,12 @@ class Study:
 
     @property
     def model(self) -> LoadedModel:
+        """The opened model."""
         return self.bench.model(self.settings("inspect"))  # type: ignore[arg-type]
 
     @cached_property
     def folder(self) -> Path:
+        """The run folder."""
         return Path(self._folder) if self._folder is not None else new_run_folder(None, self.model.name)
 
     @property
