@@ -108,9 +108,7 @@ def classification_values(
     nll, images, correct = _column(scores, "nll"), _column(scores, "targets"), _column(scores, "correct")
     values = {
         "top1": statistics.ratio(correct, images),
-        "token_perplexity": statistics.perplexity(
-            nll, images
-        ),  # per image; the name that plans and reports use
+        "token_perplexity": statistics.perplexity(nll, images),  # per image
         "cross_entropy": statistics.ratio(nll, images),
     }
     if original is not None:
