@@ -299,7 +299,7 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
         (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),
-        (["--load", "quick"], "--load quick: there are auto, lean, read, mapped, read-plain, mapped-plain"),
+        (["--load", "quick"], "--load quick: expected auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )
 def test_bad_requests_are_one_line(extra: list[str], message: str, run_folder: Path, capsys) -> None:

@@ -145,7 +145,7 @@ def test_the_recommendation_is_for_its_target_and_loses_no_more_than_allowed(fin
     assert on_disk(finished, BEST) <= (plan.file_bytes or 0) < 1.05 * on_disk(finished, BEST)
 
 
-def test_no_rival_of_no_more_bytes_is_as_good(finished: Path) -> None:
+def test_no_rival_that_is_no_larger_is_as_good(finished: Path) -> None:
     best = read(finished, BEST)
     assert best.measured is not None
     assert best.contest is not None
@@ -184,7 +184,7 @@ def test_what_is_done_is_not_done_again(
     assert "Next: kl-lens generate" in out
 
 
-def test_a_plan_that_changed_takes_no_credit_from_the_old_one(
+def test_a_changed_plan_does_not_keep_old_scores(
     finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Scores, speeds and samples are filed by name; those of the plan that had the name before are not shown."""
@@ -262,7 +262,7 @@ def test_it_ends_with_a_screenful_and_the_rest_is_in_the_log(
         assert told in log_of(folder)
 
 
-def test_a_runtime_that_cannot_hold_the_model_is_no_failure(
+def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(
     finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -349,7 +349,7 @@ def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.
     assert main([*run, "--without", "measure"]) != 0
     assert "measure" in capsys.readouterr().err
     assert main([*run, "--targets", "openvino,gguf", "--formats", "int4,int4-g64+gptq"]) != 0
-    assert "--formats int4,int4-g64+gptq: llama.cpp holds none of them" in capsys.readouterr().err
+    assert "--formats int4,int4-g64+gptq: llama.cpp supports none of them" in capsys.readouterr().err
     assert main([*run, "--config", str(tmp_path / "none.yaml")]) != 0
     assert "none.yaml" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

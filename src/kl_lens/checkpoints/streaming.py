@@ -1,7 +1,7 @@
-"""Weights one tensor at a time: of a model in memory, or of a checkpoint on disk that is never there as a whole.
+"""Reads weights one tensor at a time: from a model in memory, or from a checkpoint on disk that never is.
 
-Both speak transformers' parameter names, which are the names of components. Checkpoints on disk often use older
-names or store each expert apart; `CheckpointTensors` translates, so that nothing behind it has to know.
+Both use transformers' parameter names, from which component names are made. Checkpoints on disk often use older names
+or store each expert apart; `CheckpointTensors` translates.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from kl_lens.errors import CheckpointError, one_line
 
 
 class TensorSource(ABC):
-    """Named tensors that can be read one by one; `weight` makes it a `WeightSource`."""
+    """Named tensors, read one by one; `weight` makes it a `WeightSource`."""
 
     device = torch.device("cpu")
     aliases: dict[str, str]  # second name of a tied weight → its first
-    shapes: dict[str, tuple[int, ...]]  # every tensor, each weight once: a tied head has no entry of its own
+    shapes: dict[str, tuple[int, ...]]  # each weight once: a tied head has no entry
 
     @cached_property
     def _parameters(self) -> dict[str, str]:
         return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
 
     def place(self, name: str) -> int:
-        """Tensors with the same number are near each other and best read together."""
+        """Tensors with the same number are best read together."""
         return 0
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the CPU, in the type it is stored in."""
+        """The tensor on the CPU in its stored type."""
 
     def weight(self, component: str) -> torch.Tensor:
         if component not in self._parameters:
@@ -52,15 +52,15 @@ class TensorSource(ABC):
         return self.read(self._parameters[component])
 
     def state(self, component: str) -> Hashable:
-        """Files do not change while they are read."""
+        """Files are assumed not to change."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - what is in memory needs no closing
-        """Let go of open files."""
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Closes open files."""
 
 
 class ModelTensors(TensorSource):
-    """The weights of a transformers model that is in memory."""
+    """The weights of a transformers model in memory."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Assembly:
-    """A transformers parameter, made from what is stored."""
+    """A transformers parameter made from stored tensors."""
 
     parts: tuple[_Stored, ...]
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class _Assembly:
 
 
 class CheckpointTensors(TensorSource):
-    """The weights of a checkpoint folder, never more than one file of it open."""
+    """The weights of a checkpoint folder, with one file open at a time."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         check_weight_files(folder)
@@ -138,12 +138,12 @@ class CheckpointTensors(TensorSource):
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
-        after the other, so that never both are in memory."""
+        at a time, so that both are never in memory."""
         one, two = self._assemblies.get(name), self._assemblies.get(other)
         return bool(one and two and one.shape == two.shape) and self._digest(name) == self._digest(other)
 
     def _digest(self, name: str) -> bytes:
-        """Of its values, whatever they are stored in: as an opened model compares them, to which −0 is 0."""
+        """Of its values as float32 with −0 as 0, so that it agrees with comparing an opened model."""
         digest = hashlib.blake2b()
         for rows in self.read(name).split(4096):
             digest.update((rows.float() + 0.0).contiguous().numpy().data)
@@ -201,14 +201,14 @@ class CheckpointTensors(TensorSource):
 
 
 def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """What opening the model would find: weights that config.json has other shapes for."""
+    """Raises for shapes that differ from config.json, as opening the model would."""
     try:
         with torch.device("meta"):
             wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     except Exception as error:  # what a library raises over a strange setting can be anything
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(
-            f"{folder}: config.json makes no model ({reason}); download it again"
+            f"{folder}: config.json does not describe a model ({reason}); download it again"
         ) from error
     for name, shape in shapes.items():
         if name in wanted and tuple(wanted[name].shape) != shape:
@@ -219,7 +219,7 @@ def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]
 
 
 def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
-    """One assembly per transformers parameter; experts that are stored apart become one stack."""
+    """One assembly per transformers parameter; separate experts are stacked."""
     assemblies: dict[str, _Assembly] = {}
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
     for name, item in stored.items():
@@ -241,7 +241,7 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
 
 def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
     if sorted(items) != list(range(len(items))):
-        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} are not numbered without gaps")
+        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
     return [items[index] for index in range(len(items))]
 
 

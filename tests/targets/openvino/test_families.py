@@ -112,7 +112,7 @@ def test_every_promised_family_is_tested() -> None:
     assert set(capture.FAMILIES) == {name.removesuffix("_experts") for name in FAMILIES}
 
 
-def test_a_family_that_nobody_tested_is_proven_on_the_model_or_refused(tmp_path, monkeypatch) -> None:
+def test_an_untested_family_is_proven_on_the_model_or_refused(tmp_path, monkeypatch) -> None:
     model, ids = loaded("llama"), token_ids(1, 12)
     export(model, Plan("none", {}, made_by="test"), tmp_path / "proven", unplanned="fp32")
     with contextlib.closing(open_session(tmp_path / "proven", exact=True, threads=1)) as session:
