@@ -1,6 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): adds the pages that are made when the site is built and are not in the repository.
 
 - README.md, CONTRIBUTING.md and CHANGELOG.md from the root, with links as they are inside docs/
+- tour.md: examples/tour.ipynb with its outputs
 - reference/command-line.md: every verb and flag, from the program's own parser
 - reference/python.md: every public name, from `__all__`, signatures and docstrings
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import textwrap
@@ -22,6 +24,7 @@ from kl_lens.cli.main import VERBS, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TOUR = "examples/tour.ipynb"
 
 COMMAND_LINE = """\
 # Command line
@@ -50,6 +53,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = {place: from_root(name) for name, place in FROM_ROOT.items()}
+    pages["tour.md"] = notebook(ROOT / TOUR)
     pages |= {"reference/command-line.md": command_line(), "reference/python.md": python()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
@@ -59,9 +63,29 @@ def on_files(files: Any, config: Any) -> Any:
 def from_root(name: str) -> str:
     """A page of the repository's root as docs/ would have it."""
     text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-    for there, here in FROM_ROOT.items():
+    for there, here in {**FROM_ROOT, TOUR: "tour.md"}.items():
         text = text.replace(f"]({there}", f"]({here}")
     return text
+
+
+def notebook(path: Path) -> str:
+    """A notebook as a page: text, code, and what the code gave."""
+    lines = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        lines += [source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```", ""]
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                lines.append(f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">')
+            elif "text/html" in data:
+                lines.append(re.sub(r"<style.*?</style>|\n", "", "".join(data["text/html"]), flags=re.DOTALL))
+            else:
+                lines.append(
+                    f"```text\n{''.join(output.get('text', data.get('text/plain', ''))).rstrip()}\n```"
+                )
+            lines.append("")
+    return "\n".join(lines)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -161,7 +185,9 @@ def signature(name: str, thing: Any) -> str:
         found = inspect.signature(thing)
     except ValueError:  # exceptions
         return name
-    shown = re.sub(r" at 0x[0-9a-f]+|<factory>", "", str(found).replace("'", "").replace("<", "").replace(">", ""))
+    shown = re.sub(
+        r" at 0x[0-9a-f]+|<factory>", "", str(found).replace("'", "").replace("<", "").replace(">", "")
+    )
     shown = shown.replace(" - None", "") if inspect.isclass(thing) else shown.replace(" - ", " -> ")
     if len(name + shown) <= 88:
         return name + shown
@@ -179,7 +205,10 @@ def _described(thing: Any) -> Iterator[str]:
             for name, method in vars(thing).items()
             if inspect.isfunction(method) and not name.startswith("_") and method.__doc__
         ]
-        yield from ("", *(f"- `{n}`: {_escaped(inspect.getdoc(m).split(chr(10) * 2)[0])}" for n, m in methods))
+        yield from (
+            "",
+            *(f"- `{n}`: {_escaped(inspect.getdoc(m).split(chr(10) * 2)[0])}" for n, m in methods),
+        )
 
 
 def _markdown(docstring: str) -> Iterator[str]:
@@ -191,6 +220,10 @@ def _markdown(docstring: str) -> Iterator[str]:
         elif title == "Example":
             yield from ("", "```pycon", textwrap.dedent(body).rstrip(), "```")
         else:
-            body = re.sub(r"\n +(?=\S)", lambda found: "\n" + " " * (found.end() - found.start() - 1), f"\n{textwrap.dedent(body)}")
+            body = re.sub(
+                r"\n +(?=\S)",
+                lambda found: "\n" + " " * (found.end() - found.start() - 1),
+                f"\n{textwrap.dedent(body)}",
+            )
             items = re.sub(r"^(\w+): ", r"- `\1`: ", body, flags=re.MULTILINE)
             yield from ("", f"*{title}*", items)
