@@ -53,11 +53,17 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pages = {place: from_root(name) for name, place in FROM_ROOT.items()}
+    pages["index.md"] = "---\nhide: [navigation]\n---\n" + pages["index.md"]
     pages["tour.md"] = notebook(ROOT / TOUR)
     pages |= {"reference/command-line.md": command_line(), "reference/python.md": python()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Pygments takes commands without a prompt in front of them for output."""
+    return markdown.replace("```console", "```bash")
 
 
 def from_root(name: str) -> str:
@@ -144,7 +150,13 @@ def _meaning(action: argparse.Action) -> str:
 
 
 def _escaped(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """For a cell of a table or an item of a list."""
+    return _plain(" ".join(text.split())).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """`<model>` is no tag of HTML."""
+    return re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", text)
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------
@@ -172,7 +184,9 @@ def _package(name: str) -> Iterator[str]:
         if inspect.ismodule(thing):
             continue  # it has a section of its own
         yield from ("", f"### {public}", "")
-        if callable(thing):
+        if inspect.isclass(thing) and issubclass(thing, Exception):
+            yield inspect.getdoc(thing) or ""
+        elif inspect.isclass(thing) or inspect.isfunction(thing):
             yield from ("```python", signature(public, thing), "```", "")
             yield from _described(thing)
         else:
@@ -180,19 +194,23 @@ def _package(name: str) -> Iterator[str]:
 
 
 def signature(name: str, thing: Any) -> str:
-    """`name(...)` with types, over several lines where one is too short."""
-    try:
-        found = inspect.signature(thing)
-    except ValueError:  # exceptions
-        return name
-    shown = re.sub(
-        r" at 0x[0-9a-f]+|<factory>", "", str(found).replace("'", "").replace("<", "").replace(">", "")
-    )
-    shown = shown.replace(" - None", "") if inspect.isclass(thing) else shown.replace(" - ", " -> ")
-    if len(name + shown) <= 88:
-        return name + shown
-    parameters = [str(p).replace("'", "") for p in found.parameters.values()]
-    return f"{name}(\n    " + ",\n    ".join(parameters) + ",\n)" + shown.rpartition(")")[2]
+    """`name(...)` with types, one parameter a line where one line is too short."""
+    found = inspect.signature(thing)
+    parameters = []
+    for parameter in found.parameters.values():
+        made_anew = parameter.default is not inspect.Parameter.empty and "<" in repr(parameter.default)
+        if made_anew:
+            parameter = parameter.replace(default=inspect.Parameter.empty)
+        shown = str(parameter)
+        if isinstance(parameter.annotation, str):
+            shown = shown.replace(repr(parameter.annotation), parameter.annotation)
+        parameters.append(shown + (" = …" if made_anew else ""))
+    kinds = [p.kind for p in found.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    gives = "" if found.return_annotation in (found.empty, None, "None") else f" -> {found.return_annotation}"
+    line = f"{name}({', '.join(parameters)}){gives}"
+    return line if len(line) <= 80 else f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){gives}"
 
 
 def _described(thing: Any) -> Iterator[str]:
@@ -216,7 +234,7 @@ def _markdown(docstring: str) -> Iterator[str]:
     for part in re.split(r"\n\n(?=\w+:\n)", docstring):
         title, _, body = part.partition(":\n")
         if title not in ("Args", "Returns", "Raises", "Example"):
-            yield part
+            yield _plain(part)
         elif title == "Example":
             yield from ("", "```pycon", textwrap.dedent(body).rstrip(), "```")
         else:
@@ -226,4 +244,4 @@ def _markdown(docstring: str) -> Iterator[str]:
                 f"\n{textwrap.dedent(body)}",
             )
             items = re.sub(r"^(\w+): ", r"- `\1`: ", body, flags=re.MULTILINE)
-            yield from ("", f"*{title}*", items)
+            yield from ("", f"*{title}*", _plain(items))
