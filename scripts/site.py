@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import importlib
 import inspect
 import json
@@ -122,7 +123,7 @@ def _usage(verb: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _table(actions: Iterable[argparse.Action]) -> list[str]:
-    rows = [f"| `{_escaped(_written(action))}` | {_meaning(action)} |" for action in actions]
+    rows = [f"| <code>{_cell(_written(action))}</code> | {_meaning(action)} |" for action in actions]
     return ["| argument | meaning |", "|---|---|", *rows]
 
 
@@ -152,6 +153,11 @@ def _meaning(action: argparse.Action) -> str:
 def _escaped(text: str) -> str:
     """For a cell of a table or an item of a list."""
     return _plain(" ".join(text.split())).replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    """A bar inside `code` would end the cell of a table."""
+    return html.escape(text).replace("|", "&#124;")
 
 
 def _plain(text: str) -> str:
