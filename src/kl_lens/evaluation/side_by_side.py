@@ -74,7 +74,7 @@ class SideBySide:
     """The logits of some windows of each file, as they come.
 
     A file that fails is left out from there on; so is one that is dropped. Every file has a thread that has run nothing
-    else: llama.cpp's tiles do not survive OpenVINO's in the same one (docs/traps.md).
+    else: llama.cpp's tiles do not survive OpenVINO's in the same one (docs/troubleshooting.md).
     """
 
     def __init__(
