@@ -1,13 +1,12 @@
-"""Every command in the documentation parses, and those that can run anywhere are run, in the order of their page.
+"""Every command and Python example of the documentation runs, in the order of its page, or says why it does not.
 
-To be quick, commands run with less text and fewer repeats than the page says; `SHORTER` says how much less. The pages
-share one folder: the quick start makes the run that the others go on from. The README's commands stand alone.
+To be quick, they run with less text and fewer repeats than the page says; `SHORTER` says how much less. The pages share
+one folder: the quick start makes the run that the others continue. The README's commands stand alone.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,14 @@ SHORTER = {
     "benchmark": {"--repeats": "1", "--prompt-lengths": "8", "--new-tokens": "2"},
     "generate": {"--max-new-tokens": "4"},
 }
+SHORTER_PYTHON = {
+    "windows=8": "windows=2, window_length=32",
+    "study.calibrate()": "study.calibrate(windows=2, window_length=32)",
+    "study.measure(windows=4)": "study.measure(windows=2, window_length=32)",
+    "window=512, limit=8": "window=64, limit=2",
+    'evaluate(plan="small")': 'evaluate(plan="small", window=64, limit=2)',
+    "repeats=3)": "repeats=1, prompt_lengths=(8,), new_tokens=2)",
+}
 # What has to change with it, where a page names it: limits of time depend on the machine.
 INSTEAD = {"--stride": "32", "--max-latency": "100s", "--task-limit": "2"}
 # benchmark_app takes a minute for each file otherwise.
@@ -42,6 +49,10 @@ def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:
     """The words behind `kl-lens` of all commands in blocks with these tags; `./run` is `kl-lens run`."""
     found = [words for block in blocks(page) if block.tag in tags for words in commands(block)]
     return [["run", *w[1:]] if w[0] == "./run" else w[1:] for w in found if w[0] in ("./run", "kl-lens")]
+
+
+def examples(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.tag == PYTHON]
 
 
 def shortened(words: Sequence[str]) -> list[str]:
@@ -116,6 +127,20 @@ def test_commands_of_the_other_pages_run(page: Path, quickstart: Path) -> None:
     run_page(page, quickstart)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=page_name)
+def test_examples_in_python_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("openvino", "gguf", "pandas"):
+        pytest.importorskip(package, reason="needs kl-lens[openvino,gguf]")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "example"}
+    for block in examples(page):
+        body = block.body
+        for long, short in SHORTER_PYTHON.items():
+            body = body.replace(long, short)
+        exec(compile("\n" * block.line + body, str(page), "exec"), names)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -143,21 +168,5 @@ def _typed(block: Block) -> bool:
 
 
 def test_the_documentation_shows_every_verb() -> None:
-    shown = {words[0] for page in PAGES for words in kl_lens_commands(page, RUN)}
+    shown = {words[0] for page in PAGES for words in kl_lens_commands(page, RUN, NOT_RUN)}
     assert shown == set(VERBS)
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
-            if "://" in target:
-                continue
-            place = page.parent / target if target else page
-            assert place.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in _anchors(place), f"{page.name}: {target}#{anchor}"
-
-
-def _anchors(page: Path) -> set[str]:
-    """The headings of a page as links know them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

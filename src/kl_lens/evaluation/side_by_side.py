@@ -72,7 +72,7 @@ class SideBySide:
     """Yields the logits of the missing windows of each file as they arrive.
 
     A file that fails or is dropped is left out from then on. Every file gets a new thread: llama.cpp's AMX tiles do not
-    survive OpenVINO's in the same thread (docs/traps.md).
+    survive OpenVINO's in the same thread (docs/troubleshooting.md).
     """
 
     def __init__(
