@@ -187,7 +187,18 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_rope_scaling(config)
 
 
+def _notes(config: Any) -> tuple[str, ...]:
+    if config.model_type == "qwen3_next" or _heads(config)[1] == 1:
+        return ()
+    return (
+        "llama.cpp has the heads of linear_attn.out_proj in another order: a format whose blocks are longer than a head "
+        f"({config.linear_value_head_dim} columns) is replaced there by one with shorter blocks",
+    )
+
+
 for _model_type in _NAMES:
     register(
-        Architecture(_model_type, lambda config: _NAMES[config.model_type], _metadata, _tensors, _refusals)
+        Architecture(
+            _model_type, lambda config: _NAMES[config.model_type], _metadata, _tensors, _refusals, notes=_notes
+        )
     )
