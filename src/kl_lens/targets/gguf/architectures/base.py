@@ -97,15 +97,24 @@ def get_architecture(model_type: str) -> Architecture:
         raise UnsupportedError(_why_unknown(model_type)) from None
 
 
-def _why_unknown(model_type: str) -> str:
-    from gguf.constants import MODEL_ARCH_NAMES  # llama.cpp's own list
+# Families that llama.cpp runs under another name than transformers', or that its Python package does not list yet.
+_OTHER_NAMES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "minimax": "minimax-01",
+    "bailing_hybrid": "bailingmoe3",
+    "qwen4_exp_text": "qwen4exp",
+}
 
-    bare = re.sub(r"[-_.]|text$", "", model_type)
-    bare = {"mistral": "llama", "mixtral": "llama"}.get(bare, bare)  # llama.cpp runs them under that name
-    if bare not in {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}:
+
+def _why_unknown(model_type: str) -> str:
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    names = {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}
+    if model_type not in _OTHER_NAMES and re.sub(r"[-_.]|text$", "", model_type) not in names:
         return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
     known = ", ".join(supported_architectures())
-    return f"llama.cpp has {model_type} models, but GGUF export does not know them yet; it knows {known}"
+    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {known}"
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
