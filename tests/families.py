@@ -44,7 +44,13 @@ def _falcon_mamba() -> transformers.PretrainedConfig:
 
 def _mamba2(groups: int = 1) -> transformers.PretrainedConfig:
     return transformers.Mamba2Config(
-        **_COMMON, num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=groups, chunk_size=16
+        **_COMMON,
+        num_hidden_layers=4,
+        state_size=16,
+        num_heads=8,
+        head_dim=16,
+        n_groups=groups,
+        chunk_size=16,
     )
 
 

@@ -40,7 +40,9 @@ def _mamba2(weights: dict[str, torch.Tensor], config: transformers.Mamba2Config)
         taps = w["mixer.conv1d.weight"]
         padded = functional.pad(mixed.transpose(1, 2), (taps.shape[-1] - 1, 0))
         mixed = functional.conv1d(padded, taps, w["mixer.conv1d.bias"], groups=len(taps))
-        x, b, c = functional.silu(mixed).transpose(1, 2).split([inner, groups * states, groups * states], dim=-1)
+        x, b, c = (
+            functional.silu(mixed).transpose(1, 2).split([inner, groups * states, groups * states], dim=-1)
+        )
         x = x.unflatten(-1, (heads, size))
         b, c = (t.unflatten(-1, (groups, states)).repeat_interleave(heads // groups, dim=2) for t in (b, c))
         dt = functional.softplus(dt + w["mixer.dt_bias"])
@@ -63,7 +65,9 @@ def test_mamba2_with_groups_is_what_its_definition_says(saved) -> None:
         torch.testing.assert_close(model.chain.full_logits(IDS), expected, rtol=1e-4, atol=1e-4)
     assert in_memory.fingerprint == on_disk.fingerprint
     with torch.inference_mode():
-        assert (original(IDS, use_cache=False).logits - expected).abs().max() > 0.1, "transformers alone differs"
+        assert (original(IDS, use_cache=False).logits - expected).abs().max() > 0.1, (
+            "transformers alone differs"
+        )
 
 
 def test_a_mamba_ssm_checkpoint_with_groups_opens(tmp_path: Path) -> None:

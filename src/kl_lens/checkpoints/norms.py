@@ -1,9 +1,9 @@
 """The gated norm of Mamba-2 layers with several groups, as the models' authors compute it.
 
 mamba_ssm, which these models are trained with, normalises each group of channels by itself: `Mamba2` builds its norm
-with `group_size = d_ssm // ngroups`, and its fused kernel does the same. llama.cpp and vLLM follow. transformers does it
-for Zamba2, Falcon-H1 and Nemotron-H; for the families below it normalises over all groups at once, and only its fused
-training kernel normalises per group. With one group, which most of their checkpoints have, there is no difference.
+with `group_size = d_ssm // ngroups`, and its fused kernel does the same. llama.cpp follows. transformers does it for
+Zamba2, Falcon-H1 and Nemotron-H. For the families below it normalises over all groups at once, except in mamba_ssm's
+fused kernel, which it calls in training. With one group, as most of their checkpoints have, there is no difference.
 """
 
 from __future__ import annotations

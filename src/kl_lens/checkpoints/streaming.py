@@ -98,7 +98,9 @@ _OF_FAMILY = {
         ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
     ),
 }
-_NOT_READ = re.compile(r"^(mtp|model\.visual)\.")  # extra heads and vision towers: no part of the language model
+_NOT_READ = re.compile(
+    r"^(mtp|model\.visual)\."
+)  # extra heads and vision towers: no part of the language model
 _CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
 _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's

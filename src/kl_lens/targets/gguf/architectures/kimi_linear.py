@@ -135,7 +135,7 @@ def _refusals(config: Any) -> Iterable[str | None]:
     if config.linear_num_heads != config.num_attention_heads:
         yield "llama.cpp wants as many heads in linear attention as in attention"
     if config.q_lora_rank is not None:
-        yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp's kimi-linear does not compute"
+        yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp does not compute"
     if config.tie_word_embeddings:
         yield "its head is tied to the embedding, and llama.cpp's kimi-linear wants a head of its own"
     if config.n_group != 1:
@@ -155,6 +155,4 @@ def _notes(config: Any) -> tuple[str, ...]:
     )
 
 
-register(
-    Architecture("kimi_linear", lambda _: "kimi-linear", _metadata, _tensors, _refusals, notes=_notes)
-)
+register(Architecture("kimi_linear", lambda _: "kimi-linear", _metadata, _tensors, _refusals, notes=_notes))

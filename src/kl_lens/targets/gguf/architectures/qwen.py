@@ -134,7 +134,10 @@ def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
     return [
         *rules,
         TensorRule(
-            f"{block}.ssm_conv1d.weight", taps, lambda t: channels(parts.squeezed_convolution(t)), float32=True
+            f"{block}.ssm_conv1d.weight",
+            taps,
+            lambda t: channels(parts.squeezed_convolution(t)),
+            float32=True,
         ),
         TensorRule(f"{block}.ssm_a", decay, lambda t: heads(parts.negative_exponential(t)), float32=True),
         TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", heads, float32=True),
@@ -191,7 +194,7 @@ def _notes(config: Any) -> tuple[str, ...]:
     if config.model_type == "qwen3_next" or _heads(config)[1] == 1:
         return ()
     return (
-        "llama.cpp has the heads of linear_attn.out_proj in another order: a format whose blocks are longer than a head "
+        "llama.cpp has the heads of linear_attn.out_proj in another order: a format with blocks longer than a head "
         f"({config.linear_value_head_dim} columns) is replaced there by one with shorter blocks",
     )
 
@@ -199,6 +202,11 @@ def _notes(config: Any) -> tuple[str, ...]:
 for _model_type in _NAMES:
     register(
         Architecture(
-            _model_type, lambda config: _NAMES[config.model_type], _metadata, _tensors, _refusals, notes=_notes
+            _model_type,
+            lambda config: _NAMES[config.model_type],
+            _metadata,
+            _tensors,
+            _refusals,
+            notes=_notes,
         )
     )
