@@ -131,17 +131,16 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if "dense" in config.mlp_layer_types[_dense_layers(config) :]:
-        yield "llama.cpp wants layers without experts first, and this model has them elsewhere"
+        yield "llama.cpp expects layers without experts first, and this model has them elsewhere"
     if config.linear_num_heads != config.num_attention_heads:
-        yield "llama.cpp wants as many heads in linear attention as in attention"
+        yield "llama.cpp expects as many heads in linear attention as in attention"
     if config.q_lora_rank is not None:
         yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp does not compute"
     if config.tie_word_embeddings:
-        yield "its head is tied to the embedding, and llama.cpp's kimi-linear wants a head of its own"
+        yield "its head is tied to the embedding, and llama.cpp's kimi-linear needs a head of its own"
     if config.n_group != 1:
         yield f"it routes within {config.n_group} groups of experts and llama.cpp's kimi-linear routes in one"
-    if not config.norm_topk_prob:
-        yield "llama.cpp's kimi-linear makes the chosen experts' shares sum to one, and this model does not"
+    yield parts.refuse_expert_weights(config)
     yield parts.refuse_bias(config, "attention_bias")
     yield parts.refuse_activation(config)
 

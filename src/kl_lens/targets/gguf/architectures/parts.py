@@ -209,6 +209,14 @@ def refuse_time_limits(config: Any) -> str | None:
     )
 
 
+def refuse_expert_weights(config: Any) -> str | None:
+    if config.norm_topk_prob:
+        return None
+    return (
+        "llama.cpp scales the weights of the chosen experts so that they sum to one, and this model does not"
+    )
+
+
 def refuse_rope_scaling(config: Any) -> str | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")

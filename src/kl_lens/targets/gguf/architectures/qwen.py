@@ -86,7 +86,7 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _projected(config: Any, *wanted: str) -> Transform:
-    """Rows of Qwen3-Next's `in_proj_qkvz`: q, k, v and z of one key head stand together, llama.cpp wants each apart."""
+    """Rows of Qwen3-Next's `in_proj_qkvz`: q, k, v and z of one key head are together; llama.cpp has each apart."""
     keys, per_key = _heads(config)
     sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
 
@@ -177,14 +177,13 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if not _interval(config):
-        yield "llama.cpp wants attention in every so many layers, and this model has it elsewhere"
+        yield "llama.cpp expects attention at a regular interval of layers, and this model has it elsewhere"
     if config.linear_key_head_dim != config.linear_value_head_dim:
-        yield "llama.cpp wants keys and values of its linear attention to be of one size"
+        yield "llama.cpp expects keys and values of linear attention to have the same size"
     if config.model_type == "qwen3_next":
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
             yield "llama.cpp's qwen3next has experts in every layer, and this model does not"
-        if not config.norm_topk_prob:
-            yield "llama.cpp's qwen3next makes the chosen experts' shares sum to one, and this model does not"
+        yield parts.refuse_expert_weights(config)
     yield parts.refuse_bias(config, "attention_bias")
     yield parts.refuse_activation(config)
     yield parts.refuse_rope_scaling(config)
