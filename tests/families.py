@@ -247,13 +247,13 @@ _DELTA = {
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 
 
-def _tiny(config: str, **settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+def _tiny(config: str, **settings: Any) -> Callable[..., transformers.PretrainedConfig]:
     common = {**_COMMON, **_ATTENTION, "num_hidden_layers": 4, **settings}
-    return lambda: getattr(transformers, config)(**common)
+    return lambda **changes: getattr(transformers, config)(**{**common, **changes})
 
 
 # What else docs/models.md tells of: short convolutions, linear attention, and the transformers people use most.
-OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
     "lfm2": _tiny("Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"]),
     "lfm2_moe": _tiny(
         "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1, num_experts=4,
@@ -278,7 +278,7 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "minimax": _tiny("MiniMaxConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, block_size=16),
     "bailing_hybrid": _tiny(
         "BailingHybridConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, n_group=1, topk_group=1,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
     ),
     "inkling_text": _tiny(
         "InklingTextConfig", head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,

@@ -93,6 +93,13 @@ _OF_FAMILY = {
         (re.compile(r"\.block_sparse_moe\."), ".mlp."),
         (re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
     ),
+    "bailing_hybrid": (
+        (re.compile(r"^model\.word_embeddings\."), "model.embed_tokens."),
+        (re.compile(r"\.attention\."), ".self_attn."),
+        (re.compile(r"\.self_attn\.(f_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+        (re.compile(r"\.self_attn\.dense\."), ".self_attn.o_proj."),
+        (re.compile(r"\.gate\.expert_bias$"), ".gate.e_score_correction_bias"),
+    ),
     # Published Qwen3.5 checkpoints hold a vision tower too.
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)

@@ -78,17 +78,11 @@ def _falcon_mamba(**changes: Any) -> transformers.PretrainedConfig:
     )
 
 
-def _kimi_linear(**changes: Any) -> transformers.PretrainedConfig:
-    config = families.OTHERS["kimi_linear"]()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return config
-
-
 def _qwen3_5() -> transformers.PretrainedConfig:
     """Heads of 32, so that a format with blocks of 32 fits into one."""
-    heads = {**families._DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    return families._tiny("Qwen3_5TextConfig", layer_types=families._HYBRID, head_dim=16, **heads)()
+    return families.OTHERS["qwen3_5_text"](
+        linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+    )
 
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -118,7 +112,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_5_text, two value heads to a key head": _qwen3_5,
     "qwen3_5_moe_text": families.OTHERS["qwen3_5_moe_text"],
     "qwen3_next": families.OTHERS["qwen3_next"],
-    "kimi_linear": lambda: _kimi_linear(rms_norm_eps=1e-6),
+    "kimi_linear": lambda: families.OTHERS["kimi_linear"](rms_norm_eps=1e-6),
+    "bailing_hybrid": families.OTHERS["bailing_hybrid"],
+    "bailing_hybrid with groups of experts": lambda: families.OTHERS["bailing_hybrid"](n_group=2),
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
     # Without rope a head may have any size.

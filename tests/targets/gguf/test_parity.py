@@ -16,11 +16,10 @@ from kl_lens.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
 from kl_lens.targets.gguf.menu import STAND_INS
 from kl_lens.targets.session import Session
-from tests.families import _COMMON, token_ids
+from tests.families import _COMMON, OTHERS, token_ids
 from tests.targets.gguf.support import (
     CONFIGS,
     _granite,
-    _kimi_linear,
     _nemotron,
     kl,
     matrices,
@@ -181,10 +180,10 @@ REFUSED = {
     "one kind or the other": lambda: _nemotron("mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]),
     "latent space": lambda: _nemotron("moe", moe_latent_size=32),
     "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
-    "latent of their own": lambda: _kimi_linear(q_lora_rank=8),
-    "layers without experts first": lambda: _kimi_linear(mlp_layer_types=["sparse", "dense"] * 2),
+    "latent of their own": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
+    "layers without experts first": lambda: OTHERS["kimi_linear"](mlp_layer_types=["sparse", "dense"] * 2),
     "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(**_COMMON),
-    "it writes bamba, falcon_h1, falcon_mamba": lambda: transformers.LlamaConfig(**_COMMON),
+    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(**_COMMON),
 }
 
 

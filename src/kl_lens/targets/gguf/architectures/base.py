@@ -102,7 +102,6 @@ _OTHER_NAMES = {
     "mistral": "llama",
     "mixtral": "llama",
     "minimax": "minimax-01",
-    "bailing_hybrid": "bailingmoe3",
     "qwen4_exp_text": "qwen4exp",
 }
 

@@ -1,4 +1,7 @@
-"""Kimi Linear: llama.cpp's `kimi-linear`. Delta rules with a decay per channel, and latent attention without rope."""
+"""Kimi Linear and Ling 3.0 (`bailing_hybrid`): llama.cpp's `kimi-linear` and `bailingmoe3`.
+
+Most layers are delta rules with a decay per channel. The others have latent attention, in Ling with rope and a gate.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from kl_lens.targets.gguf.architectures.base import (
     register,
 )
 
+_NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
 _EPSILON = 1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
 
 
@@ -24,7 +28,18 @@ def _dense_layers(config: Any) -> int:
     return int(config.mlp_layer_types.count("dense"))
 
 
+def _is_ling(config: Any) -> bool:
+    return bool(config.model_type == "bailing_hybrid")
+
+
 def _metadata(config: Any) -> Metadata:
+    own: Metadata = {}
+    if _is_ling(config):
+        own = {
+            "kda.safe_gate": True,
+            "kda.gate_lower_bound": float(config.kda_lower_bound),
+            "rope.freq_base": parts.rope_base(config),
+        }
     return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -49,7 +64,10 @@ def _metadata(config: Any) -> Metadata:
         "expert_feed_forward_length": config.moe_intermediate_size,
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": True,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
         "expert_gating_func": 2,  # a sigmoid
+        **own,
     }
 
 
@@ -69,15 +87,19 @@ def _of_latent(config: Any, *, keys: bool) -> Transform:
     return transform
 
 
-def _delta_layer(block: str, mixer: str) -> list[TensorRule]:
+def _positive_decay(tensor: torch.Tensor) -> torch.Tensor:
+    return -parts.negative_exponential_column(tensor)
+
+
+def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
     gate = f"{mixer}.forget_gate"
-    matrices = {
-        "ssm_f_a": f"{gate}.f_a_proj",
-        "ssm_f_b": f"{gate}.f_b_proj",
-        "ssm_g_a": f"{mixer}.g_a_proj",
-        "ssm_g_b": f"{mixer}.g_b_proj",
-        "ssm_beta": f"{mixer}.b_proj",
-    }
+    matrices = {"ssm_beta": f"{mixer}.b_proj"}
+    if _is_ling(config):
+        matrices |= {"ssm_f_a": f"{gate}.f_proj", "ssm_g_a": f"{mixer}.g_proj"}
+    else:
+        matrices |= {f"ssm_f_{part}": f"{gate}.f_{part}_proj" for part in "ab"}
+        matrices |= {f"ssm_g_{part}": f"{mixer}.g_{part}_proj" for part in "ab"}
+    decay = _positive_decay if _is_ling(config) else parts.negative_exponential_column
     return [
         *parts.attention_layer(block, mixer),
         *(TensorRule(f"{block}.{name}.weight", f"{owner}.weight") for name, owner in matrices.items()),
@@ -87,7 +109,7 @@ def _delta_layer(block: str, mixer: str) -> list[TensorRule]:
             )
             for index, part in enumerate("qkv")
         ),
-        TensorRule(f"{block}.ssm_a", f"{gate}.A_log", parts.negative_exponential_column, float32=True),
+        TensorRule(f"{block}.ssm_a", f"{gate}.A_log", decay, float32=True),
         TensorRule(f"{block}.ssm_dt.bias", f"{gate}.dt_bias", float32=True),
         TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.o_norm.weight", float32=True),
     ]
@@ -95,7 +117,9 @@ def _delta_layer(block: str, mixer: str) -> list[TensorRule]:
 
 def _attention_layer(config: Any, block: str, attention: str) -> list[TensorRule]:
     latent = f"{attention}.kv_b_proj.weight"
+    gate = TensorRule(f"{block}.attn_gate.weight", f"{attention}.g_proj.weight")
     return [
+        *([gate] if _is_ling(config) else []),
         TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight"),
         TensorRule(f"{block}.attn_kv_a_mqa.weight", f"{attention}.kv_a_proj_with_mqa.weight"),
         TensorRule(f"{block}.attn_kv_a_norm.weight", f"{attention}.kv_a_layernorm.weight", float32=True),
@@ -118,7 +142,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
         if kind == "full_attention":
             rules += _attention_layer(config, block, mixer)
         else:
-            rules += _delta_layer(block, mixer)
+            rules += _delta_layer(config, block, mixer)
         if index < _dense_layers(config):
             rules += parts.gated_mlp(block, mlp)
         else:
@@ -134,15 +158,16 @@ def _refusals(config: Any) -> Iterable[str | None]:
         yield "llama.cpp expects layers without experts first, and this model has them elsewhere"
     if config.linear_num_heads != config.num_attention_heads:
         yield "llama.cpp expects as many heads in linear attention as in attention"
-    if config.q_lora_rank is not None:
+    if _is_ling(config) and not config.kda_safe_gate:
+        yield "its forget gate has no lower bound (kda_safe_gate), and llama.cpp's bailingmoe3 requires one"
+    if getattr(config, "q_lora_rank", None) is not None:
         yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp does not compute"
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and not _is_ling(config):
         yield "its head is tied to the embedding, and llama.cpp's kimi-linear needs a head of its own"
-    if config.n_group != 1:
-        yield f"it routes within {config.n_group} groups of experts and llama.cpp's kimi-linear routes in one"
     yield parts.refuse_expert_weights(config)
     yield parts.refuse_bias(config, "attention_bias")
     yield parts.refuse_activation(config)
+    yield parts.refuse_rope_scaling(config)
 
 
 def _notes(config: Any) -> tuple[str, ...]:
@@ -154,4 +179,14 @@ def _notes(config: Any) -> tuple[str, ...]:
     )
 
 
-register(Architecture("kimi_linear", lambda _: "kimi-linear", _metadata, _tensors, _refusals, notes=_notes))
+for _model_type in _NAMES:
+    register(
+        Architecture(
+            _model_type,
+            lambda config: _NAMES[config.model_type],
+            _metadata,
+            _tensors,
+            _refusals,
+            notes=_notes,
+        )
+    )
