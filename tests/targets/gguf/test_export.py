@@ -235,7 +235,7 @@ def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(
         TargetError,
-        match=r"llama\.cpp runs llama models, but KL Lens does not write GGUF files of them yet; it writes bailing_hybrid, ",
+        match=r"llama\.cpp runs llama models, but KL Lens does not write GGUF files of them yet; it writes bail",
     ):
         export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
     model = tiny_model("mamba2")
