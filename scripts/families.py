@@ -42,7 +42,10 @@ def full(rows: list[Row]) -> Iterator[str]:
     titles = {"measuring": "measuring", "openvino": "OpenVINO", "gguf": "GGUF"}
     for row in rows:
         places = [str(row[p] or "–") for p in ("blocks", "engines", "float64", "openvino", "gguf")]
-        why = "; ".join(f"{titles[part]}: {text}" for part, text in row["why"].items())
+        why = "; ".join(
+            f"{titles[part]}{', other configurations' if row.get(part) else ''}: {text}"
+            for part, text in row["why"].items()
+        )
         cells = [f"`{row['family']}`", row["kind"], *places, why.replace("|", "\\|")]
         yield f"| {' | '.join(cells)} |"
 

@@ -229,7 +229,7 @@ def write(found: list[Row]) -> None:
     rows = {row["family"]: row for row in before} | {row.family: asdict(row) for row in found}
     content = {
         "made_with": {name: version(name).partition("+")[0] for name in packages},
-        "families": list(rows.values()),
+        "families": sorted(rows.values(), key=lambda row: (not row["recurrent"], row["family"])),
     }
     DATA.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
