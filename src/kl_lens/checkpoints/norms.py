@@ -35,4 +35,4 @@ def normalise_per_group(model: nn.Module) -> None:
         # The same attributes and the same parameter: only `forward` differs, and the size of a group.
         if type(module).__name__.endswith("RMSNormGated"):
             module.__class__ = Zamba2RMSNormGated
-            module.group_size = module.weight.numel() // groups  # type: ignore[operator, union-attr, assignment]
+            module.group_size = module.weight.numel() // groups  # type: ignore[operator, assignment]

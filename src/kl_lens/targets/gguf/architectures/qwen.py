@@ -115,7 +115,8 @@ def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
     taps, decay = f"{mixer}.conv1d.weight", f"{mixer}.A_log"
     if config.model_type == "qwen3_next":
         both = f"{mixer}.in_proj_qkvz.weight"
-        channels = heads = as_is
+        channels: Transform = as_is
+        heads: Transform = as_is
         columns = (1, 1)
         rules = [
             TensorRule(f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")),
