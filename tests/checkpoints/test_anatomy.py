@@ -132,7 +132,6 @@ def test_records_survive_json() -> None:
 
 
 def test_many_groups_in_mamba2_are_noted() -> None:
-    model = tiny_model("mamba2")
-    model.config.n_groups = 2
-    anatomy = LoadedModel("mamba2", Path(), model, None).anatomy
-    assert "n_groups is 2" in anatomy.notes[0]
+    anatomy = LoadedModel("mamba2", Path(), tiny_model("mamba2_groups"), None).anatomy
+    assert "in 2 groups" in anatomy.notes[0]
+    assert not LoadedModel("mamba2", Path(), tiny_model("mamba2"), None).anatomy.notes

@@ -201,7 +201,6 @@ def test_of_a_tokenizer_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.Mo
         ({"attn_layer_idx": [1]}, "attention layers"),
         ({"rms_norm": False}, "LayerNorm"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
-        ({"ssm_cfg": {"layer": "Mamba2", "ngroups": 8}}, "8 groups"),
         ({"d_intermediate": 128}, "MLP"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from kl_lens.checkpoints.chain import Chain
+from kl_lens.checkpoints.norms import groups_of
 from kl_lens.checkpoints.products import summed_along_last_axis
 from kl_lens.errors import CheckpointError
 from kl_lens.records import Component
@@ -260,9 +261,8 @@ def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
 
 
 def _notes(config: object) -> Iterator[str]:
-    groups = getattr(config, "n_groups", 1)
-    if getattr(config, "model_type", "") == "mamba2" and isinstance(groups, int) and groups > 1:
+    if (groups := groups_of(config)) > 1:
         yield (
-            f"n_groups is {groups}: transformers' Mamba-2 normalises the gated output over all channels, "
-            "mamba_ssm and llama.cpp per group; KL Lens measures what transformers computes"
+            f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
+            "transformers would normalise over all groups at once."
         )

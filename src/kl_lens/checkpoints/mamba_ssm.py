@@ -100,10 +100,6 @@ def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> Non
         "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
         "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
         f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1") not in ("Mamba1", "Mamba2"),
-        f"{settings.get('ngroups')} groups (transformers normalises over all of them at once)": settings.get(
-            "ngroups", 1
-        )
-        != 1,
         "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
         "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
         "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),

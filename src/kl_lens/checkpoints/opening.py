@@ -31,6 +31,7 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.norms import groups_of, normalise_per_group
 from kl_lens.checkpoints.residency import (
     AUTO,
     DISK,
@@ -79,6 +80,9 @@ class LoadedModel:
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
     not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
 
+    def __post_init__(self) -> None:
+        normalise_per_group(self.model)
+
     @property
     def task(self) -> Task:
         """What its batches are, and what is right."""
@@ -114,6 +118,11 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        # A run that was measured with transformers' norm over all groups is a run of another model.
+        return self._weights_digest + ("-grouped-norm" if groups_of(self.config) > 1 else "")
+
+    @property
+    def _weights_digest(self) -> str:
         if self.residency is not None:
             return self.residency.fingerprint
         digest = hashlib.blake2b(digest_size=16)

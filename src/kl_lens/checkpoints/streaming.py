@@ -86,7 +86,29 @@ _RENAMES = (
     (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
     (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
 )
-_NEMOTRON_BACKBONE = re.compile(r"^backbone\.")
+# The same for one family: some of these patterns mean something else elsewhere.
+_OF_FAMILY = {
+    "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
+    "kimi_linear": (
+        (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+        (re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+    ),
+    "bailing_hybrid": (
+        (re.compile(r"^model\.word_embeddings\."), "model.embed_tokens."),
+        (re.compile(r"\.attention\."), ".self_attn."),
+        (re.compile(r"\.self_attn\.(f_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+        (re.compile(r"\.self_attn\.dense\."), ".self_attn.o_proj."),
+        (re.compile(r"\.gate\.expert_bias$"), ".gate.e_score_correction_bias"),
+    ),
+    # Published Qwen3.5 checkpoints hold a vision tower too.
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
+    ),
+}
+_NOT_READ = re.compile(
+    r"^(mtp|model\.visual)\."
+)  # extra heads and vision towers: no part of the language model
+_CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
 _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
 
@@ -164,11 +186,11 @@ class CheckpointTensors(TensorSource):
         stored: dict[str, _Stored] = {}
         for index in range(len(self._files)):
             for name, shape in self._list(index):
+                if _NOT_READ.match(name):
+                    continue
                 wanted = name
-                for pattern, replacement in _RENAMES:
+                for pattern, replacement in (*_RENAMES, *_OF_FAMILY.get(model_type, ())):
                     wanted = pattern.sub(replacement, wanted)
-                if model_type == "nemotron_h":
-                    wanted = _NEMOTRON_BACKBONE.sub("model.", wanted)
                 stored[wanted] = _Stored(index, name, shape)
         return stored
 
@@ -222,11 +244,20 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
     """One assembly per transformers parameter; separate experts are stacked."""
     assemblies: dict[str, _Assembly] = {}
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
+    convolutions: dict[str, dict[str, _Stored]] = defaultdict(dict)
     for name, item in stored.items():
         if match := _ONE_EXPERT.match(name):
             experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
+        elif match := _CONVOLUTION.match(name):
+            convolutions[match[1]][match[2]] = item
         else:
             assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
+    for owner, kernels in convolutions.items():
+        ordered_kernels = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
+        channels = sum(kernel.shape[0] for kernel in ordered_kernels)
+        assemblies[f"{owner}conv1d.weight"] = _Assembly(
+            ordered_kernels, (channels, *ordered_kernels[0].shape[1:]), lambda parts: torch.cat(list(parts))
+        )
     for owner, kinds in experts.items():
         ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
         if "gate_proj" in ordered:

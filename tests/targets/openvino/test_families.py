@@ -21,6 +21,7 @@ FAMILIES = [
     "mamba",
     "falcon_mamba",
     "mamba2",
+    "mamba2_groups",
     "falcon_h1",
     "zamba2",
     "jamba",

@@ -235,7 +235,8 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
     return with_globals(plain, ours)
 
 
-_NORMS: dict[type, bool] = {}  # classes that were tried, and whether they are what `_norm_on_gpu` computes
+# Classes with their settings (a norm may have groups) that were tried → whether they are what `_norm_on_gpu` computes.
+_NORMS: dict[tuple[Any, ...], bool] = {}
 
 
 def _epsilon(module: torch.nn.Module) -> Any:
@@ -244,11 +245,12 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
     """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
-    kind = type(module)
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
     parameters = dict(module.named_parameters())
     epsilon = _epsilon(module)
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or not isinstance(epsilon, float):
         return False
+    kind = (type(module), parameters["weight"].numel(), *sorted(settings.items()))
     if kind not in _NORMS:
         names = list(inspect.signature(module.forward).parameters)
         weight = parameters["weight"]
