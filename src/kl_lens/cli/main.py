@@ -163,7 +163,7 @@ def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
     else:
         shown_by.show(result)
     for subject, reason in getattr(result, "failures", {}).items():
-        terminal.warn(reason if reason.startswith(subject) else f"{subject}: {reason}")
+        terminal.fail(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
 
 def _write_config(settings: Settings, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Section 7: what a sceptic needs to get the same numbers."""
+"""What a sceptic needs to get the same numbers."""
 
 from __future__ import annotations
 
