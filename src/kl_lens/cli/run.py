@@ -37,7 +37,7 @@ def show(result: RunResult) -> None:
     for target, names in result.plans.items():
         answers += _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
-            _add_row(table, view, name, target, loud=name == names[-1])
+            add_row(table, view, name, target, loud=name == names[-1])
         table.add_section()
     used = [p for p in view.profiles if p.protocol == "use"]
     lines = [*_protocol(view, result), *unmeasurable(used), *faster_libraries(used)]
@@ -77,7 +77,7 @@ def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
     return sorted([*rivals, names[-1]], key=lambda n: -size[n])
 
 
-def _add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) -> None:
+def add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) -> None:
     subject, base = _subject(target, name), view.subject_bytes(_subject(target, UNIFORM_FP16))
     size = view.subject_bytes(subject)
     kl = value_of(view, subject, "divergence", "kl_mean")
