@@ -42,7 +42,7 @@ def clock_time(seconds: float) -> str:
 class Forecast:
     """The share of the work that is done, and how long the rest takes at the pace seen so far."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self.start(0.0, 0.0)
 

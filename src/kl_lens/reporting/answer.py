@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kl_lens.profiling import Ratio, ratio_of
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
 from kl_lens.reporting.data import Command, RunView
-from kl_lens.reporting.names import readable, subject_title
+from kl_lens.reporting.names import readable
 from kl_lens.reporting.numbers import count, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 
@@ -39,7 +39,7 @@ def recommended_names(view: RunView) -> frozenset[str]:
 
 def _why(plan: PlanView) -> str:
     contest = plan.plan.contest
-    return f"{target_of(plan)}{f' Against standard quantizations: {readable(contest)}.' if contest else ''}"
+    return f"Against stock recipes: {readable(contest)}." if contest else target_of(plan)
 
 
 def target_of(plan: PlanView) -> str:
@@ -132,13 +132,9 @@ def speed_ratio(profile: Profile) -> Ratio | None:
 
 
 def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
-    """A line for each reason why speeds cannot be compared, with the files that it holds for."""
-    files: dict[str, list[str]] = {}
-    for profile in profiles:
-        ratio = speed_ratio(profile)
-        if ratio is not None and ratio.obstacle:
-            files.setdefault(ratio.words, []).append(subject_title(profile.subject))
-    return [f"Speed against FP16 {words} ({'; '.join(names)})." for words, names in files.items()]
+    """A line for each reason why a speed cannot be compared; tables show for which files."""
+    ratios = [ratio for profile in profiles if (ratio := speed_ratio(profile)) is not None]
+    return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
 
 
 def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:

@@ -16,7 +16,7 @@ FAMILIES = {
     "paper": "paper's points",
     "exact": "KL Lens",
     "greedy": "greedy",
-    "stock": "standard quantizations",
+    "stock": "stock recipes",
     "other": "other plans",
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kl_lens.records import ORIGINAL, Estimate
 from kl_lens.reporting.markup import Html
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.plans import FAMILIES, PlanView
@@ -149,7 +150,7 @@ def predicted_plot(plans: Sequence[PlanView], recommended: frozenset[str]) -> Ht
                 colour,
                 "star" if star else shape,
                 y_error=ends(kl),
-                label=plan.label,
+                label=f"{plan.label}, {runtime_title(plan.target)}" if star and plan.target else plan.label,
                 emphasis=star,
             )
         )

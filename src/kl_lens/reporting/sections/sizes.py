@@ -89,7 +89,7 @@ def _scored(view: RunView, space: Space, recommended: frozenset[str]) -> tuple[l
         value = score.values["token_perplexity"]
         if score.subject.what == ORIGINAL:
             points.append(_original(view, space, value.value))
-        elif count := view.subject_bytes(score.subject):
+        elif (count := view.subject_bytes(score.subject)) and score.subject.plan != "uniform_fp16":
             change = score.values.get("token_perplexity_change")
             paired = Estimate(value.value, change.standard_error if change else float("nan"))
             name = plan_or_file(score.subject)
