@@ -15,6 +15,7 @@ from kl_lens.cli.console import console
 from kl_lens.sensitivity.sweep import Progress
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
+RECENT = 0.5  # of the time so far: what a forecast goes by
 TITLE_WIDTH = 40  # what follows a title stands in one column
 # What a verb does, as people see it.
 TITLES = {
@@ -40,23 +41,24 @@ def clock_time(seconds: float) -> str:
 
 
 class Forecast:
-    """The share of the work that is done, and how long the rest takes at the pace seen so far."""
+    """The share of the work that is done, and how long the rest takes at the pace of the last while.
+
+    The first piece has one-time work in it (loading, compiling) and is no sample of the pace. Neither is what is long
+    past: machines get busier and calmer.
+    """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self.start(0.0, 0.0)
 
     def start(self, total: float, done: float) -> None:
-        """`done`: by an earlier run, so no sample of today's pace."""
-        self.total, self.done, self._before = total, done, done
-        self._begin = self._last = self._clock()
-        self._first = True
+        """`done`: by an earlier run."""
+        self.total, self.done = total, done
+        self._seen = [(self._clock(), done)]  # when how much was done; the first: the beginning
 
     def advance(self, work: float) -> None:
-        """The first piece has one-time work in it: the pace is that of what follows, once there is some."""
-        if self._last > self._begin and self._first:
-            self._before, self._begin, self._first = self.done, self._last, False
-        self.done, self._last = self.done + work, self._clock()
+        self.done += work
+        self._seen.append((self._clock(), self.done))
 
     @property
     def share(self) -> float:
@@ -65,11 +67,13 @@ class Forecast:
     @property
     def left(self) -> float | None:
         """Seconds; None until something has been done."""
-        if self.done <= self._before:
+        if len(self._seen) < 2:
             return None
-        spent = self._last - self._begin
-        left = spent * (self.total - self.done) / (self.done - self._before)
-        return max(0.0, left - (self._clock() - self._last))
+        begin, (last, done) = self._seen[0][0], self._seen[-1]
+        recent = [s for s in self._seen[1:-1] if s[0] >= last - RECENT * (last - begin)]
+        since, before = next(iter(recent or self._seen[-2:]))
+        left = (last - since) * (self.total - done) / max(done - before, 1e-9 * self.total)
+        return max(0.0, left - (self._clock() - last))
 
     def __str__(self) -> str:
         left = "" if self.left is None else f"{clock_time(self.left)} left"

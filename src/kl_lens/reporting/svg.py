@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from kl_lens.records import Estimate
 from kl_lens.reporting.markup import Html, join, tag
@@ -210,6 +211,11 @@ class Plot:
             for m in marks
             for r in [_reach(m)]
         ]
+        bars = [
+            (self.x(m.x) - 1, min(ends_), self.x(m.x) + 1, max(ends_))
+            for m in marks
+            if m.y_error and (ends_ := [self.y(self._inside(self.y, v)) for v in m.y_error])
+        ]
         parts = []
         for mark in sorted((m for m in marks if m.label), key=lambda m: not m.emphasis):
             assert mark.label is not None
@@ -223,10 +229,11 @@ class Plot:
                 for way in (-1, 1)
                 for side in (1, -1)
             ]
-            for place, base, anchor in beside:
+            # On an error bar only where there is no other place.
+            for obstacles, (place, base, anchor) in product((bars, []), beside):
                 left = place - {"start": 0, "middle": width / 2, "end": width}[anchor]
                 box = (left, base - 10, left + width, base + 2)
-                if self._free(box, taken):
+                if self._free(box, [*taken, *obstacles]):
                     taken.append(box)
                     if abs(base - 4 - y) > 20 and anchor != "middle":
                         parts.append(line(x, y, place, base - 4, "leader"))
