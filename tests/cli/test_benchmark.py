@@ -202,7 +202,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
     app = ["--protocol", "benchmark_app", "--quick", "--threads", "1"]
     assert main(["benchmark", "--run", str(folder), *app]) == 1
     output = capsys.readouterr()
-    assert "openvino/uniform_fp16" in output.out
+    assert "FP16, OpenVINO" in output.out
     assert "openvino/small" in output.err
     assert "no exported model" in output.err
     assert "gguf/uniform_fp16" in output.err

@@ -70,7 +70,7 @@ def test_unused_instructions_are_named_with_the_command(
     assert "AMX_INT8, MATMUL_INT8, which this build does not use" in str(parts["llama.cpp"]["problem"])
     assert parts["llama.cpp"]["mend"] == "kl-lens runtime build"
     assert main(["doctor"]) == 1
-    assert "To mend it: kl-lens runtime build" in capsys.readouterr().out
+    assert "To fix it: kl-lens runtime build" in capsys.readouterr().out
 
 
 def test_libraries_of_a_folder_are_found_until_they_are_removed(

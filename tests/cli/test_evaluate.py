@@ -136,7 +136,7 @@ def test_a_damaged_artifact_is_named_and_the_rest_is_kept(
     captured = capsys.readouterr()
     (complaint,) = [line for line in captured.err.splitlines() if line.startswith("kl-lens evaluate")]
     assert "openvino/small" in complaint
-    assert "torch/small" in captured.out
+    assert "small, PyTorch" in captured.out
     with Run.open(run_folder) as run:
         assert {score.subject.label for score in read_scores(run)} >= {
             "original",

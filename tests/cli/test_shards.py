@@ -30,7 +30,7 @@ def test_shares_by_hand_and_by_slurm_become_the_run_of_one_command(
     assert f"Next: kl-lens plan --run {run}" in capsys.readouterr().out
     assert contents(run) == contents(tmp_path / "whole")
     assert main(measure_arguments) == 0
-    assert "0 candidate-windows measured" in capsys.readouterr().out
+    assert "0 candidate × window pairs measured" in capsys.readouterr().out
 
 
 def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path, capsys) -> None:
@@ -43,7 +43,7 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     assert main(["merge", str(run), str(run / "shards/2-of-3"), str(broken)]) == 1
     captured = capsys.readouterr()
     assert f"kl-lens merge: {broken / 'run.sqlite'} is not a KL Lens journal" in captured.err
-    assert "candidate-windows are still missing" in captured.out
+    assert "No shard has measured" in captured.out
     assert main(["merge", str(tmp_path / "nothing")]) == 1
     assert "holds no shards" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
