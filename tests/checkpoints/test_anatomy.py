@@ -104,7 +104,7 @@ def test_stacks_that_are_multiplied_the_other_way_round_have_a_true_reason() -> 
     gate = _anatomy("recurrent_gemma").component("model.layers.0.temporal_block.rg_lru.input_gate_weight")
     assert not gate.quantizable
     assert "input-major" in gate.reason
-    assert "1,024 numbers" in gate.reason
+    assert "1,024 values" in gate.reason
 
 
 def test_tables_and_what_is_in_no_product_have_a_true_reason(remote_code_folder: Path) -> None:
