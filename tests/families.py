@@ -200,9 +200,9 @@ def _recurrent_gemma() -> transformers.PretrainedConfig:
 def _zamba() -> transformers.PretrainedConfig:
     """x_proj and dt_proj are stacks of matrices, one for each head, and no modules."""
     return transformers.ZambaConfig(
-        **_COMMON, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=128,
-        attention_head_dim=32, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
+        **_COMMON | {"hidden_size": 96}, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=192,
+        attention_head_dim=48, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
     )  # fmt: skip
 
 
@@ -252,11 +252,11 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_EXPERTS,
     ),
     "qwen3_next": _tiny(
-        "Qwen3NextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
-        **_EXPERTS, **_DELTA,
+        "Qwen3NextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, num_experts=4,
+        shared_expert_intermediate_size=48, **_EXPERTS, **_DELTA,
     ),
     "qwen3_5_text": _tiny(
-        "Qwen3_5TextConfig", layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
+        "Qwen3_5TextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
     ),
     "qwen3_5_moe_text": _tiny(
         "Qwen3_5MoeTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
@@ -285,7 +285,7 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2": _tiny("Qwen2Config"),
     "qwen3": _tiny("Qwen3Config", head_dim=16),
     "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),
-    "gemma": _tiny("GemmaConfig", head_dim=16),
+    "gemma": _tiny("GemmaConfig", hidden_size=96, head_dim=16),
     "gemma3_text": _tiny("Gemma3TextConfig", head_dim=16, sliding_window=8),
     "phi": _tiny("PhiConfig"),
     "phi3": _tiny("Phi3Config"),
