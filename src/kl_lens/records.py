@@ -164,9 +164,7 @@ class Plan(Record):
     notes: dict[str, Any] = field(default_factory=dict)
     family: str = "other"  # of PLAN_FAMILIES
     measured: Measured | None = None
-    limits: dict[str, float] = field(
-        default_factory=dict
-    )  # the user's limits: bytes, kl, latency, drop, loss
+    limits: dict[str, float] = field(default_factory=dict)  # by the user: bytes, kl, latency, drop, loss
     fixed_bytes: int = 0  # bytes of the file besides the weights
     statistics: str | None = None  # digest of the statistics behind recipes that learn
     target: str | None = None  # the target it was made for

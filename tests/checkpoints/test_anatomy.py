@@ -97,14 +97,14 @@ def test_stacks_of_matrices_outside_modules_are_components() -> None:
     anatomy = _anatomy("zamba")
     assert _kinds(anatomy, "ssm") == {"in_proj", "x_proj", "dt_proj", "out_proj"}
     stack = anatomy.component("model.layers.0.mamba.x_proj_weight")
-    assert (stack.shape, stack.weight, stack.block) == ((2, 21, 64), stack.name, 0)
+    assert (stack.shape, stack.weight, stack.block) == ((2, 21, 96), stack.name, 0)
 
 
 def test_stacks_that_are_multiplied_the_other_way_round_have_a_true_reason() -> None:
     gate = _anatomy("recurrent_gemma").component("model.layers.0.temporal_block.rg_lru.input_gate_weight")
     assert not gate.quantizable
     assert "input-major" in gate.reason
-    assert "1,024 numbers" in gate.reason
+    assert "1,024 values" in gate.reason
 
 
 def test_tables_and_what_is_in_no_product_have_a_true_reason(remote_code_folder: Path) -> None:

@@ -412,7 +412,7 @@ def test_a_missing_shard_is_named(saved) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("reference:elephant", "there are mamba, mamba2, hybrid"),
+        ("reference:elephant", "known are mamba, mamba2, hybrid"),
         ("./nowhere/at/all", "no such folder"),
         ("a b c", "no such folder"),
     ],

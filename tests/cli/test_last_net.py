@@ -81,7 +81,7 @@ def test_output_to_a_full_disk_is_said() -> None:
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "No space left on device; make room" in done.stderr
+    assert "No space left on device; free some space" in done.stderr
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,7 @@ def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
     [(math.nan, "which is not a number"), (-0.01, "never negative"), (5e8, "far too large for a KL")],
 )
 def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
-    with pytest.raises(PlanError, match=f"in_proj at int4: kl_teacher_to_student is .*{complaint}"):
+    with pytest.raises(PlanError, match=f"in_proj in int4: kl_teacher_to_student is .*{complaint}"):
         plan_for_budget(with_kl(value), max_bpw=6.0)
 
 

@@ -81,7 +81,7 @@ def test_verification_weighs_the_difference_against_the_errors() -> None:
     assert "partly cancel" in verify(predicted, Estimate(0.05, 0.004)).message
     unknown = verify(Estimate(0.1), Estimate(0.5, 0.01))
     assert unknown.explained is None
-    assert "not known" in unknown.message
+    assert "without a known error" in unknown.message
 
 
 def test_verification_from_windows() -> None:

@@ -281,9 +281,8 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
         if name not in REFERENCES:
             raise CheckpointError(f"there is no reference model {name!r}; known are {', '.join(REFERENCES)}")
         return reference_path(name)
-    path = Path(
-        os.path.expanduser(text)
-    )  # pathlib would raise for an unknown user or a name that is too long
+    # Not pathlib's expanduser and is_dir: they raise for an unknown user or a name that is too long.
+    path = Path(os.path.expanduser(text))
     if os.path.isdir(path):
         return path
     if os.path.isfile(path):

@@ -59,9 +59,7 @@ class DiskTensors(CheckpointTensors):
         self._pinned = pinned
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
-        self._closing = weakref.finalize(
-            self, _close, self._handles
-        )  # also if the model is garbage-collected
+        self._closing = weakref.finalize(self, _close, self._handles)  # also when garbage-collected
         self._seen = [_state(handle) for handle in self._handles]
         self._tables = [_header(path) for path in self._files]
         self.aliases = {}

@@ -108,11 +108,8 @@ def _load(text: str) -> str:
 
 AUTO = "auto"
 LOAD_HELP = f"llama.cpp: how weights are loaded: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
-PLACES = (
-    "auto",
-    "memory",
-    "disk",
-)  # where weights are; repeats `checkpoints.residency`, which would load torch
+# Where weights are; repeats `checkpoints.residency`, which would load torch.
+PLACES = ("auto", "memory", "disk")
 MOST_THREADS = 512  # with more, llama.cpp ends the process
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Larger than any real use, small enough that a typo does not ask for terabytes.

@@ -61,9 +61,7 @@ class Problem:
     parameters: int
     has_latency: bool = False
     besides_bytes: int = 0  # the part of `fixed_bytes` that is not weights
-    refused: Mapping[tuple[str, Recipe], str] = field(
-        default_factory=dict
-    )  # (component, recipe) → why the target cannot use it
+    refused: Mapping[tuple[str, Recipe], str] = field(default_factory=dict)  # (component, recipe) → why not
 
     def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
         return {
