@@ -238,7 +238,7 @@ def test_a_wrong_size_is_noticed() -> None:
         quantize_rows(np.zeros((2, 256), np.float32), kind, row_bytes=160)
 
 
-@pytest.mark.parametrize(("package", "name"), [("gguf", "q8_0"), ("xllamacpp", "q4_k")])
+@pytest.mark.parametrize(("package", "name"), [("gguf", "q6_k"), ("xllamacpp", "q4_k")])
 def test_a_missing_package_says_how_to_get_it(
     package: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format
 from kl_lens.quantizers import InputStatistics, get_quantizer
-from kl_lens.quantizers.blocks import LAYOUTS, block_levels, with_codes
+from kl_lens.formats.blocks import LAYOUTS
+from kl_lens.quantizers.blocks import block_levels, with_codes
 from kl_lens.quantizers.choosing import row_losses
 from kl_lens.quantizers.feedback import Objective, descended, fed_back, with_fitted_scales
 from kl_lens.quantizers.gptq import BLOCKS, DAMPING, SCARCITY
