@@ -83,6 +83,7 @@ class WeightStore:
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
         self._digests: dict[tuple[Hashable, ...], str] = {}
+        self._last: tuple[tuple[str, Statistics], InputStatistics] | None = None
 
     def keep_in(self, folder: Path) -> None:
         """From now on, what is expensive is kept in this folder and taken from there."""
@@ -122,7 +123,7 @@ class WeightStore:
         if self._statistics is None:
             raise FormatError(f"{component}: without statistics nothing is known of its inputs")
         weight, values = self._source.weight(component).detach(), self.values(component, recipe)
-        moments = self._statistics.of(component).second_moments.to(weight.device)
+        moments = self._of(self._statistics, component).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
         for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
@@ -148,6 +149,15 @@ class WeightStore:
             f"{recipe}: {recipe.method} learns from text and this model has no statistics; gather them with: "
             "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
         )
+
+    def _of(self, statistics: Statistics, component: str) -> InputStatistics:
+        """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
+        if self._last is None or self._last[0] != (component, statistics):
+            self._last = None  # two would not fit
+            found = statistics.of(component)
+            moments = found.second_moments.to(self._source.device)
+            self._last = (component, statistics), replace(found, second_moments=moments)
+        return self._last[1]
 
     def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
         """The component as it is stored by this recipe; with factors, what is stored of its rows times those."""
@@ -190,7 +200,7 @@ class WeightStore:
 
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         weight = self._source.weight(component).detach()
-        statistics = self._learnt_from(recipe).of(component) if recipe.quantizer.learns else None
+        statistics = self._of(self._learnt_from(recipe), component) if recipe.quantizer.learns else None
         if statistics is not None and statistics.correction is not None:
             weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
