@@ -1,4 +1,4 @@
-"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs."""
+"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs; on a GPU, ours."""
 
 from __future__ import annotations
 
