@@ -11,6 +11,10 @@ from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints import States, load
 from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.formats import get_format
+from kl_lens.formats.blocks import LAYOUTS
+from kl_lens.quantizers import InputStatistics, get_quantizer
+from kl_lens.quantizers.block_scales import searched_blocks
 from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
@@ -130,7 +134,6 @@ def test_rows_that_overflow_the_kernel_are_done_again() -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", ["int4-g64", "uint4-g64", "nf4-g64"])
 def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
-    from kl_lens.formats import get_format
     from kl_lens.quantizers.feedback import Objective, descended, fed_back
     from kl_lens.quantizers.scales import searched_levels
 
@@ -155,6 +158,37 @@ def test_error_feedback_finds_the_codes_of_the_cpu(name: str) -> None:
 
 
 # -- the engine ---------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["imatrix", "gptq"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ggml_s_types_are_made_on_a_gpu_as_well_as_on_the_cpu(name: str, method: str) -> None:
+    fmt, quantizer = get_format(name), get_quantizer(method)
+    if quantizer.suits(fmt):
+        pytest.skip(str(quantizer.suits(fmt)))
+    weight, inputs = _random(300, 512).cpu(), (_random(2000, 512) @ _random(512, 512)).cpu()
+    moments = inputs.T @ inputs / 2000
+    made = [
+        quantizer.quantize(w, fmt, "layer", InputStatistics(moments, (10**6,)))
+        for w in (weight, weight.cuda())
+    ]
+    assert made[1].data.is_cuda
+    here, there = (weight - fmt.dequantize(one).cpu() for one in made)
+    if method == "imatrix":
+        moments = moments.diagonal().diag()
+    losses = [float(((errors @ moments) * errors).sum()) for errors in (here, there)]
+    assert losses[1] < 1.02 * losses[0]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_search_for_block_scales_gives_a_gpu_what_it_gives_the_cpu(name: str) -> None:
+    weight, importance = _random(300, 512), _random(512).square() + 0.01
+    fmt = get_format(name)
+    here = searched_blocks(fmt, weight.cpu(), importance.cpu())  # type: ignore[arg-type]
+    there = searched_blocks(fmt, weight, importance)  # type: ignore[arg-type]
+    assert (here.data != there.data.cpu()).float().mean() < 0.01  # sums in another order, at ties
 
 
 @needs_gpu

@@ -1,8 +1,8 @@
-"""GGUF's block formats, quantized by llama.cpp's own code.
+"""GGUF's block formats, quantized as llama.cpp does it, bit for bit.
 
-Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 go through gguf-py, whose results equal the C code's bit for bit; the K-quants and
-the IQ types, which search for good scales, go through ggml's C function itself, and so does everything that is
-told how much each column matters. gguf-py turns all of them back into float32 with the same values as ggml does.
+Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 are rounded in torch, on the weight's device (`blocks.py`); the K-quants and the IQ
+types, which search for good scales, go through ggml's C function itself, and so does everything that is told how much
+each column matters. Back to float32 they come in torch, IQ2 and IQ3 by gguf-py.
 """
 
 from __future__ import annotations
@@ -96,13 +96,15 @@ class GGUFFormat(Format):
     def _blocks(self, weight: torch.Tensor, importance: torch.Tensor | None) -> Quantized:
         import torch
 
-        gguf = gguf_module()
-        ggml_type = gguf.GGMLQuantizationType[self.gguf_type]
-        rows = torch.nn.functional.hardshrink(weight.flatten(0, -2), SMALLEST_MAGNITUDE).cpu().numpy()
-        row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
+        from kl_lens.formats.blocks import nearest
+
+        whole = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
         if importance is None and not self.searches:
-            blocks = gguf.quantize(self._wide(rows, self.block_size), ggml_type)
-        elif importance is None or importance.dim() == 1:
+            return nearest(self.name, whole, self.block_bytes)
+        ggml_type = gguf_module().GGMLQuantizationType[self.gguf_type]
+        rows = whole.flatten(0, -2).cpu().numpy()
+        row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
+        if importance is None or importance.dim() == 1:
             weighed = None if importance is None else importance.numpy()
             blocks = quantize_rows(rows, int(ggml_type), row_bytes, weighed)
         elif weight.dim() == 3 and len(importance) == len(weight):
@@ -119,6 +121,10 @@ class GGUFFormat(Format):
     def _dequantize(self, quantized: Quantized) -> torch.Tensor:
         import torch
 
+        from kl_lens.formats.blocks import LAYOUTS, dequantized
+
+        if self.name in LAYOUTS:
+            return dequantized(LAYOUTS[self.name], quantized.data, self.block_size, self.block_bytes)
         gguf = gguf_module()
         blocks = self._wide(quantized.data.cpu().numpy(), self.block_bytes)
         values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.gguf_type])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kl_lens.quantizers.feedback import Objective
 
-# Those of ggml's types where every weight has a code of its own: the keys of `blocks.LAYOUTS`, known without torch.
+# Those of ggml's types where every weight has a code of its own: `formats.blocks.LAYOUTS`, known without torch.
 BLOCKS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
@@ -77,14 +77,16 @@ def _on_groups(
 def _on_blocks(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """As ggml stores it, with importance, and with error feedback on two sets of scales of ggml's choosing."""
+    """As ggml stores it, with importance, and with error feedback on two sets of scales."""
+    from kl_lens.quantizers.block_scales import weighed_blocks
     from kl_lens.quantizers.blocks import block_levels, with_codes
     from kl_lens.quantizers.feedback import descended, fed_back
 
     assert isinstance(fmt, GGUFFormat)
-    ways = [fmt.quantize(weight)]
+    # Rounding alone never won a row on the references; where a GPU would wait for ggml's search, it is left out.
+    ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
     for weighed in (importance, objective.remaining):
-        blocks = fmt.quantize_with(weight, weighed)
+        blocks = weighed_blocks(fmt, weight, weighed)
         if weighed is importance:
             ways.append(blocks)
         levels = block_levels(fmt, blocks)

@@ -1,4 +1,4 @@
-"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs."""
+"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs; on a GPU, ours."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class ImportanceMatrix(LearningQuantizer):
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
+        from kl_lens.quantizers.block_scales import weighed_blocks
+
         assert isinstance(fmt, GGUFFormat)
-        return partial(fmt.quantize_with, importance=column_importance(moments))
+        return partial(weighed_blocks, fmt, importance=column_importance(moments))
 
 
 def column_importance(moments: torch.Tensor) -> torch.Tensor:

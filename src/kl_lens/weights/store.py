@@ -83,6 +83,7 @@ class WeightStore:
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
         self._digests: dict[tuple[Hashable, ...], str] = {}
+        self._last: tuple[tuple[str, Statistics], InputStatistics] | None = None
 
     def keep_in(self, folder: Path) -> None:
         """Caches expensive results in this folder."""
@@ -121,7 +122,7 @@ class WeightStore:
         if self._statistics is None:
             raise FormatError(f"{component}: there are no statistics of its inputs")
         weight, values = self._source.weight(component).detach(), self.values(component, recipe)
-        moments = self._statistics.of(component).second_moments.to(weight.device)
+        moments = self._of(self._statistics, component).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
         for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
@@ -147,6 +148,15 @@ class WeightStore:
             f"{recipe}: {recipe.method} needs statistics and this model has none; gather them with: "
             "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
         )
+
+    def _of(self, statistics: Statistics, component: str) -> InputStatistics:
+        """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
+        if self._last is None or self._last[0] != (component, statistics):
+            self._last = None  # two would not fit
+            found = statistics.of(component)
+            moments = found.second_moments.to(self._source.device)
+            self._last = (component, statistics), replace(found, second_moments=moments)
+        return self._last[1]
 
     def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
         """The quantized component; `factors` are multiplied with its rows first."""
@@ -189,7 +199,7 @@ class WeightStore:
 
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         weight = self._source.weight(component).detach()
-        statistics = self._learnt_from(recipe).of(component) if recipe.quantizer.learns else None
+        statistics = self._of(self._learnt_from(recipe), component) if recipe.quantizer.learns else None
         if statistics is not None and statistics.correction is not None:
             weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
