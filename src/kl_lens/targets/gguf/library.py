@@ -103,6 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _INT,
         (_POINTER, ctypes.c_char_p, _INT, ctypes.POINTER(ctypes.c_int32), _INT, _BOOL, _BOOL),
     ),
+    "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
     # (vocabulary, tokens, how many, text, room in it, leave special tokens out, spell special tokens)
     "llama_detokenize": (
         _INT,

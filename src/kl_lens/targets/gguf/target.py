@@ -16,6 +16,7 @@ from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.gguf.header import parts_of
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.session import Session, SessionSettings
 
@@ -33,6 +34,12 @@ class GGUFTarget(Target):
     options = (
         ExportOption(
             "include_tokenizer", "--without-tokenizer", "a file that works with token ids alone", given=False
+        ),
+        ExportOption(
+            "part_bytes",
+            "--part-size",
+            "write more bytes of weights than this in parts (default: 50GB)",
+            "size",
         ),
     )
 
@@ -107,9 +114,16 @@ class GGUFTarget(Target):
         return path.suffix == SUFFIX
 
     def weight_file(self, place: Path) -> Path:
+        """Of several parts the first."""
         if self.owns(place):
-            return place
+            return parts_of(place)[0]
         return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
+
+    def loaded_bytes(self, place: Path) -> int:
+        """Of all parts, also where one is named by itself."""
+        if not self.owns(place):
+            return super().loaded_bytes(place)
+        return sum(path.stat().st_size for path in parts_of(place))
 
     def is_all_floating(self, place: Path) -> bool:
         """By the file itself: one from elsewhere has no record."""
@@ -129,11 +143,11 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.header import check_file
         from kl_lens.weights.store import bytes_digest
 
-        file = self.weight_file(place)
-        data = np.memmap(file, np.uint8, "r")
+        info = check_file(self.weight_file(place))
+        data = {path: np.memmap(path, np.uint8, "r") for path in info.paths}
         return {
-            entry.name: bytes_digest(data[entry.offset : entry.offset + entry.bytes])
-            for entry in check_file(file).tensors
+            entry.name: bytes_digest(data[entry.path][entry.offset : entry.offset + entry.bytes])
+            for entry in info.tensors
         }
 
     # -- running -------------------------------------------------------------------------------------------

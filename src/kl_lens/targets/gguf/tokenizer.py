@@ -1,58 +1,97 @@
-"""A Hugging Face tokenizer as GGUF metadata, or a reason why llama.cpp would split text differently.
+"""A Hugging Face tokenizer as GGUF metadata, or the reason why llama.cpp has no equal of it.
 
-A wrong `tokenizer.ggml.pre` makes llama.cpp split text in other places and say nothing, so only those
-pre-tokenizers are written whose results a test has compared with Hugging Face's own.
+llama.cpp knows pre-tokenizers by name. A wrong name makes it split text in other places without a word. So the name
+comes from what the tokenizer does, and the written file is compared with the tokenizer on sample strings.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.targets.sample_strings import sample_strings
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# Split patterns in front of a byte-level step → llama.cpp's name.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_TAIL}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The pattern in front of a byte-level step, and whether whole words of the vocabulary are taken before merging
+# (ignore_merges) → llama.cpp's name.
 _SPLITS = {
-    rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_TAIL}": "llama-bpe",
-    rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_TAIL}": "qwen2",
+    (_LLAMA3, True): "llama-bpe",
+    (_LLAMA3, False): "dbrx",
+    (_QWEN2, False): "qwen2",
+    (_QWEN35, False): "qwen35",
+    (_TEKKEN, True): "tekken",
 }
+# What llama.cpp does differently, by its name of the pre-tokenizer.
+_NOTES = {
+    "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
+    "change case or carry such marks are split differently",
+}
+_NFC = (
+    "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
+    "is split differently unless it is composed already"
+)
 
 
 @dataclass(frozen=True)
 class TokenizerData:
     """What goes into the file."""
 
+    model: str
     pre: str
     tokens: list[str]
     types: list[int]
-    merges: list[str]
-    special: dict[str, int]  # bos, eos, pad, unknown → id
-    add_bos: bool
+    merges: list[str]  # of a byte-level BPE
+    scores: list[float]  # of SentencePiece
+    special: dict[str, int]  # bos, eos, eot, eom, padding, unknown → id
+    switches: dict[str, bool]  # add_bos_token, add_eos_token, add_space_prefix
+    chat_template: str | list[dict[str, str]] | None
+    check: dict[str, Any]  # what `differing_string` compares
     notes: tuple[str, ...] = ()
 
 
-def tokenizer_data(tokenizer: Any, vocabulary: int) -> TokenizerData:
+def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) -> TokenizerData:
     """The tokenizer for a model whose embedding has `vocabulary` rows.
 
+    Args:
+        tokenizer: of transformers.
+        vocabulary: rows of the embedding; those without a token get a name that no text contains.
+        ends: tokens that end a text by the model's generation settings, besides the tokenizer's own.
+
     Raises:
-        TargetError: for tokenizers that llama.cpp has no proven equal of.
+        TargetError: where llama.cpp has no equal of this tokenizer.
     """
     specification = _specification(tokenizer)
-    pre, notes = _pre_tokenizer(specification)
-    model = specification["model"]
-    names = {index: text for text, index in model["vocab"].items()}
+    model, pre, notes, switches = _splitting(specification)
+    names = {index: text for text, index in specification["model"]["vocab"].items()}
     added = {token["id"]: token for token in specification.get("added_tokens", ())}
     highest = max([*names, *added])
     if highest >= vocabulary:
         raise TargetError(
             f"the tokenizer has a token {highest} and the model only {vocabulary} rows; give the model's own tokenizer"
         )
+    special = _special(tokenizer)
     tokens, types = [], []
     for index in range(vocabulary):
         if index in added:
@@ -60,12 +99,53 @@ def tokenizer_data(tokenizer: Any, vocabulary: int) -> TokenizerData:
             types.append(CONTROL if added[index]["special"] else USER_DEFINED)
         elif index in names:
             tokens.append(names[index])
-            types.append(NORMAL)
+            byte = model == SENTENCEPIECE and re.fullmatch("<0x[0-9A-F]{2}>", names[index])
+            types.append(BYTE if byte else NORMAL)
         else:
             tokens.append(f"[PAD{index}]")
             types.append(UNUSED)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return TokenizerData(pre, tokens, types, merges, _special(tokenizer), _adds_bos(tokenizer), notes)
+    merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
+    template = _chat_template(tokenizer)
+    samples = [token["content"] for token in added.values()][:20]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(pre, samples)]
+    return TokenizerData(
+        model=model,
+        pre=pre,
+        tokens=tokens,
+        types=types,
+        merges=[" ".join(pair) for pair in merges] if model == BYTE_LEVEL else [],
+        scores=_scores(tokens, merges) if model == SENTENCEPIECE else [],
+        special=special | _ends(special.get("eos"), [i for i in ends if i < vocabulary], tokens, template),
+        switches=_added_around(tokenizer) | switches,
+        chat_template=template,
+        check={"special": samples, "checksums": _checksums(ids)},
+        notes=notes,
+    )
+
+
+def differing_string(encode: Callable[[str], list[int]], pre: str, check: Mapping[str, Any]) -> str | None:
+    """The first sample string that `encode` gives other ids than the tokenizer that was exported."""
+    strings = _samples(pre, check["special"])
+    found = _checksums([encode(text) for text in strings])
+    return next(
+        (
+            s
+            for i, s in enumerate(strings)
+            if found[8 * i : 8 * i + 8] != check["checksums"][8 * i : 8 * i + 8]
+        ),
+        None,
+    )
+
+
+def _samples(pre: str, special: Sequence[str]) -> list[str]:
+    """Strings that llama.cpp has to tokenize as the model's tokenizer does: all that no note takes out."""
+    strings = [unicodedata.normalize("NFC", text) for text in sample_strings(300, special)]
+    return [text for text in strings if text.isascii()] if pre == "tekken" else strings
+
+
+def _checksums(ids: Sequence[Sequence[int]]) -> str:
+    """Eight digits for each."""
+    return "".join(f"{zlib.crc32(json.dumps(list(one)).encode()):08x}" for one in ids)
 
 
 def _specification(tokenizer: Any) -> dict[str, Any]:
@@ -81,36 +161,58 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
         raise _unknown(f"its model is {kind}, not BPE")
     if not specification["model"].get("merges"):
         raise _unknown("it is a BPE without merges, which llama.cpp does not open")
-    if specification["model"].get("byte_fallback"):
-        raise _unknown("it is a SentencePiece-like BPE with byte fallback")
     return specification
 
 
-def _pre_tokenizer(specification: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """llama.cpp's name for how text is split before the merges, and what it does differently."""
-    notes: tuple[str, ...] = ()
+def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...], dict[str, bool]]:
+    """llama.cpp's names for the kind of tokenizer and for its pre-tokenizer, what it does differently, its switches."""
+    if specification["model"].get("byte_fallback"):
+        return SENTENCEPIECE, "default", (), {"add_space_prefix": _adds_space(specification)}
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
-    if kinds:
-        notes = (
-            "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
-            "is split differently unless it is composed already",
-        )
+    pre = _pre_tokenizer(specification, composes=bool(kinds))
+    notes = ([_NFC] if kinds else []) + ([_NOTES[pre]] if pre in _NOTES else [])
+    return BYTE_LEVEL, pre, tuple(notes), {}
+
+
+def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
+    unknown = _unknown(f"its pre-tokenizer is {_names(steps)}")
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
-        raise _unknown(f"its pre-tokenizer is {_names(steps)}")
-    if len(steps) == 1 and steps[0].get("use_regex", True):
-        return ("mpt" if kinds else "gpt-2"), notes
-    if len(steps) == 2 and steps[0]["type"] == "Split" and not steps[1].get("use_regex", True):
-        pattern = (steps[0].get("pattern") or {}).get("Regex", "")
-        name = _SPLITS.get(pattern)
-        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        # llama.cpp takes whole words from the vocabulary before merging with llama-bpe, and only with that.
-        whole_words = bool(specification["model"].get("ignore_merges"))
-        if name and plain and whole_words == (name == "llama-bpe"):
-            return name, notes
-    raise _unknown(f"its pre-tokenizer is {_names(steps)}")
+        raise unknown
+    # llama.cpp takes whole words from the vocabulary with some of its names, and with others it does not.
+    whole_words = bool(specification["model"].get("ignore_merges"))
+    first, by_pattern = steps[0], steps[-1].get("use_regex", True)
+    if len(steps) == 1 and by_pattern and not whole_words:
+        return "mpt" if composes else "gpt-2"
+    digits = first["type"] == "Digits" and first.get("individual_digits")
+    if len(steps) == 2 and digits and by_pattern and not whole_words:
+        return "starcoder"
+    if len(steps) == 2 and first["type"] == "Split" and not by_pattern:
+        pattern = (first.get("pattern") or {}).get("Regex", "")
+        name = _SPLITS.get((pattern, whole_words))
+        if name and first.get("behavior") == "Isolated" and not first.get("invert"):
+            return name
+    raise unknown
+
+
+def _adds_space(specification: dict[str, Any]) -> bool:
+    """Whether a SentencePiece tokenizer puts a space in front of a text, and behind every special token."""
+    normalizers = _steps(specification.get("normalizer"), "normalizers")
+    steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if not steps and normalizers in ([spaces], [{"type": "Prepend", "prepend": "▁"}, spaces]):
+        return len(normalizers) == 2
+    schemes = [
+        step.get("prepend_scheme") for step in steps if step["type"] == "Metaspace" and not step["split"]
+    ]
+    if not normalizers and len(steps) == 1 and schemes == ["never"]:
+        return False
+    raise _unknown(
+        f"it is SentencePiece with the normalizer {'+'.join(n['type'] for n in normalizers) or 'none'} and the "
+        f"pre-tokenizer {_names(steps)}"
+    )
 
 
 def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -131,9 +233,18 @@ def _names(steps: list[dict[str, Any]]) -> str:
 
 def _unknown(reason: str) -> TargetError:
     return UnsupportedError(
-        f"no proven llama.cpp tokenizer equals this model's: {reason}; known are byte-level BPE of the GPT-2, "
-        "GPT-NeoX, Llama-3 and Qwen-2 kind; --without-tokenizer makes a file that works with token ids alone"
+        f"llama.cpp has no equal of this tokenizer: {reason}. It has byte-level BPE split as in GPT-2, GPT-NeoX, "
+        "StarCoder, Llama 3, DBRX, Qwen 2, Qwen 3.5 and Mistral Nemo, and SentencePiece; --without-tokenizer makes a "
+        "file that works with token ids alone"
     )
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
+    """SentencePiece merges the pair whose result has the highest score; a list of merges says the same by its order."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
@@ -146,8 +257,34 @@ def _special(tokenizer: Any) -> dict[str, int]:
     return {name: int(index) for name, index in special.items() if index is not None}
 
 
-def _adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself puts a beginning token in front."""
+def _ends(
+    eos: int | None, others: Sequence[int], tokens: Sequence[str], template: str | list[dict[str, str]] | None
+) -> dict[str, int]:
+    """A file has room for three tokens that end a text: eos, eot (end of a turn) and eom. llama.cpp knows more by
+    their names (`<|im_end|>`, `<|eot_id|>` and the like)."""
+    ends = list(dict.fromkeys(i for i in (eos, *others) if i is not None))
+    eos = ends[0] if ends else None
+    text = template if isinstance(template, str) else " ".join(t["template"] for t in template or ())
+    turn = next((i for i in ends if tokens[i] in text), next((i for i in ends if i != eos), None))
+    rest = [i for i in ends if i not in (eos, turn)]
+    found = {"eos": eos, "eot": turn, "eom": rest[0] if rest else None}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _added_around(tokenizer: Any) -> dict[str, bool]:
+    """Whether the tokenizer itself puts a beginning or an end token around a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return bool(len(full) > len(plain) and full[0] == tokenizer.bos_token_id)
+    longer = len(full) > len(plain)
+    return {
+        "add_bos_token": bool(longer and full[0] == tokenizer.bos_token_id),
+        "add_eos_token": bool(longer and full[-1] == tokenizer.eos_token_id),
+    }
+
+
+def _chat_template(tokenizer: Any) -> str | list[dict[str, str]] | None:
+    """The template, or several with their names (`default`, `tool_use`, …)."""
+    template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in template.items()] or None
+    return template or None
