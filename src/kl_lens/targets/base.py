@@ -166,8 +166,12 @@ class Target(ABC):
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`) whole, or leaves what was there before.
 
-        The runtime opens them first: what it cannot open is not kept.
+        The runtime opens them first: what it cannot open is not kept. Files of an earlier export there go.
         """
+        try:
+            earlier = read_artifact(folder).files
+        except TargetError:
+            earlier = ()
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
@@ -184,6 +188,8 @@ class Target(ABC):
                 notes = [*artifact.settings.get("notes", ()), unopened]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
                 write_record(place, artifact)
+        for name in set(earlier) - set(artifact.files):
+            (folder / name).unlink(missing_ok=True)
         return artifact
 
     def try_out(self, place: Path) -> str | None:

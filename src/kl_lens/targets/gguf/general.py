@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _HUB = "https://huggingface.co/"
 
 
-def general_metadata(folder: Path, name: str, counts: tuple[int, int, int, int]) -> Any:
+def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int, int]) -> Any:
     """gguf's `Metadata`, from the model card, config.json, generation_config.json and the model's name.
 
     Args:
-        folder: of the checkpoint; files that are not there, or cannot be read, say nothing.
+        folder: of the checkpoint, where there is one; files that are not there, or cannot be read, say nothing.
         name: a folder's name, or a hub id.
         counts: of parameters: all, shared, of one expert, and how many experts.
     """
@@ -68,12 +68,12 @@ def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: i
     return metadata
 
 
-def _generation_settings(folder: Path) -> dict[str, Any]:
+def _generation_settings(folder: Path | None) -> dict[str, Any]:
     settings = gguf_module().Metadata.load_generation_config(folder)
     return settings if isinstance(settings, dict) else {}
 
 
-def end_tokens(folder: Path) -> list[int]:
+def end_tokens(folder: Path | None) -> list[int]:
     """Tokens that end a text by the model's generation settings."""
     ids = _generation_settings(folder).get("eos_token_id")
     return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]

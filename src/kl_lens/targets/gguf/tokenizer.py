@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.targets.sample_strings import sample_strings
+from kl_lens.targets.varied_text import varied_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
+SPACES = "default"  # the pre-tokenizer of SentencePiece: nothing but spaces
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,6 +48,10 @@ _SPLITS = {
 _NOTES = {
     "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
     "change case or carry such marks are split differently",
+}
+_SPACE_NOTES = {
+    "always": "llama.cpp, like SentencePiece, puts a space before a text that begins with one, transformers does not",
+    "first": "llama.cpp puts a space behind every special token, transformers only before a text",
 }
 _NFC = (
     "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
@@ -91,7 +96,6 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         raise TargetError(
             f"the tokenizer has a token {highest} and the model only {vocabulary} rows; give the model's own tokenizer"
         )
-    special = _special(tokenizer)
     tokens, types = [], []
     for index in range(vocabulary):
         if index in added:
@@ -105,7 +109,10 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
             tokens.append(f"[PAD{index}]")
             types.append(UNUSED)
     merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
-    template = _chat_template(tokenizer)
+    special, template = _special(tokenizer), _chat_template(tokenizer)
+    # Where a file names no end, llama.cpp takes token 11, whatever that is: better one that no text holds.
+    silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
+    known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
     samples = [token["content"] for token in added.values()][:20]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(pre, samples)]
     return TokenizerData(
@@ -115,7 +122,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         types=types,
         merges=[" ".join(pair) for pair in merges] if model == BYTE_LEVEL else [],
         scores=_scores(tokens, merges) if model == SENTENCEPIECE else [],
-        special=special | _ends(special.get("eos"), [i for i in ends if i < vocabulary], tokens, template),
+        special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
         switches=_added_around(tokenizer) | switches,
         chat_template=template,
         check={"special": samples, "checksums": _checksums(ids)},
@@ -139,7 +146,10 @@ def differing_string(encode: Callable[[str], list[int]], pre: str, check: Mappin
 
 def _samples(pre: str, special: Sequence[str]) -> list[str]:
     """Strings that llama.cpp has to tokenize as the model's tokenizer does: all that no note takes out."""
-    strings = [unicodedata.normalize("NFC", text) for text in sample_strings(300, special)]
+    strings = varied_strings(300, special=() if pre == SPACES else special)
+    strings = [unicodedata.normalize("NFC", text) for text in strings]
+    if pre == SPACES:
+        return [text.lstrip(" ") for text in strings]
     return [text for text in strings if text.isascii()] if pre == "tekken" else strings
 
 
@@ -167,13 +177,15 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
 def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...], dict[str, bool]]:
     """llama.cpp's names for the kind of tokenizer and for its pre-tokenizer, what it does differently, its switches."""
     if specification["model"].get("byte_fallback"):
-        return SENTENCEPIECE, "default", (), {"add_space_prefix": _adds_space(specification)}
+        scheme = _space_scheme(specification)
+        notes = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
+        return SENTENCEPIECE, SPACES, notes, {"add_space_prefix": scheme != "never"}
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
     pre = _pre_tokenizer(specification, composes=bool(kinds))
-    notes = ([_NFC] if kinds else []) + ([_NOTES[pre]] if pre in _NOTES else [])
-    return BYTE_LEVEL, pre, tuple(notes), {}
+    notes = ((_NFC,) if kinds else ()) + ((_NOTES[pre],) if pre in _NOTES else ())
+    return BYTE_LEVEL, pre, notes, {}
 
 
 def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
@@ -192,23 +204,23 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
     if len(steps) == 2 and first["type"] == "Split" and not by_pattern:
         pattern = (first.get("pattern") or {}).get("Regex", "")
         name = _SPLITS.get((pattern, whole_words))
-        if name and first.get("behavior") == "Isolated" and not first.get("invert"):
+        # What matches is kept, either way: these patterns leave nothing out.
+        kept = (first.get("behavior"), bool(first.get("invert"))) in (("Isolated", False), ("Removed", True))
+        if name and kept:
             return name
     raise unknown
 
 
-def _adds_space(specification: dict[str, Any]) -> bool:
-    """Whether a SentencePiece tokenizer puts a space in front of a text, and behind every special token."""
+def _space_scheme(specification: dict[str, Any]) -> str:
+    """Where a SentencePiece tokenizer puts a space: before a text and behind every special token (`each`), there
+    unless one is there (`always`), before a text alone (`first`), or nowhere (`never`)."""
     normalizers = _steps(specification.get("normalizer"), "normalizers")
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     if not steps and normalizers in ([spaces], [{"type": "Prepend", "prepend": "▁"}, spaces]):
-        return len(normalizers) == 2
-    schemes = [
-        step.get("prepend_scheme") for step in steps if step["type"] == "Metaspace" and not step["split"]
-    ]
-    if not normalizers and len(steps) == 1 and schemes == ["never"]:
-        return False
+        return "each" if len(normalizers) == 2 else "never"
+    if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace" and not steps[0].get("split"):
+        return str(steps[0].get("prepend_scheme", "always"))
     raise _unknown(
         f"it is SentencePiece with the normalizer {'+'.join(n['type'] for n in normalizers) or 'none'} and the "
         f"pre-tokenizer {_names(steps)}"
@@ -258,16 +270,14 @@ def _special(tokenizer: Any) -> dict[str, int]:
 
 
 def _ends(
-    eos: int | None, others: Sequence[int], tokens: Sequence[str], template: str | list[dict[str, str]] | None
+    ends: Sequence[int], tokens: Sequence[str], template: str | list[dict[str, str]] | None
 ) -> dict[str, int]:
     """A file has room for three tokens that end a text: eos, eot (end of a turn) and eom. llama.cpp knows more by
     their names (`<|im_end|>`, `<|eot_id|>` and the like)."""
-    ends = list(dict.fromkeys(i for i in (eos, *others) if i is not None))
-    eos = ends[0] if ends else None
-    text = template if isinstance(template, str) else " ".join(t["template"] for t in template or ())
-    turn = next((i for i in ends if tokens[i] in text), next((i for i in ends if i != eos), None))
-    rest = [i for i in ends if i not in (eos, turn)]
-    found = {"eos": eos, "eot": turn, "eom": rest[0] if rest else None}
+    text = template if isinstance(template, str) else " ".join(each["template"] for each in template or ())
+    turn = next((i for i in ends if tokens[i] in text), ends[1] if len(ends) > 1 else None)
+    rest = [i for i in ends[1:] if i != turn]
+    found = {"eos": ends[0] if ends else None, "eot": turn, "eom": rest[0] if rest else None}
     return {name: index for name, index in found.items() if index is not None}
 
 

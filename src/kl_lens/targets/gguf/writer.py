@@ -74,7 +74,10 @@ class Header:
     def begin(self, folder: Path) -> Any:
         """A writer whose headers are in the files, ready for the tensors."""
         gguf = gguf_module()
-        writer = gguf.GGUFWriter(folder / self.name, self.architecture, split_max_size=self.part_bytes)
+        fits = sum(job.bytes for job in self.jobs) <= self.part_bytes
+        writer = gguf.GGUFWriter(
+            folder / self.name, self.architecture, split_max_size=0 if fits else self.part_bytes
+        )
         writer.add_type("model")
         self.general.set_gguf_meta_model(writer)
         _add_metadata(writer, self.architecture, self.metadata)
