@@ -28,7 +28,7 @@ from tests.targets.gguf.support import tiny
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-WEIGHTS = {"gguf": "tiny-25K-F16.gguf", "openvino": "openvino_model.bin"}
+WEIGHTS = {"gguf": "Tiny-292K-F16.gguf", "openvino": "openvino_model.bin"}
 PLAN = Plan("p", {}, made_by="test")
 TARGETS = pytest.mark.parametrize("target", WEIGHTS)
 

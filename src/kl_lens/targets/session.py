@@ -33,7 +33,7 @@ class SessionSettings:
 
     @property
     def unusual(self) -> dict[str, Any]:
-        """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
+        """Settings that differ from the defaults, for a subject's record. Threads change speed only, so not they."""
         settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
         settings |= (
             {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
@@ -94,7 +94,7 @@ class TokenizingSession(Session, Protocol):
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:
-    """The tokens to feed; TargetError that names `where` for none, and for what the model has no row for."""
+    """The tokens as integers; TargetError if there are none or one is outside the vocabulary."""
     tokens = [int(token) for token in ids]
     if not tokens:
         raise TargetError("no tokens to feed; give at least one")

@@ -29,18 +29,13 @@ def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int
         counts: of parameters: all, shared, of one expert, and how many experts.
     """
     gguf = gguf_module()
-    load = gguf.Metadata
-    about = []
-    for read in (load.load_model_card, load.load_hf_parameters):
-        try:
-            about.append(read(folder))
-        except Exception:  # a card is written by hand: YAML raises what it likes
-            about.append({})
-    card, config = about
-    metadata = _from(card, config, name, counts[0])
     try:
-        metadata.set_gguf_meta_model(gguf.GGUFWriter(None, "none"))
-    except Exception:  # a card with a number for a name, and the like
+        card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
+        metadata = _from(card, config, name, counts[0])
+        usable = _usable(metadata)
+    except Exception:  # a card is written by hand: it may be no YAML, or have a number for a name
+        usable = False
+    if not usable:
         metadata = _from({}, {}, name, counts[0])
     settings = _generation_settings(folder)
     sampling = {"sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_temp": "temperature"}
@@ -66,6 +61,16 @@ def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: i
     if owner and metadata.organization is None:
         metadata.organization = gguf.Metadata.id_to_title(owner)
     return metadata
+
+
+def _usable(metadata: Any) -> bool:
+    """Whether everything that should be text is."""
+    writer = gguf_module().GGUFWriter(None, "none")
+    metadata.set_gguf_meta_model(writer)
+    kinds = {"STRING": str, "ARRAY": list, "UINT32": int}
+    return all(
+        isinstance(field.value, kinds.get(field.type.name, object)) for field in writer.kv_data[0].values()
+    )
 
 
 def _generation_settings(folder: Path | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Mapped pages are given back while llama.cpp repacks what they hold.
+"""Returns mapped pages to the system while llama.cpp repacks what they hold.
 
-It maps the whole file and copies what its kernels want in another order, and the pages stay: the model is in memory
-twice. They can go as soon as they were read: whatever is still used from the file (rows of the embedding, norms) comes
-back from the system's cache when it is touched. Linux, from version 6.18 on, then maps all of the large piece of its
+llama.cpp maps the whole file and copies tensors into the order its kernels want. The pages stay, so the model is in
+memory twice. They can be dropped once read: what is still used from the file (rows of the embedding, norms) comes back
+from the system's cache when it is touched. Linux, from version 6.18 on, then maps all of the large piece of its
 cache that the page lies in, 2 MB of matrices for a norm of 10 KB, but never beyond the mapping: large tensors get their
 own.
 """

@@ -1,5 +1,7 @@
-"""GGUF files from elsewhere are tried out by another process. `header.check_file` finds what is known to end llama.cpp;
-this finds the rest. A file that still has the header that its export recorded is one of ours and goes straight in."""
+"""Tries GGUF files in another process. `header.check_file` finds what is known to crash llama.cpp; this finds the rest.
+
+A file with the header that its export recorded is ours and is opened directly.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,8 @@ def _require_same_tokens(session: GGUFSession) -> None:
         check = read_artifact(session.path.parent).settings.get(TOKENIZER_CHECK)
     except TargetError:  # from elsewhere: there is no record
         return
-    pre = str(session.file.metadata.get("tokenizer.ggml.pre"))
-    if check and (text := differing_string(session.tokenize, pre, check)) is not None:
+    if check and (text := differing_string(session.tokenize, check)) is not None:
+        pre = session.file.metadata.get("tokenizer.ggml.pre")
         raise TargetError(
             f"{session.path}: llama.cpp's tokenizer ({pre}) splits {text[:60]!r} other than the model's tokenizer; "
             "export with --without-tokenizer, which makes a file that works with token ids alone"

@@ -51,12 +51,17 @@ _NOTES = {
 }
 _SPACE_NOTES = {
     "always": "llama.cpp, like SentencePiece, puts a space before a text that begins with one, transformers does not",
-    "first": "llama.cpp puts a space behind every special token, transformers only before a text",
+    "first": "llama.cpp puts no space before a text, transformers does (in chats, which begin with a special token, "
+    "neither does)",
 }
 _NFC = (
     "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
     "is split differently unless it is composed already"
 )
+
+
+# The sample strings that a note leaves to compare.
+_FORMS = {_NOTES["tekken"]: "ascii", _SPACE_NOTES["always"]: "unspaced", _SPACE_NOTES["first"]: "spaced"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
     known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
     samples = [token["content"] for token in added.values()][:20]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(pre, samples)]
+    form = _FORMS.get(notes[-1], "all") if notes else "all"
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(form, samples)]
     return TokenizerData(
         model=model,
         pre=pre,
@@ -125,32 +131,27 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
         special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
         switches=_added_around(tokenizer) | switches,
         chat_template=template,
-        check={"special": samples, "checksums": _checksums(ids)},
+        check={"form": form, "special": samples, "checksums": _checksums(ids)},
         notes=notes,
     )
 
 
-def differing_string(encode: Callable[[str], list[int]], pre: str, check: Mapping[str, Any]) -> str | None:
+def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:
     """The first sample string that `encode` gives other ids than the tokenizer that was exported."""
-    strings = _samples(pre, check["special"])
-    found = _checksums([encode(text) for text in strings])
-    return next(
-        (
-            s
-            for i, s in enumerate(strings)
-            if found[8 * i : 8 * i + 8] != check["checksums"][8 * i : 8 * i + 8]
-        ),
-        None,
-    )
+    strings = _samples(check["form"], check["special"])
+    found, expected = _checksums([encode(text) for text in strings]), check["checksums"]
+    places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
+    return next((text for text, at in zip(strings, places, strict=True) if found[at] != expected[at]), None)
 
 
-def _samples(pre: str, special: Sequence[str]) -> list[str]:
-    """Strings that llama.cpp has to tokenize as the model's tokenizer does: all that no note takes out."""
-    strings = varied_strings(300, special=() if pre == SPACES else special)
+def _samples(form: str, special: Sequence[str]) -> list[str]:
+    """Strings that llama.cpp has to tokenize as the model's tokenizer does, without those that its notes name."""
+    strings = varied_strings(300, special=() if form == "unspaced" else special)
     strings = [unicodedata.normalize("NFC", text) for text in strings]
-    if pre == SPACES:
-        return [text.lstrip(" ") for text in strings]
-    return [text for text in strings if text.isascii()] if pre == "tekken" else strings
+    if form == "ascii":
+        return [text for text in strings if text.isascii()]
+    bare = [text.lstrip(" ") for text in strings]
+    return {"unspaced": bare, "spaced": [f" {text}" for text in bare]}.get(form, strings)
 
 
 def _checksums(ids: Sequence[Sequence[int]]) -> str:
@@ -179,7 +180,7 @@ def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...]
     if specification["model"].get("byte_fallback"):
         scheme = _space_scheme(specification)
         notes = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
-        return SENTENCEPIECE, SPACES, notes, {"add_space_prefix": scheme != "never"}
+        return SENTENCEPIECE, SPACES, notes, {"add_space_prefix": scheme in ("each", "always")}
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")

@@ -1,7 +1,7 @@
 """Copies of an exported file with one format for all its weights, to see how fast that format is.
 
-Speed does not depend on values, so a copy's weights are one random row, quantized once and repeated: nobody has to open
-the checkpoint, and a large model costs no more than writing its bytes.
+Speed does not depend on values, so a copy's weights are one random row, quantized once and repeated. The checkpoint is
+not needed, and a large model takes no longer than writing its bytes.
 """
 
 from __future__ import annotations
