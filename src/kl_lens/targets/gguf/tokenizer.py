@@ -179,8 +179,8 @@ def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...]
     """llama.cpp's names for the kind of tokenizer and for its pre-tokenizer, what it does differently, its switches."""
     if specification["model"].get("byte_fallback"):
         scheme = _space_scheme(specification)
-        notes = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
-        return SENTENCEPIECE, SPACES, notes, {"add_space_prefix": scheme in ("each", "always")}
+        said = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
+        return SENTENCEPIECE, SPACES, said, {"add_space_prefix": scheme in ("each", "always")}
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
