@@ -96,7 +96,10 @@ def test_split_patterns(kind: tuple[str, bool], name: str, tmp_path: Path) -> No
     """Our merges behind the patterns of other models."""
     specification = json.loads((reference_path("mamba") / "tokenizer.json").read_text())
     pattern, specification["model"]["ignore_merges"] = kind
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    how = {"behavior": "Isolated", "invert": False}
+    if name == "dbrx":  # as files that come from tiktoken spell the same
+        how = {"behavior": "Removed", "invert": True}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, **how}
     specification["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, _BYTES]}
     tokenizer = _from(specification)
     session, artifact = _session(tokenizer, len(tokenizer), tmp_path)
