@@ -141,7 +141,8 @@ def _export(config: Any, shape: str, name: str, path: Path) -> None:
         if kind in kinds:
             assignment[component] = MIXED.get(kind, "q8_0") if name == "mixed" else name
     plan, store = Plan(name, assignment, "benchmark"), WeightStore(weights, memory_budget=0)
-    export_weights(weights, store, config, plan, path, name=shape)
+    artifact = export_weights(weights, store, config, plan, path.parent, name=shape)
+    (path.parent / artifact.files[0]).rename(path)
 
 
 def state_bytes(config: Any) -> int:

@@ -36,21 +36,31 @@ def whole(path: Path) -> Iterator[Path]:
     _clear_files(path.parent)
     temporary, handle = _locked_file(path)
     try:
-        yield temporary
-        # mkstemp makes private files; a result is for everybody who may read the folder.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException as error:
+        with naming(path):
+            yield temporary
+            # mkstemp makes private files; a result is for everybody who may read the folder.
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError) or error.filename is not None:
+        raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system that name no file get this one's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
             raise
         # A full disk does not say where it was met, and numpy says only how much it could write.
         number = errno.ENOSPC if error.errno is None and "written" in str(error) else error.errno
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
-    finally:
-        os.close(handle)
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:

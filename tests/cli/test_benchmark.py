@@ -204,7 +204,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
     output = capsys.readouterr()
     assert "FP16, OpenVINO" in output.out
     assert "openvino/small" in output.err
-    assert "no exported model" in output.err
+    assert "not an exported model" in output.err
     assert "gguf/uniform_fp16" in output.err
     assert "holds other bytes than were exported" in output.err
     after = profiles(folder)

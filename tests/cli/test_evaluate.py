@@ -227,4 +227,4 @@ def test_bad_requests_are_one_line(
 
 def test_an_artifact_that_is_not_there(tmp_path: Path, capsys) -> None:
     assert main(["evaluate", str(tmp_path / "nothing")]) == 1
-    assert "is no exported model" in capsys.readouterr().err
+    assert "is not an exported model" in capsys.readouterr().err

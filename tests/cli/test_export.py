@@ -136,7 +136,7 @@ def test_as_deployed_measures_more_damage_and_stands_beside_weights_alone(
     [
         (["export", "--target", "gguf", "--format", "q8_0"], "name it"),
         (["export", "reference:mamba", "--target", "gguf"], "say what to export"),
-        (["generate", "nowhere", "--prompt", "x"], "no exported model"),
+        (["generate", "nowhere", "--prompt", "x"], "not an exported model"),
         (["generate", "nowhere.gguf", "--prompt", "x"], "nowhere.gguf"),
     ],
 )

@@ -142,7 +142,10 @@ def test_the_tokenizer_beside_a_model_is_what_transformers_reads(
 @pytest.mark.parametrize(
     ("files", "ends"),
     [
-        ({"tokenizer_config.json": {"eos_token": "b"}, "generation_config.json": {"eos_token_id": 0}}, {1}),
+        (
+            {"tokenizer_config.json": {"eos_token": "b"}, "generation_config.json": {"eos_token_id": 0}},
+            {0, 1},
+        ),
         ({"tokenizer_config.json": {"eos_token": {"content": "b", "lstrip": False}}}, {1}),
         ({"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": "c"}}, {2}),
         ({"generation_config.json": {"eos_token_id": [0, 2]}}, {0, 2}),

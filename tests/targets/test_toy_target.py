@@ -199,7 +199,7 @@ def test_what_it_does_not_have_is_said(finished: Path, capsys: pytest.CaptureFix
     assert main(arguments) == 1
     output = capsys.readouterr()
     assert "Toy has no benchmark_app" in output.out
-    assert "Toy: nothing here measures a latency table for it" in output.err
+    assert "Toy: KL Lens cannot measure a latency table for it" in output.err
     with pytest.raises(UnsupportedError, match="what Toy does to activations is not modelled"):
         get_target(NAME).activations(None, {})  # type: ignore[arg-type]
 

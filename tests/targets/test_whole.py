@@ -28,7 +28,7 @@ from tests.targets.gguf.support import tiny
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
 
-WEIGHTS = {"gguf": "tiny-p.gguf", "openvino": "openvino_model.bin"}
+WEIGHTS = {"gguf": "Tiny-292K-F16.gguf", "openvino": "openvino_model.bin"}
 PLAN = Plan("p", {}, made_by="test")
 TARGETS = pytest.mark.parametrize("target", WEIGHTS)
 
@@ -129,8 +129,8 @@ def test_a_folder_that_cannot_be_written_to_is_checked_every_time(
         locate(folder)
 
 
-def _without_merges(tokenizer: Any, vocabulary: int) -> TokenizerData:
-    data = tokenizer_data(tokenizer, vocabulary)
+def _without_merges(tokenizer: Any, vocabulary: int, ends: Any) -> TokenizerData:
+    data = tokenizer_data(tokenizer, vocabulary, ends)
     data.merges.clear()
     return data
 

@@ -51,7 +51,7 @@ from kl_lens.weights import WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Everything but weights; weights are asked for by name, safetensors first.
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."

@@ -33,6 +33,12 @@ class Terminal(Events):
         if self._writes:
             print(printable(text, kept="\n\t"), end="", flush=True)
 
+    def ask(self) -> str | None:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         from kl_lens.cli.progress import TITLES, shown_progress
 

@@ -28,6 +28,10 @@ class Events:
     def wrote(self, text: str) -> None:
         """A piece of generated text."""
 
+    def ask(self) -> str | None:
+        """The next thing that somebody says in a conversation; None: nothing more."""
+        return None
+
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         from kl_lens.sensitivity.sweep import Progress
 

@@ -13,6 +13,7 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.pipeline.calibrating import for_streaming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
+    SIZE,
     Kind,
     Loading,
     Option,
@@ -34,6 +35,7 @@ _KINDS = {
     "switch": Kind(str),
     "text": Kind(str, metavar="NAME"),
     "number": number(1 << 16, 1),  # tokens of a forward without state
+    "size": SIZE,
     "names": Kind(
         lambda text: tuple(name for name in parse_names(text) if name != "none"),
         lambda names: ",".join(names) or "none",

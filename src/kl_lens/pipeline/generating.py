@@ -1,4 +1,7 @@
-"""`generate`: text from an exported model, and how fast it came. Needs the runtime and numpy, nothing more."""
+"""`generate`: text from an exported model, or a conversation with it, and how fast it came.
+
+Needs the runtime and numpy, nothing more.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,15 @@ class GenerateSettings(Settings):
     opens_models: ClassVar[bool] = False
 
     artifact: Path = option(help="an exported folder, or a .gguf file", positional=True, metavar="ARTIFACT")
-    prompt: str = option(metavar="TEXT")
-    max_new_tokens: int = option(64, kind=TOKENS)
+    prompt: str | None = option(
+        None, "text to go on from; with --chat the first thing you say", metavar="TEXT"
+    )
+    chat: bool = option(
+        False, "a conversation by the model's chat template, line by line from standard input; /quit ends it"
+    )
+    max_new_tokens: int | None = option(
+        None, "stop after so many (default: 64; 1024 for an answer of --chat)", kind=TOKENS
+    )
     temperature: float = option(
         0.0, "0: always the likeliest token", kind=number(1000, of=float), metavar="T"
     )
@@ -42,12 +52,14 @@ class GenerateSettings(Settings):
 
     def check(self) -> None:
         super().check()
-        if not self.prompt:
-            raise TargetError("--prompt is empty; give some text to go on from")
+        if not self.prompt and not self.chat:
+            raise TargetError("give --prompt some text to go on from, or --chat for a conversation")
 
 
 @dataclass(frozen=True)
 class GenerateResult:
+    """With `chat`, the last prompt and answer; counts and speeds are of all turns."""
+
     prompt: str
     text: str
     prompt_tokens: int
@@ -72,55 +84,94 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
     load_seconds = time.perf_counter() - begin
     try:
         tokenizer = find_tokenizer(session, settings.artifact, settings.tokenizer)
-        ids = tokenizer.encode(settings.prompt)
-        if not ids:
-            raise TargetError("the prompt holds no tokens")
-        return _generated(settings, session, tokenizer, ids, load_seconds, events)
+        writer = _Writer(settings, session, tokenizer, events)
+        prompt, text = _conversation(writer) if settings.chat else _continued(writer, settings.prompt or "")
+        return GenerateResult(
+            prompt=prompt,
+            text=text,
+            prompt_tokens=writer.read,
+            new_tokens=writer.written,
+            prompt_tokens_per_second=writer.read / max(writer.read_seconds, 1e-9),
+            tokens_per_second=writer.written / max(writer.write_seconds, 1e-9),
+            ms_per_token=1000 * writer.write_seconds / max(1, writer.written),
+            runtime=session.description,
+            load_seconds=load_seconds,
+            peak_memory_bytes=peak_memory(),
+        )
     finally:
         session.close()
 
 
-def _generated(
-    settings: GenerateSettings,
-    session: Session,
-    tokenizer: ArtifactTokenizer,
-    ids: list[int],
-    load_seconds: float,
-    events: Events,
-) -> GenerateResult:
-    random = np.random.default_rng(settings.seed)
-    session.reset()
-    begin = time.perf_counter()
-    logits = session.prefill(ids)
-    prompt_seconds = time.perf_counter() - begin
-    events.wrote(settings.prompt)
-    new: list[int] = []
-    shown = ""
-    begin = time.perf_counter()
-    for _ in range(settings.max_new_tokens):
-        token = _choose(logits, settings.temperature, random)
-        if token in tokenizer.ends:
-            break
-        new.append(token)
-        whole = tokenizer.decode(new)
-        # A character can be spread over several tokens; wait until it is whole.
-        if not whole.endswith("\ufffd"):
-            events.wrote(whole[len(shown) :])
-            shown = whole
-        logits = session.step(token)
-    seconds = time.perf_counter() - begin
-    return GenerateResult(
-        prompt=settings.prompt,
-        text=tokenizer.decode(new),
-        prompt_tokens=len(ids),
-        new_tokens=len(new),
-        prompt_tokens_per_second=len(ids) / max(prompt_seconds, 1e-9),
-        tokens_per_second=len(new) / max(seconds, 1e-9),
-        ms_per_token=1000 * seconds / max(1, len(new)),
-        runtime=session.description,
-        load_seconds=load_seconds,
-        peak_memory_bytes=peak_memory(),
-    )
+def _continued(writer: _Writer, prompt: str) -> tuple[str, str]:
+    """The prompt and what the model writes behind it."""
+    ids = writer.tokenizer.begin(prompt)
+    if not ids:
+        raise TargetError("the prompt holds no tokens")
+    return prompt, writer.write(ids, shown_before=prompt)
+
+
+def _conversation(writer: _Writer) -> tuple[str, str]:
+    """Turn by turn until the input ends; the last thing said, and its answer."""
+    tokenizer, events, settings = writer.tokenizer, writer.events, writer.settings
+    if tokenizer.render is None:
+        raise TargetError(
+            f"{settings.artifact} has no chat template; give it a text with --prompt TEXT instead"
+        )
+    messages: list[dict[str, str]] = []
+    said = settings.prompt or events.ask()
+    while said is not None and said.strip() != "/quit":
+        if said.strip():
+            messages.append({"role": "user", "content": said})
+            answer = writer.write(tokenizer.encode(tokenizer.render(messages)))
+            events.wrote("\n")
+            messages.append({"role": "assistant", "content": answer})
+        said = events.ask()
+    return (messages[-2]["content"], messages[-1]["content"]) if messages else ("", "")
+
+
+class _Writer:
+    """Writes with one session, which keeps what it has read: a prompt that goes on from there is not read again."""
+
+    def __init__(
+        self, settings: GenerateSettings, session: Session, tokenizer: ArtifactTokenizer, events: Events
+    ) -> None:
+        self.settings, self.session, self.tokenizer, self.events = settings, session, tokenizer, events
+        self.read = self.written = 0  # tokens
+        self.read_seconds = self.write_seconds = 0.0
+        self._fed: list[int] = []  # what the session's state has seen
+        self._random = np.random.default_rng(settings.seed)
+        self._most = settings.max_new_tokens or (1024 if settings.chat else 64)
+
+    def write(self, ids: list[int], shown_before: str = "") -> str:
+        """What the model writes behind `ids`, shown as it comes."""
+        known = len(self._fed)
+        if known == 0 or known >= len(ids) or ids[:known] != self._fed:
+            self.session.reset()
+            known = 0
+        begin = time.perf_counter()
+        logits = self.session.prefill(ids[known:])
+        self.read_seconds += time.perf_counter() - begin
+        self.read += len(ids) - known
+        self._fed = list(ids)
+        self.events.wrote(shown_before)
+        new: list[int] = []
+        shown = ""
+        begin = time.perf_counter()
+        for _ in range(self._most):
+            token = _choose(logits, self.settings.temperature, self._random)
+            if token in self.tokenizer.ends:
+                break
+            new.append(token)
+            whole = self.tokenizer.decode(new)
+            # A character can be spread over several tokens; wait until it is whole.
+            if not whole.endswith("\ufffd"):
+                self.events.wrote(whole[len(shown) :])
+                shown = whole
+            logits = self.session.step(token)
+        self.write_seconds += time.perf_counter() - begin
+        self.written += len(new)
+        self._fed += new
+        return self.tokenizer.decode(new)
 
 
 def _choose(logits: Logits, temperature: float, random: np.random.Generator) -> int:

@@ -208,7 +208,7 @@ def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
 
 
 def generate(file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
-    """Text from an exported folder or a `.gguf` file."""
+    """Text from an exported folder or a `.gguf` file; with `chat=True` an answer by its chat template."""
     return _alone("generate", artifact=file, prompt=prompt, **flags)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_record(folder: Path, artifact: Artifact) -> None:
-    """Behind the files: a folder that has a record is complete."""
+    """Written after the files: a folder with a record is complete."""
     write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
 
 
@@ -25,7 +25,7 @@ def read_artifact(folder: Path) -> Artifact:
     settle(folder)
     path = folder / RECORD_FILE
     if not path.is_file():
-        raise TargetError(f"{folder} is no exported model: it has no {RECORD_FILE}; run `kl-lens export`")
+        raise TargetError(f"{folder} is not an exported model: it has no {RECORD_FILE}; run `kl-lens export`")
     try:
         artifact = Artifact.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

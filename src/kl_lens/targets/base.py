@@ -1,6 +1,6 @@
-"""What a target is: everything that the rest of the house may ask of a runtime and its files.
+"""What a target is: everything that other code may ask of a runtime and its files.
 
-A new target is one class in one folder and one line in `registry.py`. Nothing outside this room knows a target by name.
+A new target is one class in one folder and one line in `registry.py`. Code outside `targets/` names no target.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
 
 @dataclass(frozen=True)
 class StockRecipe:
-    """A mixture that everybody knows (`Q4_K_M`, NNCF's INT4_SYM), as component → recipe for one model."""
+    """A well-known mixture (`Q4_K_M`, NNCF's INT4_SYM), as component → recipe for one model."""
 
     name: str
     assignment: Mapping[str, Recipe]
     origin: str  # whose rule it is
-    usual: bool = False  # one of the few that everybody takes first
+    usual: bool = False  # one of the few that most people try first
 
     @property
     def plan_name(self) -> str:
@@ -57,18 +57,18 @@ class ExportOption:
     keyword: str
     flag: str  # --static-tokens
     help: str
-    kind: str = "switch"  # switch, text, number, or names (separated by commas; `none` for none at all)
+    kind: str = "switch"  # switch, text, number, size, or names (separated by commas; `none` for none at all)
     given: Any = True  # a switch: what the keyword becomes when the flag is there
 
 
 @dataclass(frozen=True)
 class Health:
-    """How a runtime stands on this machine."""
+    """Whether a runtime works on this machine."""
 
-    runtime: str  # library and version; empty where there is none
+    runtime: str  # library and version; empty: not installed
     facts: tuple[str, ...] = ()
     problem: str = ""  # empty: all is well
-    mend: str = ""  # the one command that mends it
+    mend: str = ""  # the command that fixes it
 
 
 class Target(ABC):
@@ -100,7 +100,7 @@ class Target(ABC):
             ) from error
 
     def prepare(self) -> None:
-        """Loads its libraries, so that what is weighed afterwards is the model alone."""
+        """Loads its libraries, so that memory measured afterwards is the model's alone."""
         self.require()
 
     def health(self) -> Health:
@@ -119,11 +119,11 @@ class Target(ABC):
         gpu: bool = False,
         patched: bool = False,
     ) -> Path:
-        """Puts a faster runtime in place: the libraries of a folder, or (None) built here, with `gpu` for a GPU too,
-        `patched` with this project's changes to it."""
-        raise UnsupportedError(
-            f"{self.title}: its packages are as fast as they get; there is nothing to build"
-        )
+        """Installs a faster runtime: the libraries of a folder, or (None) built here.
+
+        `gpu`: with GPU support. `patched`: with this project's patches.
+        """
+        raise UnsupportedError(f"{self.title}: there is no faster build of its packages")
 
     def remove_runtime(self) -> bool:
         """Undoes that; whether there was anything to remove."""
@@ -142,19 +142,19 @@ class Target(ABC):
 
     @property
     def menu(self) -> tuple[Recipe, ...]:
-        """What a plan for this target chooses from by default: its formats, each by the best method there is."""
+        """What a plan for this target chooses from by default: each format with its best method."""
         return self.recipes(self.formats)
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
-        """The same for a first look: fewer of them, and 8 bits to nearest, where learning hardly shows."""
+        """A shorter menu for a first look; 8 bits are rounded to nearest, because learning hardly helps there."""
         return self.menu
 
     def recipes(self, formats: Sequence[str]) -> tuple[Recipe, ...]:
         return tuple(preferred(name, self.methods) for name in formats)
 
     def unsupported(self, model_type: str) -> str | None:
-        """Why this runtime cannot run such models; None also where only trying shows it (`UnsupportedError`)."""
+        """Why this runtime cannot run such models. None: it can, or only trying shows it (`UnsupportedError`)."""
         return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
@@ -166,8 +166,12 @@ class Target(ABC):
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
         """Writes the files and their record (`artifact.json`) whole, or leaves what was there before.
 
-        The runtime opens them first: what it cannot open is not kept.
+        The runtime opens them first: what it cannot open is not kept. Files of an earlier export there go.
         """
+        try:
+            earlier = read_artifact(folder).files
+        except TargetError:
+            earlier = ()
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
@@ -184,10 +188,12 @@ class Target(ABC):
                 notes = [*artifact.settings.get("notes", ()), unopened]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
                 write_record(place, artifact)
+        for name in set(earlier) - set(artifact.files):
+            (folder / name).unlink(missing_ok=True)
         return artifact
 
     def try_out(self, place: Path) -> str | None:
-        """Opens what `write` wrote; TargetError where the runtime cannot, and why not where there is no runtime."""
+        """Opens what `write` wrote, or raises TargetError. Returns a note where no runtime is installed to open it."""
         return None
 
     @abstractmethod
@@ -201,13 +207,13 @@ class Target(ABC):
         return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """`loaded_bytes` of what `export` would write for a plan; never less than it will be."""
+        """`loaded_bytes` of what `export` would write for a plan, or an upper bound of it."""
         with tempfile.TemporaryDirectory() as folder:
             self.write(model, plan, Path(folder))
             return self.loaded_bytes(Path(folder))
 
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """To the byte, where `file_bytes` is a bound and the difference can cost a plan that just fits."""
+        """The exact size, where `file_bytes` is a bound."""
         return self.file_bytes(model, plan)
 
     def overhead(self, fmt: Format) -> int:
@@ -215,11 +221,11 @@ class Target(ABC):
         return 0
 
     def uniform_plan(self, folder: Path, format_name: str) -> Plan:
-        """One format for everything in a checkpoint that is not opened; only where the target streams."""
+        """One format for everything in a checkpoint, without loading it; only for targets that stream."""
         raise TargetError(f"{self.title} needs the whole model in memory; it cannot stream {folder}")
 
     def owns(self, path: Path) -> bool:
-        """Whether a file, by its name, is of this target also without a record beside it."""
+        """Whether a file is this target's, by its name alone."""
         return False
 
     @abstractmethod
@@ -242,7 +248,7 @@ class Target(ABC):
 
     @abstractmethod
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        """A session. `cold`: as on the first day, without anything compiled earlier."""
+        """A session. `cold`: without anything that was compiled earlier."""
 
     @property
     def version(self) -> str:
@@ -261,21 +267,21 @@ class Target(ABC):
         return settings.device
 
     def fewest_threads(self, place: Path) -> int | None:
-        """With how many, at least, it may run beside others in a thread of this process; None: alone.
+        """The fewest threads with which several sessions may run in one process; None: one session at a time.
 
-        With fewer it would compute otherwise; more change speed only.
+        With fewer threads results differ; more threads change speed only.
         """
         return None
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
-        """The same with float32 arithmetic; None where the runtime has none, or these are it."""
+        """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
         return None
 
     # -- timing --------------------------------------------------------------------------------------------
 
     def latency(self, request: LatencyRequest) -> LatencyProfile:
-        """Seconds of every component in every format; TargetError where they cannot be had."""
-        raise TargetError(f"{self.title}: nothing here measures a latency table for it")
+        """Seconds of every component in every format; TargetError where they cannot be measured."""
+        raise TargetError(f"{self.title}: KL Lens cannot measure a latency table for it")
 
     def storable(self, table: SensitivityTable, recipes: Sequence[str]) -> list[str]:
         """FP16, and those of the recipes' formats that this target can hold for some component."""
@@ -288,7 +294,7 @@ class Target(ABC):
         ]
 
     def conditions(self, settings: SessionSettings) -> dict[str, Any]:
-        """What a time depends on besides the file: with another of these it is another time."""
+        """What a timing depends on besides the file."""
         return {
             "runtime": f"{self.title} {self.version}".strip(),
             "processor": processor_name(),

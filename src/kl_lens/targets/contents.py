@@ -1,7 +1,7 @@
 """What one token has to read, found in the files themselves.
 
-Bytes and formats are those on disk. A runtime that expands weights on loading reads more; then it reaches a smaller
-share of the bound, and rightly so.
+Bytes and formats are those on disk. A runtime that expands weights on loading reads more, and so reaches a smaller
+share of the bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark program that publications about a runtime quote; a target has one, or none."""
+"""The benchmark program that publications about a runtime quote, where there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AppReport:
 
 
 class PublishedProgram(ABC):
-    """How it is called and what it prints; the protocol around it is profiling's."""
+    """How to call it and read its output; `profiling` decides when and how often."""
 
     @abstractmethod
     def input_shapes(self, place: Path) -> str | None:

@@ -1,5 +1,5 @@
-"""Files from elsewhere are opened in a process of their own first: on some, a native runtime ends its process, hangs,
-or asks for all the memory there is. That process may take it; then it is an error about that file.
+"""Opens files from elsewhere in a separate process first. On some files a native runtime crashes, hangs or takes all
+memory; in a separate process that becomes an error about the file.
 
 python -m kl_lens.targets.quarantine MODULE PLACE: `try_out(PLACE)` of that module.
 """
@@ -22,7 +22,7 @@ from kl_lens.errors import TargetError, one_line, printable
 _SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
 # What it may take: libraries and little models, and for large ones what runtimes make of compressed weights.
 _MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
-_stood: set[tuple[object, ...]] = set()  # what passed, as it was
+_stood: set[tuple[object, ...]] = set()  # files that passed, with their sizes and times
 
 
 def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str) -> None:

@@ -37,7 +37,7 @@ def _instance(place: str) -> Target:
 
 
 def describe_target(name: str) -> Target:
-    """A target whether or not its packages are there: what it is called, holds and offers."""
+    """A target, whether or not its packages are installed."""
     if name not in TARGETS:
         raise TargetError(f"no target is called {name!r}; there are {', '.join(TARGETS)}")
     return _instance(TARGETS[name])
@@ -56,9 +56,9 @@ def target_of(path: Path | str) -> Target:
 
 
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
-    """The exported folder and its record, or a bare file without one; a file of an exported folder stands for it.
+    """The exported folder and its record, or a bare file and None. A file of an exported folder means the folder.
 
-    Every verb that opens files comes by here: TargetError where they are not what was exported.
+    Every verb that opens files calls this: TargetError where they are not what was exported.
     """
     path = Path(path)
     if not path.is_file():
@@ -107,12 +107,12 @@ def open_session(
 
 
 def menu_of(target: Target, *, full: bool = False) -> tuple[Recipe, ...]:
-    """The recipes that plans for a target choose from besides FP16: those that matter most, or all."""
+    """The recipes that plans for a target choose from besides FP16: the short menu, or the full one."""
     return tuple(recipe for recipe in (target.menu if full else target.short_menu) if recipe != FP16)
 
 
 def computed_as(target: Target) -> str | None:
-    """The target's name where it is known what its kernels do to activations here; None: weights alone."""
+    """The target's name if its kernels' effect on activations is modelled; None: only weights are."""
     recipes: dict[str, Recipe] = {recipe: recipe for recipe in target.menu}
     return target.name if target.models_activations(SessionSettings(), recipes) else None
 

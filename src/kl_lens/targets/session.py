@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kl_lens.errors import TargetError
 
+if TYPE_CHECKING:
+    from kl_lens.targets.chat import Renderer
+
 Logits = npt.NDArray[np.float32]
-# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them; lean is mapped,
-# and what was repacked is given back.
+# How weights come into memory: read or mapped, repacked for kernels or (plain) as the file has them. lean: mapped, and
+# pages of repacked tensors are returned to the system.
 LOAD_MODES = ("lean", "read", "mapped", "read-plain", "mapped-plain")
 ALL_LAYERS = 999  # on a GPU
 
@@ -30,7 +33,7 @@ class SessionSettings:
 
     @property
     def unusual(self) -> dict[str, Any]:
-        """What sets these apart from the usual ones, for a subject's record; threads change speed only."""
+        """Settings that differ from the defaults, for a subject's record. Threads change speed only, so not they."""
         settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
         settings |= (
             {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
@@ -74,21 +77,24 @@ class TokenizingSession(Session, Protocol):
     """A session that can tokenize by the vocabulary inside its file."""
 
     @property
-    def end_token(self) -> int | None:
-        """Behind which a text is over, where the file names one."""
+    def end_tokens(self) -> frozenset[int]:
+        """Those that end a text or a turn, as the runtime knows them."""
 
     def require_vocabulary(self) -> None:
         """Raises TargetError when this very file holds no vocabulary."""
 
-    def tokenize(self, text: str) -> list[int]:
-        """Without beginning or end tokens."""
+    def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
+        """Special tokens are found by their texts; `begin`: with the tokens that the file puts around a text."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; half a character becomes U+FFFD."""
+        """The text of tokens, without special ones; half a character becomes U+FFFD."""
+
+    def chat_renderer(self) -> Renderer | None:
+        """The chat template inside the file; None where there is none."""
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:
-    """The tokens to feed; TargetError that names `where` for none, and for what the model has no row for."""
+    """The tokens as integers; TargetError if there are none or one is outside the vocabulary."""
     tokens = [int(token) for token in ids]
     if not tokens:
         raise TargetError("no tokens to feed; give at least one")

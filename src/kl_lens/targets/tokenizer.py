@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kl_lens.errors import TargetError
+from kl_lens.targets.chat import Renderer, chat_renderer, default_template
 from kl_lens.targets.registry import target_of
 from kl_lens.targets.session import Session, TokenizingSession
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
 class ArtifactTokenizer:
-    """Tokens of a text, without beginning or end tokens, and the text of tokens."""
+    """Tokens of a text and the text of tokens."""
 
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]  # special tokens are found by their texts, and none are added
+    begin: Callable[[str], list[int]]  # the same with the tokens that the tokenizer itself adds, such as <s>
     decode: Callable[[Sequence[int]], str]
-    ends: frozenset[int]  # tokens behind which a text is over; empty where none is known
+    ends: frozenset[int]  # tokens that end a text or a turn; empty where none is known
+    render: Renderer | None = None  # the chat template, where there is one
 
 
 def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
@@ -39,9 +43,12 @@ def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -
         return _from_transformers(place)
     if not isinstance(session, TokenizingSession):
         raise _none_at(artifact)
-    end = session.end_token
     return ArtifactTokenizer(
-        session.tokenize, session.detokenize, frozenset() if end is None else frozenset([end])
+        encode=session.tokenize,
+        begin=partial(session.tokenize, begin=True),
+        decode=session.detokenize,
+        ends=session.end_tokens,
+        render=session.chat_renderer(),
     )
 
 
@@ -61,7 +68,7 @@ class VocabularyTokenizer:
 
     def __init__(self, session: TokenizingSession) -> None:
         self._session = session
-        self.eos_token_id = session.end_token
+        self.eos_token_id = min(session.end_tokens, default=None)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(token) for token in self._session.tokenize(text)]
@@ -114,7 +121,7 @@ def _from_file(path: Path) -> ArtifactTokenizer:
         raise TargetError(
             f"{path} cannot be read as a tokenizer: {error}; pass one with --tokenizer"
         ) from error
-    settings = _read(path.parent / "tokenizer_config.json")
+    settings = _read(path.parent / CONFIG_FILE)
     cleaned = path.name == TOKENIZER_FILE and settings.get("clean_up_tokenization_spaces")
     if cleaned and type(tokenizer.model).__name__ != "BPE":
         return _from_transformers(str(path.parent))  # it alone knows which spaces those are
@@ -123,22 +130,43 @@ def _from_file(path: Path) -> ArtifactTokenizer:
     tokenizer.no_padding()
     return ArtifactTokenizer(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        begin=lambda text: list(tokenizer.encode(text).ids),
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         ends=_ends(path.parent, tokenizer),
+        render=_renderer(path.parent),
     )
 
 
 def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """The end token that the tokenizer's files name, or else the ones of the model's own generation settings."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _read(folder / name).get("eos_token")
-        if isinstance(token, dict):  # written out, with how it is found in a text
-            token = token.get("content")
-        if token is not None:
-            end = tokenizer.token_to_id(token)
-            return frozenset([] if end is None else [int(end)])
+    """The end token that the tokenizer's files name, and those of the model's own generation settings."""
+    named = _special_texts(folder).get("eos_token")
+    end = None if named is None else tokenizer.token_to_id(named)
     ids = _read(folder / "generation_config.json").get("eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(i for i in (end, *(ids if isinstance(ids, list) else [ids])) if isinstance(i, int))
+
+
+def _special_texts(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like → text."""
+    texts: dict[str, str] = {}
+    for name in ("special_tokens_map.json", CONFIG_FILE):
+        for key, token in _read(folder / name).items():
+            if isinstance(token, dict):  # written out, with how it is found in a text
+                token = token.get("content")
+            if key.endswith("_token") and isinstance(token, str):
+                texts[key] = token
+    return texts
+
+
+def _renderer(folder: Path) -> Renderer | None:
+    """The chat template among a tokenizer's files, where transformers looks for it."""
+    for file in (folder / "chat_template.jinja", folder / CONFIG_FILE):
+        if file.suffix == ".jinja":
+            template = file.read_text(encoding="utf-8") if file.is_file() else None
+        else:
+            template = default_template(_read(file).get("chat_template"))
+        if template:
+            return chat_renderer(template, _special_texts(folder), str(file))
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -155,9 +183,11 @@ def _from_transformers(place: str) -> ArtifactTokenizer:
     from kl_lens.checkpoints import load_tokenizer
 
     tokenizer: Any = load_tokenizer(Path(place), place, trust_remote_code=False)
-    end = tokenizer.eos_token_id
+    end, template = tokenizer.eos_token_id, default_template(tokenizer.chat_template)
     return ArtifactTokenizer(
         encode=lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]],
+        begin=lambda text: [int(token) for token in tokenizer(text)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         ends=frozenset() if end is None else frozenset([int(end)]),
+        render=chat_renderer(template, tokenizer.special_tokens_map, place) if template else None,
     )

@@ -65,26 +65,26 @@ def test_large_tensors_of_a_mapped_file_lie_apart_from_what_is_still_used(tmp_pa
     """So that a small tensor brings nothing back but itself; not a byte of the file changes."""
     path, size = tmp_path / "file", 4 << 20
     path.write_bytes(bytes(range(256)) * (size >> 8))
-    matrix = TensorEntry("blk.0.ssm_in.weight", (1, 1), "Q8_0", offset=5000, bytes=(2 << 20))
-    norm = TensorEntry("blk.0.attn_norm.weight", (1,), "F32", offset=5000 + matrix.bytes, bytes=8000)
-    embedding = TensorEntry("token_embd.weight", (1, 1), "Q8_0", offset=size - (1 << 20), bytes=1 << 20)
+    matrix = TensorEntry("blk.0.ssm_in.weight", (1, 1), "Q8_0", 5000, 2 << 20, path)
+    norm = TensorEntry("blk.0.attn_norm.weight", (1,), "F32", 5000 + matrix.bytes, 8000, path)
+    embedding = TensorEntry("token_embd.weight", (1, 1), "Q8_0", size - (1 << 20), 1 << 20, path)
     # llama.cpp maps shared and read-only, from a page of the file on
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), size - 4096, mmap.MAP_SHARED, mmap.PROT_READ, offset=4096) as view,
     ):
-        paging.set_apart(path, [matrix, norm, embedding])
+        paging.set_apart([matrix, norm, embedding])
         pieces = paging.mappings_of(path)
         assert (pieces[1][2], pieces[2][2]) == (8192, (5000 + matrix.bytes) // 4096 * 4096)
         assert len(pieces) == 3 + 16
         assert view[:] == path.read_bytes()[4096:]
-        paging.give_back(path)
+        paging.give_back([path])
         assert view[:] == path.read_bytes()[4096:]
 
 
 def test_a_large_embedding_is_cut_into_few_pieces() -> None:
     """A process may have 65,530 mappings; what is used up here is missing for threads and buffers."""
-    table = TensorEntry("token_embd.weight", (1, 1), "F16", offset=4096, bytes=5 << 30)
+    table = TensorEntry("token_embd.weight", (1, 1), "F16", 4096, 5 << 30, Path())
     pieces = list(paging.stretches_of(table))
     assert len(pieces) <= 1024
     assert pieces[-1][1] <= 4096 + table.bytes

@@ -31,7 +31,7 @@ _PER_256 = (
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs",
 )  # fmt: skip
 _SMALLEST = torch.finfo(torch.float32).tiny
-# The kernels for x86 multiply with 127/max|x|, the others with 1/(max|x|/127): one activation in a million differs.
+# Kernels for x86 multiply by 127/max|x|, others by 1/(max|x|/127): one activation in a million differs.
 _ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 

@@ -1,4 +1,4 @@
-"""Which recipe every tensor of a file gets: what the plan says, checked, or what stands in where that does not fit."""
+"""Which recipe every tensor of a file gets: the plan's, or a fallback where that does not fit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def decide(
 
 
 def planned_bytes(planned: str, shape: tuple[int, ...]) -> int:
-    """What the plan hoped for; where its format cannot hold the shape at all, FP16."""
+    """Bytes in the planned format; in FP16 where that cannot hold the shape."""
     if planned == FLOAT32:
         return 4 * math.prod(shape)
     fmt = Recipe.parse(planned).grid

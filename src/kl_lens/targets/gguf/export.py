@@ -1,4 +1,4 @@
-"""A model and a plan become one GGUF file."""
+"""A model and a plan become a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kl_lens.formats import FP16
 from kl_lens.records import Artifact, Plan
-from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, header_digest
+from kl_lens.targets.gguf.general import end_tokens, file_name, general_metadata
+from kl_lens.targets.gguf.quarantine import HEADER_DIGEST, TOKENIZER_CHECK, header_digest
 from kl_lens.targets.gguf.tokenizer import tokenizer_data
-from kl_lens.targets.gguf.writer import FLOAT32, Header, size_on_disk, write_file
-from kl_lens.units import tag_of
+from kl_lens.targets.gguf.writer import FLOAT32, Header, parameter_counts, size_on_disk, write_files
 from kl_lens.version import __version__
 
 # The package gives `export` and so loads this file, also where it only runs a file: torch and transformers come in
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kl_lens.targets.gguf.writer import TensorJob
     from kl_lens.weights import Statistics, WeightStore
 
+PART_BYTES = 50 * 10**9  # the largest file that the Hugging Face hub takes
+
 
 def export(
     model: LoadedModel | Path | str,
@@ -32,11 +34,12 @@ def export(
     fallback: bool = True,
     include_tokenizer: bool = True,
     tokenizer: Any | None = None,
+    part_bytes: int = PART_BYTES,
     fingerprint: str | None = None,
     statistics: Statistics | None = None,
     weights_folder: Path | None = None,
 ) -> Artifact:
-    """Writes `folder/NAME-PLAN.gguf` and says what became of every component.
+    """Writes the file to `folder`, named as llama.cpp's own tools name theirs, and says what became of every component.
 
     Args:
         model: an opened model, or a checkpoint folder. A folder is streamed: one tensor at a time is read,
@@ -47,6 +50,7 @@ def export(
             store and record it. False: refuse instead.
         include_tokenizer: False writes a file that works with token ids only.
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
+        part_bytes: more bytes of weights than this are written in parts, which llama.cpp opens by the first.
         fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
         statistics, weights_folder: of a streamed folder: what learnt recipes are made from, and where what is
             expensive is kept. An opened model has its own.
@@ -61,7 +65,7 @@ def export(
 
     tensors: TensorSource
     if isinstance(model, LoadedModel):
-        config, name = model.config, model.name
+        config, name, source = model.config, model.name, model.folder
         store = model.weights
         streamed = model.residency is not None
         tensors = CheckpointTensors(model.folder, config) if streamed else ModelTensors(model.model)
@@ -81,10 +85,12 @@ def export(
             store,
             config,
             plan,
-            Path(folder) / f"{tag_of(name)}-{tag_of(plan.name)}.gguf",
+            Path(folder),
             name=name,
+            checkpoint=source,
             fallback=fallback,
             tokenizer=(tokenizer or own_tokenizer) if include_tokenizer else None,
+            part_bytes=part_bytes,
             fingerprint=fingerprint or "",
         )
     finally:
@@ -118,23 +124,30 @@ def export_weights(
     store: WeightStore,
     config: Any,
     plan: Plan,
-    path: Path,
+    folder: Path,
     *,
     name: str,
+    checkpoint: Path | None = None,
     fallback: bool = True,
     tokenizer: Any | None = None,
+    part_bytes: int = PART_BYTES,
     fingerprint: str = "",
 ) -> Artifact:
-    """`export` for weights from anywhere; `config` is a transformers configuration."""
+    """`export` for weights from anywhere.
+
+    `config` is a transformers configuration; `checkpoint` a folder whose model card and settings the file quotes.
+    """
     from kl_lens.targets.gguf.architectures import get_architecture
     from kl_lens.targets.gguf.choices import planned_bytes
 
     architecture = get_architecture(config.model_type)
-    header, decided = _prepared(tensors, config, plan, name, fallback, tokenizer, fingerprint)
+    header, decided = _prepared(
+        tensors, config, plan, name, checkpoint, fallback, tokenizer, part_bytes, fingerprint
+    )
     text = header.tokenizer
     jobs = header.jobs
     learnt = store.learnt_by((job.recipe for job in jobs if job.recipe is not None), plan.statistics)
-    digests = write_file(path, header, tensors, store)
+    files, digests = write_files(folder, header, tensors, store)
     records = tuple(
         replace(record, digest=digests[record.runtime_name][0], weights=digests[record.runtime_name][1])
         for _, record in decided
@@ -142,10 +155,10 @@ def export_weights(
     return Artifact(
         target="gguf",
         plan=plan.name,
-        files=(path.name,),
+        files=tuple(path.name for path in files),
         tensors=records,
         planned_bytes=sum(planned_bytes(record.planned, job.shape) for job, record in decided),
-        realised_bytes=path.stat().st_size,
+        realised_bytes=sum(path.stat().st_size for path in files),
         model=name,
         model_fingerprint=fingerprint,
         settings={
@@ -153,7 +166,8 @@ def export_weights(
             "tokenizer": text.pre if text else "none",
             "tensor_bytes": sum(job.bytes for job in jobs),
             "fallbacks": sum(1 for record in records if record.realised not in (record.planned, FLOAT32)),
-            HEADER_DIGEST: header_digest(path),
+            HEADER_DIGEST: header_digest(files[0]),
+            **({TOKENIZER_CHECK: text.check} if text else {}),
             "notes": [*architecture.notes(config), *(text.notes if text else ())],
             **({"statistics": learnt} if learnt else {}),
         },
@@ -165,8 +179,10 @@ def _prepared(
     config: Any,
     plan: Plan,
     name: str,
+    checkpoint: Path | None,
     fallback: bool,
     tokenizer: Any | None,
+    part_bytes: int,
     fingerprint: str,
 ) -> tuple[Header, list[tuple[TensorJob, ExportedTensor]]]:
     """All that is known of a file before a weight is read."""
@@ -183,26 +199,28 @@ def _prepared(
     jobs = [job for job, _ in decided]
     vocabulary = next(job.shape[0] for job in jobs if job.rule.name == "token_embd.weight")
     metadata = {
-        "general.name": name,
         "kl_lens.version": __version__,
         "kl_lens.plan": plan.name,
         "kl_lens.model_fingerprint": fingerprint,
         **{f".{key}": value for key, value in architecture.metadata(config).items()},
         ".vocab_size": vocabulary,
     }
-    text = tokenizer_data(tokenizer, vocabulary) if tokenizer is not None else None
-    return Header(architecture.name(config), metadata, text, jobs), decided
+    text = tokenizer_data(tokenizer, vocabulary, end_tokens(checkpoint)) if tokenizer is not None else None
+    general = general_metadata(checkpoint, name, parameter_counts(jobs))
+    file = file_name(general, plan, jobs)
+    return Header(architecture.name(config), metadata, general, text, jobs, file, part_bytes), decided
 
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
-    """The size of the file that `export` would write for an opened model, to the byte, without quantizing anything."""
+    """The size of what `export` would write for an opened model, to the byte, without quantizing anything."""
     from kl_lens.checkpoints.streaming import ModelTensors
 
     tensors = ModelTensors(model.model)
     try:
         header, _ = _prepared(
-            tensors, model.config, plan, model.name, True, model.tokenizer, model.fingerprint
-        )
+            tensors, model.config, plan, model.name, model.folder, True, model.tokenizer, PART_BYTES,
+            model.fingerprint,
+        )  # fmt: skip
         return size_on_disk(header)
     finally:
         tensors.close()

@@ -28,6 +28,7 @@ _LONGEST_KEPT_ARRAY = 4096
 _FLOAT32_ONLY = re.compile(r"\.ssm_(conv1d\.(weight|bias)|a|d|dt\.bias)$|norm(\.weight)?$")
 _EXPANSION_OF_TWO = ("mamba", "jamba", "granitehybrid")
 _ALIGNMENTS = [2**power for power in range(3, 17)]
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _MOST_BLOCKS = 512  # llama.cpp's own limit
 
@@ -37,16 +38,18 @@ class TensorEntry:
     name: str
     shape: tuple[int, ...]  # as numpy and PyTorch write it: rows first
     type: str  # ggml's name: F32, F16, Q8_0, …
-    offset: int  # from the beginning of the file
+    offset: int  # from the beginning of its file
     bytes: int
+    path: Path  # its file: one of the parts
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A GGUF file's metadata (without very long arrays) and the list of its tensors."""
+    """A GGUF file's metadata (without very long arrays) and the list of its tensors, those of all its parts."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
+    paths: tuple[Path, ...]
 
     @property
     def architecture(self) -> str:
@@ -97,8 +100,27 @@ class _Cursor:
         return f"[{count} strings]"
 
 
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The files that belong together, first part first: by their names, as llama.cpp finds them."""
+    if not (match := _PART.fullmatch(path.name)):
+        return (path,)
+    stem, count = match[1], int(match[3])
+    return tuple(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+
+
 def read_header(path: Path) -> FileInfo:
-    """Parses the header and checks that every tensor lies inside the file."""
+    """Parses the headers of a file and its other parts; checks that every tensor lies inside its file."""
+    first, *others = [_read_one(part) for part in parts_of(path)]
+    tensors = (*first.tensors, *(entry for other in others for entry in other.tensors))
+    count = first.metadata.get("split.tensors.count", len(tensors))
+    if others and count != len(tensors):
+        raise TargetError(
+            f"{path}: its parts hold {len(tensors)} tensors, not {count}; export or download them again"
+        )
+    return FileInfo(first.metadata, tensors, parts_of(path))
+
+
+def _read_one(path: Path) -> FileInfo:
     if not path.is_file():
         raise TargetError(
             f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
@@ -109,7 +131,7 @@ def read_header(path: Path) -> FileInfo:
         if data[:4] != b"GGUF":
             raise TargetError(f"{path} is no GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
         try:
-            return _parse(_Cursor(data), len(data))
+            return _parse(_Cursor(data), len(data), path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
             reason = (
                 printable(one_line(error)) if isinstance(error, _Damaged) else "its header makes no sense"
@@ -117,7 +139,7 @@ def read_header(path: Path) -> FileInfo:
             raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
 
 
-def _parse(cursor: _Cursor, size: int) -> FileInfo:
+def _parse(cursor: _Cursor, size: int, path: Path) -> FileInfo:
     cursor.take(4)
     version = cursor.number(4)
     if version not in (2, 3):
@@ -132,13 +154,15 @@ def _parse(cursor: _Cursor, size: int) -> FileInfo:
     if alignment not in _ALIGNMENTS:
         raise _Damaged(f"general.alignment is {str(alignment)[:40]!r}, not a power of two from 8 on")
     start = math.ceil(cursor.at / alignment) * alignment
-    placed = tuple(TensorEntry(name, shape, kind, start + at, count) for name, shape, kind, at, count in raw)
+    placed = tuple(
+        TensorEntry(name, shape, kind, start + at, count, path) for name, shape, kind, at, count in raw
+    )
     for entry in placed:
         if entry.offset + entry.bytes > size:
             raise _Damaged(
                 f"tensor {entry.name} needs bytes up to {entry.offset + entry.bytes} and the file has {size}"
             )
-    return FileInfo(metadata, placed)
+    return FileInfo(metadata, placed, (path,))
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:

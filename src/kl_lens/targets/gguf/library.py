@@ -103,11 +103,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _INT,
         (_POINTER, ctypes.c_char_p, _INT, ctypes.POINTER(ctypes.c_int32), _INT, _BOOL, _BOOL),
     ),
-    # (vocabulary, tokens, how many, text, room in it, leave special tokens out, spell special tokens)
-    "llama_detokenize": (
-        _INT,
-        (_POINTER, ctypes.POINTER(ctypes.c_int32), _INT, ctypes.c_char_p, _INT, _BOOL, _BOOL),
-    ),
+    "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
+    # (vocabulary, token, text, room in it, spaces to drop in front, spell special tokens)
+    "llama_token_to_piece": (_INT, (_POINTER, _INT, ctypes.c_char_p, _INT, _INT, _BOOL)),
 }
 
 

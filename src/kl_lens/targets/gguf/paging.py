@@ -1,8 +1,8 @@
-"""Mapped pages are given back while llama.cpp repacks what they hold.
+"""Returns mapped pages to the system while llama.cpp repacks what they hold.
 
-It maps the whole file and copies what its kernels want in another order, and the pages stay: the model is in memory
-twice. They can go as soon as they were read: whatever is still used from the file (rows of the embedding, norms) comes
-back from the system's cache when it is touched. Linux, from version 6.18 on, then maps all of the large piece of its
+llama.cpp maps the whole file and copies tensors into the order its kernels want. The pages stay, so the model is in
+memory twice. They can be dropped once read: what is still used from the file (rows of the embedding, norms) comes back
+from the system's cache when it is touched. Linux, from version 6.18 on, then maps all of the large piece of its
 cache that the page lies in, 2 MB of matrices for a norm of 10 KB, but never beyond the mapping: large tensors get their
 own.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,17 +35,21 @@ can_give_back = sys.platform == "linux" and _MAPS.is_file()
 ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
 
 
-def give_back(path: Path) -> None:
-    """Read-only, shared mappings of this file only: nothing can be lost."""
-    for start, end, _ in mappings_of(path):
-        _advise(start, end, _DONT_NEED)
+def give_back(paths: Iterable[Path]) -> None:
+    """Read-only, shared mappings of these files only: nothing can be lost."""
+    for path in paths:
+        for start, end, _ in mappings_of(path):
+            _advise(start, end, _DONT_NEED)
 
 
-def set_apart(path: Path, tensors: Iterable[TensorEntry]) -> None:
+def set_apart(tensors: Iterable[TensorEntry]) -> None:
     """Large tensors in mappings of their own, and the embedding, of which a token needs a row, in many."""
-    stretches = [stretch for tensor in tensors if tensor.bytes >= _LARGE for stretch in stretches_of(tensor)]
-    for start, end, offset in mappings_of(path):
-        for first, last in stretches:
+    stretches: dict[Path, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        if tensor.bytes >= _LARGE:
+            stretches.setdefault(tensor.path, []).extend(stretches_of(tensor))
+    for (start, end, offset), own in ((m, own) for path, own in stretches.items() for m in mappings_of(path)):
+        for first, last in own:
             if not _advise(max(start, start + first - offset), min(end, start + last - offset), _DONT_DUMP):
                 return  # the system has enough of them; the rest stays as it is
 
@@ -85,14 +89,14 @@ def _madvise() -> Callable[[int, int, int], int]:
     return advise
 
 
-def giving_back(path: Path) -> Callable[[float, object], bool]:
+def giving_back(paths: Sequence[Path]) -> Callable[[float, object], bool]:
     """What llama.cpp calls before each tensor, with the share that is done."""
-    last, step = 0.0, max(_STEP, LEAST / path.stat().st_size)
+    last, step = 0.0, max(_STEP, LEAST / sum(path.stat().st_size for path in paths))
 
     def advanced(progress: float, _: object) -> bool:
         nonlocal last
         if not last <= progress < last + step:
-            give_back(path)
+            give_back(paths)
             last = progress
         return True
 

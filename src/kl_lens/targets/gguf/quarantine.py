@@ -1,25 +1,36 @@
-"""GGUF files from elsewhere are tried out by another process. `header.check_file` finds what is known to end llama.cpp;
-this finds the rest. A file that still has the header that its export recorded is one of ours and goes straight in."""
+"""Tries GGUF files in another process. `header.check_file` finds what is known to crash llama.cpp; this finds the rest.
+
+A file with the header that its export recorded is ours and is opened directly.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kl_lens.errors import TargetError
 from kl_lens.records import Artifact
 from kl_lens.targets import quarantine
 
-HEADER_DIGEST = "header_digest"  # of an artifact's settings
+if TYPE_CHECKING:
+    from kl_lens.targets.gguf.session import GGUFSession
+
+# Of an artifact's settings.
+HEADER_DIGEST, TOKENIZER_CHECK = "header_digest", "tokenizer_check"
 
 
 def header_digest(path: Path) -> str:
-    """Of everything before the weights: metadata, tokenizer, the list of tensors."""
+    """Of everything before the weights, in all parts: metadata, tokenizer, the list of tensors."""
     from kl_lens.targets.gguf.header import read_header
 
-    ends = min((entry.offset for entry in read_header(path).tensors), default=path.stat().st_size)
-    with path.open("rb") as file:
-        return hashlib.blake2b(file.read(ends), digest_size=16).hexdigest()
+    info = read_header(path)
+    digest = hashlib.blake2b(digest_size=16)
+    for part in info.paths:
+        offsets = (entry.offset for entry in info.tensors if entry.path == part)
+        with part.open("rb") as file:
+            digest.update(file.read(min(offsets, default=part.stat().st_size)))
+    return digest.hexdigest()
 
 
 def require_safe(path: Path, artifact: Artifact | None) -> None:
@@ -30,7 +41,9 @@ def require_safe(path: Path, artifact: Artifact | None) -> None:
 
 def require_opened(path: Path) -> None:
     """Raises TargetError where llama.cpp, in a process of its own, cannot open and run it."""
-    quarantine.require_opens(__name__, path, [path], "llama.cpp")
+    from kl_lens.targets.gguf.header import parts_of
+
+    quarantine.require_opens(__name__, path, parts_of(path), "llama.cpp")
 
 
 def try_out(path: Path) -> None:
@@ -44,3 +57,21 @@ def try_out(path: Path) -> None:
         except TargetError:
             return
         session.detokenize(session.tokenize("The history of 12 cities."))
+        _require_same_tokens(session)
+
+
+def _require_same_tokens(session: GGUFSession) -> None:
+    """Raises TargetError where llama.cpp splits a sample string other than the tokenizer that was exported."""
+    from kl_lens.targets.artifacts import read_artifact
+    from kl_lens.targets.gguf.tokenizer import differing_string
+
+    try:
+        check = read_artifact(session.path.parent).settings.get(TOKENIZER_CHECK)
+    except TargetError:  # from elsewhere: there is no record
+        return
+    if check and (text := differing_string(session.tokenize, check)) is not None:
+        pre = session.file.metadata.get("tokenizer.ggml.pre")
+        raise TargetError(
+            f"{session.path}: llama.cpp's tokenizer ({pre}) splits {text[:60]!r} other than the model's tokenizer; "
+            "export with --without-tokenizer, which makes a file that works with token ids alone"
+        )

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import psutil
 
 from kl_lens.environment import processors
 from kl_lens.errors import TargetError, printable
+from kl_lens.targets.chat import Renderer, chat_renderer
 from kl_lens.targets.gguf.header import check_file
 from kl_lens.targets.gguf.library import LlamaLibrary, find_library
 from kl_lens.targets.gguf.paging import ProgressCallback, can_give_back, give_back, giving_back, set_apart
@@ -34,7 +36,8 @@ class GGUFSession:
     `prefill` and `logits` use the one, `step` the other.
 
     Args:
-        path: the .gguf file. It is checked before llama.cpp sees it, which aborts on some damaged files.
+        path: the .gguf file, or one of its parts. It is checked before llama.cpp sees it, which aborts on some
+            damaged files.
         threads: all processors this process may use, unless given.
         gpu_layers: layers to put on a GPU, where the library has one.
         load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that cannot be), so that
@@ -57,12 +60,12 @@ class GGUFSession:
         context: int | None = None,
         exact_attention: bool = False,
     ) -> None:
-        self.path = Path(path)
         self._context: int | None = None
         self._model: int | None = None
         self._borrowed = False  # the model is another session's
         self._watcher: Any = None
-        self.file = check_file(self.path)
+        self.file = check_file(Path(path))
+        self.path = self.file.paths[0]
         self._library: LlamaLibrary = find_library()
         if gpu_layers:
             self._library.require_gpu(gpu_layers)
@@ -79,18 +82,21 @@ class GGUFSession:
     def _fitting_load(self) -> str | None:
         if not self._library.has_load_modes:
             return None
-        fits = self.path.stat().st_size < FREE_SHARE * psutil.virtual_memory().available
+        fits = (
+            sum(path.stat().st_size for path in self.file.paths)
+            < FREE_SHARE * psutil.virtual_memory().available
+        )
         return ("lean" if can_give_back else "read") if fits else "mapped-plain"
 
     def _load(self, context: int | None) -> None:
         functions = self._library.functions
         self._library.errors.clear()
-        lean = ProgressCallback(giving_back(self.path)) if self.load == "lean" else None
+        lean = ProgressCallback(giving_back(self.file.paths)) if self.load == "lean" else None
         parameters = self._library.model_parameters(self.gpu_layers, self.load, lean)
         self._model = functions.llama_model_load_from_file(os.fsencode(self.path), parameters)
         if lean is not None:
-            give_back(self.path)
-            set_apart(self.path, self.file.tensors)
+            give_back(self.file.paths)
+            set_apart(self.file.tensors)
         if not self._model:
             raise TargetError(f"{self.path}: llama.cpp cannot load it: {self._complaint()}")
         trained = int(functions.llama_model_n_ctx_train(self._model))
@@ -161,38 +167,52 @@ class GGUFSession:
         self.reset()
         return self._feed(ids, every=True)
 
-    @property
-    def end_token(self) -> int | None:
-        end = self.file.metadata.get("tokenizer.ggml.eos_token_id")
-        return None if end is None else int(end)
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Also those that llama.cpp knows by their texts, such as `<|im_end|>`."""
+        ends = self._library.functions.llama_vocab_is_eog
+        return frozenset(token for token in range(self._vocabulary) if ends(self._vocab, token))
 
-    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """llama.cpp's own tokenization with what the file holds, without beginning or end tokens."""
+    def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
+        """llama.cpp's own tokenization with what the file holds."""
         self.require_vocabulary()
         data = text.encode()
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()
         count = self._library.functions.llama_tokenize(
-            self._vocab, data, len(data), tokens, room, False, special
+            self._vocab, data, len(data), tokens, room, begin, True
         )
         if count < 0:
             raise TargetError(f"{self.path}: llama.cpp could not tokenize {text[:40]!r}")
         return list(tokens[:count])
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD."""
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD.
+
+        One by one, as llama.cpp's server does: its function for whole texts drops spaces before punctuation.
+        """
         self.require_vocabulary()
-        array = (ctypes.c_int32 * len(tokens))(*tokens)
-        room = 16 * len(tokens) + 64
+        return b"".join(self._piece(token, special) for token in tokens).decode("utf-8", errors="replace")
+
+    def _piece(self, token: int, special: bool) -> bytes:
+        room = 64
         for _ in range(2):
             text = ctypes.create_string_buffer(room)
-            length = self._library.functions.llama_detokenize(
-                self._vocab, array, len(tokens), text, room, False, False
-            )
+            length = self._library.functions.llama_token_to_piece(self._vocab, token, text, room, 0, special)
             if length >= 0:
-                return text.raw[:length].decode("utf-8", errors="replace")
+                return text.raw[:length]
             room = -length  # llama.cpp says how much it needs
-        raise TargetError(f"{self.path}: llama.cpp could not spell {len(tokens)} tokens")
+        raise TargetError(f"{self.path}: llama.cpp could not spell token {token}")
+
+    def chat_renderer(self) -> Renderer | None:
+        template = self.file.metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str):
+            return None
+        special = {}
+        for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+            index = self.file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            special[f"{name}_token"] = "" if index is None else self.detokenize([index], special=True)
+        return chat_renderer(template, special, str(self.path))
 
     def close(self) -> None:
         functions = self._library.functions

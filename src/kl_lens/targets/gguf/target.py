@@ -1,4 +1,4 @@
-"""llama.cpp as a target: one GGUF file for a plan, run by whatever llama.cpp library is found."""
+"""llama.cpp as a target: a GGUF file for a plan, run by the llama.cpp library that is found."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
+from kl_lens.targets.gguf.header import parts_of
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.session import Session, SessionSettings
 
@@ -33,6 +34,12 @@ class GGUFTarget(Target):
     options = (
         ExportOption(
             "include_tokenizer", "--without-tokenizer", "a file that works with token ids alone", given=False
+        ),
+        ExportOption(
+            "part_bytes",
+            "--part-size",
+            "write more bytes of weights than this in parts (default: 50GB)",
+            "size",
         ),
     )
 
@@ -107,12 +114,19 @@ class GGUFTarget(Target):
         return path.suffix == SUFFIX
 
     def weight_file(self, place: Path) -> Path:
+        """Of several parts the first."""
         if self.owns(place):
-            return place
+            return parts_of(place)[0]
         return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
 
+    def loaded_bytes(self, place: Path) -> int:
+        """Of all parts, also where one is named by itself."""
+        if not self.owns(place):
+            return super().loaded_bytes(place)
+        return sum(path.stat().st_size for path in parts_of(place))
+
     def is_all_floating(self, place: Path) -> bool:
-        """By the file itself: one from elsewhere has no record."""
+        """By the file itself, which may have no record."""
         from kl_lens.targets.gguf.header import check_file
 
         return all(entry.type.lower() in FLOATS for entry in check_file(self.weight_file(place)).tensors)
@@ -129,11 +143,11 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.header import check_file
         from kl_lens.weights.store import bytes_digest
 
-        file = self.weight_file(place)
-        data = np.memmap(file, np.uint8, "r")
+        info = check_file(self.weight_file(place))
+        data = {path: np.memmap(path, np.uint8, "r") for path in info.paths}
         return {
-            entry.name: bytes_digest(data[entry.offset : entry.offset + entry.bytes])
-            for entry in check_file(file).tensors
+            entry.name: bytes_digest(data[entry.path][entry.offset : entry.offset + entry.bytes])
+            for entry in info.tensors
         }
 
     # -- running -------------------------------------------------------------------------------------------
@@ -143,7 +157,7 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.quarantine import require_safe
         from kl_lens.targets.gguf.session import open_session
 
-        if not cold:  # that is asked for in a process which was made for it
+        if not cold:  # a cold session already has a process of its own
             check_file(self.weight_file(place))
             require_safe(self.weight_file(place), self._record_of(place))
         return open_session(
@@ -155,7 +169,7 @@ class GGUFTarget(Target):
         )
 
     def _record_of(self, place: Path) -> Artifact | None:
-        """Also of a file that is named by itself, in the folder that it was exported to."""
+        """The record of a folder, or of the folder that a file was exported to."""
         try:
             artifact = read_artifact(place.parent if self.owns(place) else place)
         except TargetError:
@@ -164,7 +178,7 @@ class GGUFTarget(Target):
 
     @property
     def version(self) -> str:
-        """Of the wheel that brings a library along; where another one is named or in place, that one's too."""
+        """Of xllamacpp, and of the library used instead of it, if there is one."""
         from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, origin_of
 
         try:
@@ -183,7 +197,7 @@ class GGUFTarget(Target):
         return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"
 
     def device_label(self, settings: SessionSettings) -> str:
-        """llama.cpp knows no device names: layers are on a GPU, or they are not."""
+        """llama.cpp has no device names: layers are on a GPU or not."""
         return "GPU" if settings.gpu_layers else "CPU"
 
     def health(self) -> Health:
@@ -235,7 +249,7 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.latency import require_artifacts, traced_latency
 
         require_artifacts(request, self.name)
-        # The larger it is, the less of it is smaller than what a copy cannot hold in its format.
+        # In the largest file the fewest tensors are in a format smaller than a copy's fallback.
         whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
         file = self.weight_file(whole.place)
         formats = self.storable(request.table, request.recipes)

@@ -1,52 +1,100 @@
-"""A Hugging Face tokenizer as GGUF metadata, or a reason why llama.cpp would split text differently.
+"""A Hugging Face tokenizer as GGUF metadata, or the reason why llama.cpp has no equal of it.
 
-A wrong `tokenizer.ggml.pre` makes llama.cpp split text in other places and say nothing, so only those
-pre-tokenizers are written whose results a test has compared with Hugging Face's own.
+llama.cpp knows pre-tokenizers by name. A wrong name makes it split text in other places without a word. So the name
+comes from what the tokenizer does, and the written file is compared with the tokenizer on sample strings.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.targets.varied_text import varied_strings
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
+SPACES = "default"  # the pre-tokenizer of SentencePiece: nothing but spaces
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# Split patterns in front of a byte-level step → llama.cpp's name.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_TAIL}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The pattern in front of a byte-level step, and whether whole words of the vocabulary are taken before merging
+# (ignore_merges) → llama.cpp's name.
 _SPLITS = {
-    rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_TAIL}": "llama-bpe",
-    rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_TAIL}": "qwen2",
+    (_LLAMA3, True): "llama-bpe",
+    (_LLAMA3, False): "dbrx",
+    (_QWEN2, False): "qwen2",
+    (_QWEN35, False): "qwen35",
+    (_TEKKEN, True): "tekken",
 }
+# What llama.cpp does differently, by its name of the pre-tokenizer.
+_NOTES = {
+    "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
+    "change case or carry such marks are split differently",
+}
+_SPACE_NOTES = {
+    "always": "llama.cpp, like SentencePiece, puts a space before a text that begins with one, transformers does not",
+    "first": "llama.cpp puts no space before a text, transformers does (in chats, which begin with a special token, "
+    "neither does)",
+}
+_NFC = (
+    "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
+    "is split differently unless it is composed already"
+)
+
+
+# The sample strings that a note leaves to compare.
+_FORMS = {_NOTES["tekken"]: "ascii", _SPACE_NOTES["always"]: "unspaced", _SPACE_NOTES["first"]: "spaced"}
 
 
 @dataclass(frozen=True)
 class TokenizerData:
     """What goes into the file."""
 
+    model: str
     pre: str
     tokens: list[str]
     types: list[int]
-    merges: list[str]
-    special: dict[str, int]  # bos, eos, pad, unknown → id
-    add_bos: bool
+    merges: list[str]  # of a byte-level BPE
+    scores: list[float]  # of SentencePiece
+    special: dict[str, int]  # bos, eos, eot, eom, padding, unknown → id
+    switches: dict[str, bool]  # add_bos_token, add_eos_token, add_space_prefix
+    chat_template: str | list[dict[str, str]] | None
+    check: dict[str, Any]  # what `differing_string` compares
     notes: tuple[str, ...] = ()
 
 
-def tokenizer_data(tokenizer: Any, vocabulary: int) -> TokenizerData:
+def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) -> TokenizerData:
     """The tokenizer for a model whose embedding has `vocabulary` rows.
 
+    Args:
+        tokenizer: of transformers.
+        vocabulary: rows of the embedding; those without a token get a name that no text contains.
+        ends: tokens that end a text by the model's generation settings, besides the tokenizer's own.
+
     Raises:
-        TargetError: for tokenizers that llama.cpp has no proven equal of.
+        TargetError: where llama.cpp has no equal of this tokenizer.
     """
     specification = _specification(tokenizer)
-    pre, notes = _pre_tokenizer(specification)
-    model = specification["model"]
-    names = {index: text for text, index in model["vocab"].items()}
+    model, pre, notes, switches = _splitting(specification)
+    names = {index: text for text, index in specification["model"]["vocab"].items()}
     added = {token["id"]: token for token in specification.get("added_tokens", ())}
     highest = max([*names, *added])
     if highest >= vocabulary:
@@ -60,12 +108,55 @@ def tokenizer_data(tokenizer: Any, vocabulary: int) -> TokenizerData:
             types.append(CONTROL if added[index]["special"] else USER_DEFINED)
         elif index in names:
             tokens.append(names[index])
-            types.append(NORMAL)
+            byte = model == SENTENCEPIECE and re.fullmatch("<0x[0-9A-F]{2}>", names[index])
+            types.append(BYTE if byte else NORMAL)
         else:
             tokens.append(f"[PAD{index}]")
             types.append(UNUSED)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return TokenizerData(pre, tokens, types, merges, _special(tokenizer), _adds_bos(tokenizer), notes)
+    merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
+    special, template = _special(tokenizer), _chat_template(tokenizer)
+    # Where a file names no end, llama.cpp takes token 11, whatever that is: better one that no text holds.
+    silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
+    known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
+    samples = [token["content"] for token in added.values()][:20]
+    form = _FORMS.get(notes[-1], "all") if notes else "all"
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in _samples(form, samples)]
+    return TokenizerData(
+        model=model,
+        pre=pre,
+        tokens=tokens,
+        types=types,
+        merges=[" ".join(pair) for pair in merges] if model == BYTE_LEVEL else [],
+        scores=_scores(tokens, merges) if model == SENTENCEPIECE else [],
+        special=special | _ends(list(dict.fromkeys(known)) or silent[:1], tokens, template),
+        switches=_added_around(tokenizer) | switches,
+        chat_template=template,
+        check={"form": form, "special": samples, "checksums": _checksums(ids)},
+        notes=notes,
+    )
+
+
+def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:
+    """The first sample string that `encode` gives other ids than the tokenizer that was exported."""
+    strings = _samples(check["form"], check["special"])
+    found, expected = _checksums([encode(text) for text in strings]), check["checksums"]
+    places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
+    return next((text for text, at in zip(strings, places, strict=True) if found[at] != expected[at]), None)
+
+
+def _samples(form: str, special: Sequence[str]) -> list[str]:
+    """Strings that llama.cpp has to tokenize as the model's tokenizer does, without those that its notes name."""
+    strings = varied_strings(300, special=() if form == "unspaced" else special)
+    strings = [unicodedata.normalize("NFC", text) for text in strings]
+    if form == "ascii":
+        return [text for text in strings if text.isascii()]
+    bare = [text.lstrip(" ") for text in strings]
+    return {"unspaced": bare, "spaced": [f" {text}" for text in bare]}.get(form, strings)
+
+
+def _checksums(ids: Sequence[Sequence[int]]) -> str:
+    """Eight digits for each."""
+    return "".join(f"{zlib.crc32(json.dumps(list(one)).encode()):08x}" for one in ids)
 
 
 def _specification(tokenizer: Any) -> dict[str, Any]:
@@ -81,36 +172,60 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
         raise _unknown(f"its model is {kind}, not BPE")
     if not specification["model"].get("merges"):
         raise _unknown("it is a BPE without merges, which llama.cpp does not open")
-    if specification["model"].get("byte_fallback"):
-        raise _unknown("it is a SentencePiece-like BPE with byte fallback")
     return specification
 
 
-def _pre_tokenizer(specification: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """llama.cpp's name for how text is split before the merges, and what it does differently."""
-    notes: tuple[str, ...] = ()
+def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...], dict[str, bool]]:
+    """llama.cpp's names for the kind of tokenizer and for its pre-tokenizer, what it does differently, its switches."""
+    if specification["model"].get("byte_fallback"):
+        scheme = _space_scheme(specification)
+        said = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
+        return SENTENCEPIECE, SPACES, said, {"add_space_prefix": scheme in ("each", "always")}
     kinds = [step["type"] for step in _steps(specification.get("normalizer"), "normalizers")]
     if kinds and set(kinds) != {"NFC"}:
         raise _unknown(f"it normalises with {'+'.join(kinds)}")
-    if kinds:
-        notes = (
-            "the tokenizer composes characters first (NFC) and llama.cpp does not: text with combining marks "
-            "is split differently unless it is composed already",
-        )
+    pre = _pre_tokenizer(specification, composes=bool(kinds))
+    notes = ((_NFC,) if kinds else ()) + ((_NOTES[pre],) if pre in _NOTES else ())
+    return BYTE_LEVEL, pre, notes, {}
+
+
+def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
+    unknown = _unknown(f"its pre-tokenizer is {_names(steps)}")
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
-        raise _unknown(f"its pre-tokenizer is {_names(steps)}")
-    if len(steps) == 1 and steps[0].get("use_regex", True):
-        return ("mpt" if kinds else "gpt-2"), notes
-    if len(steps) == 2 and steps[0]["type"] == "Split" and not steps[1].get("use_regex", True):
-        pattern = (steps[0].get("pattern") or {}).get("Regex", "")
-        name = _SPLITS.get(pattern)
-        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        # llama.cpp takes whole words from the vocabulary before merging with llama-bpe, and only with that.
-        whole_words = bool(specification["model"].get("ignore_merges"))
-        if name and plain and whole_words == (name == "llama-bpe"):
-            return name, notes
-    raise _unknown(f"its pre-tokenizer is {_names(steps)}")
+        raise unknown
+    # llama.cpp takes whole words from the vocabulary with some of its names, and with others it does not.
+    whole_words = bool(specification["model"].get("ignore_merges"))
+    first, by_pattern = steps[0], steps[-1].get("use_regex", True)
+    if len(steps) == 1 and by_pattern and not whole_words:
+        return "mpt" if composes else "gpt-2"
+    digits = first["type"] == "Digits" and first.get("individual_digits")
+    if len(steps) == 2 and digits and by_pattern and not whole_words:
+        return "starcoder"
+    if len(steps) == 2 and first["type"] == "Split" and not by_pattern:
+        pattern = (first.get("pattern") or {}).get("Regex", "")
+        name = _SPLITS.get((pattern, whole_words))
+        # What matches is kept, either way: these patterns leave nothing out.
+        kept = (first.get("behavior"), bool(first.get("invert"))) in (("Isolated", False), ("Removed", True))
+        if name and kept:
+            return name
+    raise unknown
+
+
+def _space_scheme(specification: dict[str, Any]) -> str:
+    """Where a SentencePiece tokenizer puts a space: before a text and behind every special token (`each`), there
+    unless one is there (`always`), before a text alone (`first`), or nowhere (`never`)."""
+    normalizers = _steps(specification.get("normalizer"), "normalizers")
+    steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if not steps and normalizers in ([spaces], [{"type": "Prepend", "prepend": "▁"}, spaces]):
+        return "each" if len(normalizers) == 2 else "never"
+    if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace" and not steps[0].get("split"):
+        return str(steps[0].get("prepend_scheme", "always"))
+    raise _unknown(
+        f"it is SentencePiece with the normalizer {'+'.join(n['type'] for n in normalizers) or 'none'} and the "
+        f"pre-tokenizer {_names(steps)}"
+    )
 
 
 def _steps(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -131,9 +246,18 @@ def _names(steps: list[dict[str, Any]]) -> str:
 
 def _unknown(reason: str) -> TargetError:
     return UnsupportedError(
-        f"no proven llama.cpp tokenizer equals this model's: {reason}; known are byte-level BPE of the GPT-2, "
-        "GPT-NeoX, Llama-3 and Qwen-2 kind; --without-tokenizer makes a file that works with token ids alone"
+        f"llama.cpp has no equal of this tokenizer: {reason}. It has byte-level BPE split as in GPT-2, GPT-NeoX, "
+        "StarCoder, Llama 3, DBRX, Qwen 2, Qwen 3.5 and Mistral Nemo, and SentencePiece; --without-tokenizer makes a "
+        "file that works with token ids alone"
     )
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
+    """SentencePiece merges the pair whose result has the highest score; a list of merges says the same by its order."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
@@ -146,8 +270,32 @@ def _special(tokenizer: Any) -> dict[str, int]:
     return {name: int(index) for name, index in special.items() if index is not None}
 
 
-def _adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself puts a beginning token in front."""
+def _ends(
+    ends: Sequence[int], tokens: Sequence[str], template: str | list[dict[str, str]] | None
+) -> dict[str, int]:
+    """A file has room for three tokens that end a text: eos, eot (end of a turn) and eom. llama.cpp knows more by
+    their names (`<|im_end|>`, `<|eot_id|>` and the like)."""
+    text = template if isinstance(template, str) else " ".join(each["template"] for each in template or ())
+    turn = next((i for i in ends if tokens[i] in text), ends[1] if len(ends) > 1 else None)
+    rest = [i for i in ends[1:] if i != turn]
+    found = {"eos": ends[0] if ends else None, "eot": turn, "eom": rest[0] if rest else None}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _added_around(tokenizer: Any) -> dict[str, bool]:
+    """Whether the tokenizer itself puts a beginning or an end token around a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return bool(len(full) > len(plain) and full[0] == tokenizer.bos_token_id)
+    longer = len(full) > len(plain)
+    return {
+        "add_bos_token": bool(longer and full[0] == tokenizer.bos_token_id),
+        "add_eos_token": bool(longer and full[-1] == tokenizer.eos_token_id),
+    }
+
+
+def _chat_template(tokenizer: Any) -> str | list[dict[str, str]] | None:
+    """The template, or several with their names (`default`, `tool_use`, …)."""
+    template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in template.items()] or None
+    return template or None

@@ -1,7 +1,7 @@
 """Copies of an exported file with one format for all its weights, to see how fast that format is.
 
-Speed does not depend on values, so a copy's weights are one random row, quantized once and repeated: nobody has to open
-the checkpoint, and a large model costs no more than writing its bytes.
+Speed does not depend on values, so a copy's weights are one random row, quantized once and repeated. The checkpoint is
+not needed, and a large model takes no longer than writing its bytes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import torch
 from kl_lens.formats import Format
 from kl_lens.formats.ggml import gguf_module
 from kl_lens.recipes import Recipe
+from kl_lens.targets.gguf.header import parts_of
 from kl_lens.weights import GivenWeights, WeightStore
 
-_OURS = ("GGUF.", "general.architecture")  # fields that the writer writes itself
+_OURS = ("GGUF.", "split.", "general.architecture")  # fields that the writer writes itself
 
 
 def uniform_copy(source: Path, destination: Path, fmt: Format, weights: Collection[str]) -> dict[str, int]:
     """Writes the copy; returns the bytes of each of the named tensors that is in the format there."""
     gguf = gguf_module()
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(destination, reader.get_field("general.architecture").contents())
-    for field in reader.fields.values():
+    readers = [gguf.GGUFReader(part) for part in parts_of(source)]
+    writer = gguf.GGUFWriter(destination, readers[0].get_field("general.architecture").contents())
+    for field in readers[0].fields.values():
         if not field.name.startswith(_OURS):
             kind, *inner = field.types
             writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
     kind = gguf.GGMLQuantizationType[fmt.name.upper().replace("FP16", "F16")]
     changed: dict[str, int] = {}
-    for tensor in reader.tensors:
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
         columns, *more = (int(size) for size in tensor.shape)
         rows = int(np.prod(more))
         if tensor.name in weights and fmt.fits((rows, columns)) is None:

@@ -1,4 +1,4 @@
-"""Writes the file: header first, then one tensor after the other, each read, quantized and written alone."""
+"""Writes the files: headers first, then one tensor after the other, each read, quantized and written alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kl_lens.errors import TargetError
 from kl_lens.formats.ggml import gguf_module
 from kl_lens.recipes import FP16, Recipe
-from kl_lens.writing import whole
+from kl_lens.writing import naming, replacing
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints.streaming import TensorSource
@@ -64,16 +64,22 @@ class Header:
     """Everything in a file but the tensors' bytes."""
 
     architecture: str
-    metadata: dict[
-        str, Any
-    ]  # keys that begin with a dot belong to the architecture and get its name in front
+    metadata: dict[str, Any]  # a key that begins with a dot gets the architecture's name in front
+    general: Any  # gguf's Metadata
     tokenizer: TokenizerData | None
     jobs: Sequence[TensorJob]
+    name: str  # of the file; parts get a number
+    part_bytes: int  # a file with more bytes of weights is written in parts
 
-    def begin(self, path: Path) -> Any:
-        """A writer whose header is in the file, ready for the tensors."""
+    def begin(self, folder: Path) -> Any:
+        """A writer whose headers are in the files, ready for the tensors."""
         gguf = gguf_module()
-        writer = gguf.GGUFWriter(path, self.architecture)
+        fits = sum(job.bytes for job in self.jobs) <= self.part_bytes
+        writer = gguf.GGUFWriter(
+            folder / self.name, self.architecture, split_max_size=0 if fits else self.part_bytes
+        )
+        writer.add_type("model")
+        self.general.set_gguf_meta_model(writer)
         _add_metadata(writer, self.architecture, self.metadata)
         _add_tokenizer(writer, self.tokenizer)
         writer.add_file_type(_file_type(self.jobs))
@@ -87,27 +93,30 @@ class Header:
 
 
 def size_on_disk(header: Header) -> int:
-    """Of the whole file: the header and every tensor, each filled up to the alignment."""
+    """Of all files: headers and tensors, each filled up to the alignment."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "header.gguf"
-        writer = header.begin(path)
-        writer.close()
-        parts = [path.stat().st_size, *(job.bytes for job in header.jobs)]
+        header.begin(Path(folder)).close()
+        parts = [
+            *(path.stat().st_size for path in Path(folder).iterdir()),
+            *(job.bytes for job in header.jobs),
+        ]
     unit = gguf_module().GGUF_DEFAULT_ALIGNMENT
     return sum(-(-part // unit) * unit for part in parts)
 
 
-def write_file(
-    path: Path, header: Header, tensors: TensorSource, store: WeightStore
-) -> dict[str, tuple[str, str]]:
-    """Writes `path`, or leaves what was there before untouched. Returns for each tensor the digests of what is stored:
-    of its bytes, and of the weight store's quantized weight.
+def write_files(
+    folder: Path, header: Header, tensors: TensorSource, store: WeightStore
+) -> tuple[tuple[Path, ...], dict[str, tuple[str, str]]]:
+    """Writes the files to `folder`, or leaves what was there before untouched.
+
+    Returns the files, first part first, and for each tensor the digests of what is stored: of its bytes, and of the
+    weight store's quantized weight.
     """
     from kl_lens.weights import bytes_digest
 
     digests: dict[str, tuple[str, str]] = {}
-    with whole(path) as partial:
-        writer = header.begin(partial)
+    with replacing(folder) as place, naming(folder / header.name):
+        writer = header.begin(place)
         try:
             for job in header.jobs:
                 stored = stored_tensor(job, tensors, store)
@@ -115,7 +124,17 @@ def write_file(
                 digests[job.rule.name] = (bytes_digest(stored.data), stored.weights)
         finally:
             writer.close()
-    return digests
+        names = sorted(path.name for path in place.iterdir())
+    return tuple(folder / name for name in names), digests
+
+
+def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
+    """All, shared, of one expert, and how many experts; as gguf counts them."""
+    writer = gguf_module().GGUFWriter(None, "none")
+    for job in jobs:
+        _announce(writer, job)
+    counts: tuple[int, int, int, int] = writer.get_total_parameter_count()
+    return counts
 
 
 def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> Stored:
@@ -173,14 +192,20 @@ def _add_tokenizer(writer: Any, tokenizer: TokenizerData | None) -> None:
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
         return
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer.model)
     writer.add_tokenizer_pre(tokenizer.pre)
     writer.add_token_list(tokenizer.tokens)
     writer.add_token_types(tokenizer.types)
-    writer.add_token_merges(tokenizer.merges)
+    if tokenizer.merges:
+        writer.add_token_merges(tokenizer.merges)
+    if tokenizer.scores:
+        writer.add_token_scores(tokenizer.scores)
     for name, index in tokenizer.special.items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
-    writer.add_add_bos_token(tokenizer.add_bos)
+    for name, switch in tokenizer.switches.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", switch)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _file_type(jobs: Sequence[TensorJob]) -> int:

@@ -1,0 +1,68 @@
+"""A model's chat template, rendered as transformers renders it (`apply_chat_template`), without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.errors import TargetError, one_line
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+Messages = Sequence[Mapping[str, str]]  # role (system, user, assistant) and content
+Renderer = Callable[[Messages], str]
+
+
+def default_template(template: Any) -> str | None:
+    """Of one template, or of several with their names, as tokenizer_config.json has them."""
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) and template else None
+
+
+def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Renderer:
+    """Messages → the text that the model reads, up to where its answer begins.
+
+    Args:
+        template: Jinja source.
+        special: texts of the special tokens that templates name: bos_token, eos_token and others.
+        where: the file that the template is from, for errors.
+    """
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what training learns from; here it is what stands inside."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda how: datetime.now().strftime(how)
+
+    def render(messages: Messages) -> str:
+        try:
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **special
+            )
+        except Exception as error:  # a template is a program from elsewhere
+            raise TargetError(f"{where}: its chat template fails: {one_line(error)}") from error
+
+    return render

@@ -1,0 +1,104 @@
+"""What a file says about itself (`general.*`) and what it is called, as llama.cpp's converter does both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.formats.ggml import gguf_module
+from kl_lens.recipes import FP16
+from kl_lens.records import Plan
+from kl_lens.units import tag_of
+from kl_lens.version import __version__
+
+if TYPE_CHECKING:
+    from kl_lens.targets.gguf.writer import TensorJob
+
+_HUB = "https://huggingface.co/"
+
+
+def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int, int]) -> Any:
+    """gguf's `Metadata`, from the model card, config.json, generation_config.json and the model's name.
+
+    Args:
+        folder: of the checkpoint, where there is one; files that are not there, or cannot be read, say nothing.
+        name: a folder's name, or a hub id.
+        counts: of parameters: all, shared, of one expert, and how many experts.
+    """
+    gguf = gguf_module()
+    try:
+        card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
+        metadata = _from(card, config, name, counts[0])
+        usable = _usable(metadata)
+    except Exception:  # a card is written by hand: it may be no YAML, or have a number for a name
+        usable = False
+    if not usable:
+        metadata = _from({}, {}, name, counts[0])
+    settings = _generation_settings(folder)
+    sampling = {"sampling_top_k": "top_k", "sampling_top_p": "top_p", "sampling_temp": "temperature"}
+    for field, key in sampling.items():
+        if isinstance(value := settings.get(key), int | float):
+            setattr(metadata, field, value)
+    metadata.size_label = metadata.size_label or gguf.size_label(*counts)
+    metadata.quantized_by = f"KL Lens {__version__}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        metadata.source_repo_url = _HUB + name
+    return metadata
+
+
+def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: int) -> Any:
+    gguf = gguf_module()
+    owner, _, own = name.rpartition("/")
+    config = {
+        key: value for key, value in config.items() if key != "_name_or_path"
+    }  # often a path of the trainer's
+    metadata = gguf.Metadata.apply_metadata_heuristic(
+        gguf.Metadata(), card, config, Path(own or name), parameters
+    )
+    if owner and metadata.organization is None:
+        metadata.organization = gguf.Metadata.id_to_title(owner)
+    return metadata
+
+
+def _usable(metadata: Any) -> bool:
+    """Whether everything that should be text is."""
+    writer = gguf_module().GGUFWriter(None, "none")
+    metadata.set_gguf_meta_model(writer)
+    kinds = {"STRING": str, "ARRAY": list, "UINT32": int}
+    return all(
+        isinstance(field.value, kinds.get(field.type.name, object)) for field in writer.kv_data[0].values()
+    )
+
+
+def _generation_settings(folder: Path | None) -> dict[str, Any]:
+    settings = gguf_module().Metadata.load_generation_config(folder)
+    return settings if isinstance(settings, dict) else {}
+
+
+def end_tokens(folder: Path | None) -> list[int]:
+    """Tokens that end a text by the model's generation settings."""
+    ids = _generation_settings(folder).get("eos_token_id")
+    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+
+
+def file_name(metadata: Any, plan: Plan, jobs: Sequence[TensorJob]) -> str:
+    """By the GGUF naming convention, BaseName-SizeLabel-FineTune-Version-Encoding: `Mamba2-130M-KL-4.5bpw.gguf`."""
+    stem = gguf_module().naming_convention(
+        metadata.name, metadata.basename, metadata.finetune, metadata.version, metadata.size_label, None
+    )
+    return f"{tag_of(stem)}-{_encoding(plan, jobs)}.gguf"
+
+
+def _encoding(plan: Plan, jobs: Sequence[TensorJob]) -> str:
+    if plan.family == "stock":
+        return tag_of(plan.name.removeprefix("stock.")).upper()
+    formats = {job.format for job in jobs if job.recipe is not None and job.format != FP16}
+    if not formats:
+        return "F16"
+    if len(formats) == 1 and len(set(plan.assignment.values())) == 1:
+        return formats.pop().upper()
+    bits = 8 * sum(job.bytes for job in jobs) / sum(math.prod(job.shape) for job in jobs)
+    return f"KL-{bits:.1f}bpw"

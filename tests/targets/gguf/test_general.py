@@ -1,0 +1,215 @@
+"""What a GGUF file says about itself, what it is called, its parts, and that llama.cpp's own server talks sense."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kl_lens.checkpoints.opening import LoadedModel
+from kl_lens.pipeline.study import generate
+from kl_lens.records import Plan
+from kl_lens.resources import reference_path
+from kl_lens.targets import export, get_target, locate, open_session
+from kl_lens.targets.gguf.header import parts_of, read_header
+from kl_lens.targets.gguf.tokenizer import tokenizer_data
+from tests.families import _COMMON
+from tests.targets.gguf.support import tiny
+
+gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+
+CARD = """---
+license: apache-2.0
+language:
+- en
+base_model: state-spaces/mamba2-130m
+tags:
+- chat
+pipeline_tag: text-generation
+---
+# A card
+"""
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny instruct model, as they lie on the hub."""
+    folder = tmp_path_factory.mktemp("hub") / "Tiny-Mamba-Instruct-v0.2"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reference_path("mamba"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|stop|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.bos_token = "<|endoftext|>"
+    settings = {**_COMMON, "vocab_size": len(tokenizer) + 5, "num_hidden_layers": 1, "state_size": 8}
+    model = tiny(transformers.MambaConfig(**settings)).model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|stop|>"])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": 20}))
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    export(checkpoint, Plan("p", {}, "test"), "gguf", folder)
+    return folder
+
+
+def test_general_metadata_and_template(exported: Path, checkpoint: Path) -> None:
+    file = get_target("gguf").weight_file(exported)
+    assert file.name == "Tiny-Mamba-292K-Instruct-v0.2-F16.gguf"
+    said = read_header(file).metadata
+    expected = {
+        "general.type": "model",
+        "general.name": "Tiny Mamba Instruct v0.2",
+        "general.basename": "Tiny-Mamba",
+        "general.size_label": "292K",
+        "general.finetune": "Instruct",
+        "general.version": "v0.2",
+        "general.license": "apache-2.0",
+        "general.base_model.count": 1,
+        "general.base_model.0.name": "Mamba2 130m",
+        "general.base_model.0.organization": "State Spaces",
+        "general.base_model.0.repo_url": "https://huggingface.co/state-spaces/mamba2-130m",
+        "general.sampling.top_k": 20,
+        "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False,
+    }
+    assert {key: said.get(key) for key in expected} == expected
+    assert said["general.quantized_by"].startswith("KL Lens ")
+    fields = gguf.GGUFReader(file).fields
+    assert fields["general.tags"].contents() == ["chat", "text-generation"]
+    assert fields["general.languages"].contents() == ["en"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    with open_session(exported, threads=1) as session:
+        names = {tokenizer.convert_ids_to_tokens(end) for end in session.end_tokens}
+    assert names == {"<|endoftext|>", "<|im_end|>", "<|stop|>"}
+
+
+def test_a_card_that_makes_no_sense_says_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(checkpoint, folder)
+    for card in ("---\nlicense: [1, {\n---\n", "---\nlicense: 7\nname: {a: 1}\ntags: 5\n---\n"):
+        (folder / "README.md").write_text(card)
+        artifact = export(folder, Plan("p", {}, "test"), "gguf", tmp_path / "out")
+        assert read_header(tmp_path / "out" / artifact.files[0]).metadata["general.name"] == "Odd"
+
+
+def _model(checkpoint: Path) -> LoadedModel:
+    settings = {**_COMMON, "hidden_size": 256, "num_hidden_layers": 1, "state_size": 8}
+    return tiny(transformers.MambaConfig(**settings), name="owner/Mamba2-451k")
+
+
+@pytest.mark.parametrize(
+    ("plan", "encoding"),
+    [
+        (Plan("uniform_q8_0", {"backbone.embeddings": "q8_0"}, "test"), "Q8_0"),
+        (Plan("stock.q4_k_m", {"backbone.embeddings": "q6_k"}, "test", family="stock"), "Q4_K_M"),
+        (
+            Plan("best", {"backbone.embeddings": "q8_0", "backbone.layers.0.mixer.in_proj": "q4_k"}, "test"),
+            "KL-9.2bpw",
+        ),
+    ],
+)
+def test_names_by_the_convention(plan: Plan, encoding: str, checkpoint: Path, tmp_path: Path) -> None:
+    artifact = export(_model(checkpoint), plan, "gguf", tmp_path)
+    assert artifact.files == (f"Mamba2-451K-{encoding}.gguf",)
+    said = read_header(tmp_path / artifact.files[0]).metadata
+    assert said["general.source.repo_url"] == "https://huggingface.co/owner/Mamba2-451k"
+    assert said["general.organization"] == "Owner"
+
+
+def test_another_export_to_the_same_folder_leaves_one_file(checkpoint: Path, tmp_path: Path) -> None:
+    model = _model(checkpoint)
+    export(model, Plan("p", {}, "test"), "gguf", tmp_path)
+    artifact = export(model, Plan("p", {"backbone.embeddings": "q8_0"}, "test"), "gguf", tmp_path)
+    assert [path.name for path in tmp_path.glob("*.gguf")] == list(artifact.files)
+    assert get_target("gguf").loaded_bytes(tmp_path) == artifact.realised_bytes
+
+
+def test_parts(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
+    target = get_target("gguf")
+    artifact = export(checkpoint, Plan("p", {}, "test"), "gguf", tmp_path, part_bytes=30_000)
+    assert len(artifact.files) > 2
+    assert artifact.files[0] == f"Tiny-Mamba-292K-Instruct-v0.2-F16-00001-of-{len(artifact.files):05}.gguf"
+    sizes = [(tmp_path / name).stat().st_size for name in artifact.files]
+    last = tmp_path / artifact.files[-1]
+    assert target.loaded_bytes(tmp_path) == target.loaded_bytes(last) == artifact.realised_bytes == sum(sizes)
+    whole, split = read_header(target.weight_file(exported)), read_header(last)
+    assert [(t.name, t.shape, t.type) for t in split.tensors] == [
+        (t.name, t.shape, t.type) for t in whole.tensors
+    ]
+    assert target.shipped_digests(tmp_path) == target.shipped_digests(exported)
+    with open_session(exported, threads=1) as one, open_session(last, threads=1) as several:
+        assert (one.logits([1, 2, 3]) == several.logits([1, 2, 3])).all()
+    assert locate(last)[0] == tmp_path
+    last.unlink()
+    with pytest.raises(Exception, match=rf"{last.name}"):
+        target.contents(tmp_path / artifact.files[0])
+
+
+def test_parts_are_found_by_name() -> None:
+    names = [path.name for path in parts_of(Path("a/x-00002-of-00002.gguf"))]
+    assert names == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
+    assert parts_of(Path("a/x.gguf")) == (Path("a/x.gguf"),)
+
+
+def test_named_templates_and_the_end_of_a_turn(checkpoint: Path) -> None:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools"}
+    end, turn, stop = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|stop|>"])
+    data = tokenizer_data(tokenizer, len(tokenizer), [stop, turn])
+    assert data.chat_template == [
+        {"name": "default", "template": TEMPLATE},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    assert {data.special[name] for name in ("eos", "eot", "eom")} == {end, turn, stop}
+    assert data.special["eot"] == turn
+
+
+# In a process of its own: it is another llama.cpp than the sessions', and brings threads along.
+SERVER = """
+import json, sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 512, 1, False
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+params.port = 0
+server = xllamacpp.Server(params)
+common = {"temperature": 0, "max_tokens": 12, "cache_prompt": False}
+chat = {"messages": [{"role": "user", "content": "The history of the city"}], **common}
+plain = {"prompt": "The history of the city", **common}
+print(json.dumps([server.handle_chat_completions(chat), server.handle_completions(plain)]))
+"""
+
+
+@pytest.mark.slow
+def test_llama_cpps_server_answers_as_generate_does(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    model = LoadedModel(
+        "chatty",
+        checkpoint,
+        transformers.AutoModelForCausalLM.from_pretrained(reference_path("mamba")),
+        transformers.AutoTokenizer.from_pretrained(reference_path("mamba")),
+    )
+    model.tokenizer.chat_template = TEMPLATE
+    artifact = export(model, Plan("p", {}, "test"), "gguf", tmp_path)
+    file = tmp_path / artifact.files[0]
+    done = subprocess.run([sys.executable, "-c", SERVER, str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    chat, plain = json.loads(done.stdout.strip().splitlines()[-1])
+    flags = {"max_new_tokens": 12, "threads": 1}
+    answer = generate(file, "The history of the city", chat=True, **flags).text
+    assert chat["choices"][0]["message"]["content"].strip() == answer.strip()
+    assert plain["choices"][0]["text"] == generate(file, "The history of the city", **flags).text
