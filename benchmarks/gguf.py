@@ -1,7 +1,7 @@
 """Speed and memory of GGUF files in llama.cpp: formats side by side, in one run.
 
     python benchmarks/gguf.py [--quick] [--threads N] [--shapes mamba-130m,mamba2-130m,mamba2-2.7b]
-                              [--libraries FILE,FOLDER] [--load read,mapped]
+                              [--libraries FILE,FOLDER] [--load read,mapped] [--write docs/results/speed.csv]
 
 Models have the shapes of the published ones and random weights: speed does not depend on the values. Every figure
 comes from a fresh process; rounds go through all formats, libraries and ways of loading in turn, so that whatever else
@@ -23,12 +23,15 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# This file is called like a package that it needs: its own folder must not be where that is looked for.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+# This file has the name of a package that it needs: installed packages come first.
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != HERE), str(HERE)]
+
+from result_files import add_option, write_speed  # noqa: E402
 
 # Hidden size and layers.
 MAMBA2 = {
@@ -103,8 +106,9 @@ class RandomWeights:
 
 
 def write(shape: str, name: str, folder: Path) -> dict[str, Any]:
-    """The file of one shape and format, and what one decoded token moves. Formats of one type are copies of the file in
-    Q8_0 with one row repeated: a model of 2.7 billion weights takes seconds then, not minutes."""
+    """The file of one shape and format, and the bytes that one decoded token moves.
+
+    Files of a single type are copies of the Q8_0 file with one row repeated: 2.7 billion weights take seconds so."""
     from kl_lens.formats import get_format
     from kl_lens.targets.gguf.header import read_header
     from kl_lens.targets.gguf.uniform import uniform_copy
@@ -216,7 +220,7 @@ class Way:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: dict[int, float]) -> list[Any]:
+def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: dict[int, float]) -> None:
     threads = [int(each) for each in options.threads.split(",")]
     ways = [
         Way(library, load, count)
@@ -231,28 +235,34 @@ def measure(shape: str, options: argparse.Namespace, folder: Path, bandwidth: di
             bandwidth[count] = max(best, _bandwidth(count, options.quick))
         for (name, way), row in rows.items():
             row.runs.append(way.run(files[name]["path"], options.prompt, options.tokens))
-    speeds = ", ".join(f"{best / 1e9:.1f} GB/s on {count} thread(s)" for count, best in bandwidth.items())
-    print(
-        f"\nread bandwidth, best so far: {speeds}\n{shape}: decode {options.tokens} tokens, prefill {options.prompt}"
-    )
-    print(
-        "format      MiB thr  decode/s         ×first  prefill/s     memory MiB  moved MiB/token  share  load, library"
-    )
+    print(f"{shape}: decode {options.tokens} tokens, prompt {options.prompt}")
+    for count, best in bandwidth.items():
+        print(f"  read bandwidth, best so far: {best / 1e9:.1f} GB/s on {count} thread(s)")
     first = next(iter(rows.values())).middle("decode")
     for (name, way), row in rows.items():
-        decode, prefill = row.middle("decode"), row.middle("prefill")
-        found = row.runs[0]["description"]
+        decode, found = row.middle("decode"), row.runs[0]["description"]
+        variant = f"{name.upper()}, {found['library']}, {found['load_mode']}"
+        numbers = {
+            (variant, "MiB"): f"{row.file['bytes'] / MIB:.1f}",
+            (variant, "moved MiB/token"): f"{row.file['moved'] / MIB:.1f}",
+            (variant, "decode tokens/s"): f"{decode:.2f} ± {row.spread('decode'):.2f}",
+            (variant, "decode, times the first"): f"{decode / first:.2f}",
+            (variant, "prompt tokens/s"): f"{row.middle('prefill'):.1f} ± {row.spread('prefill'):.1f}",
+            (variant, "memory MiB"): f"{row.middle('memory') / MIB:.0f}",
+            (variant, "share of bandwidth"): f"{decode * row.file['moved'] / bandwidth[way.threads]:.2f}",
+            ("", "read bandwidth GB/s"): f"{bandwidth[way.threads] / 1e9:.1f}",
+        }
+        shown = ", ".join(f"{quantity} {number}" for (_, quantity), number in numbers.items())
         print(
-            f"{name:6s} {row.file['bytes'] / MIB:8.1f} {way.threads:3d} {decode:8.2f} ±{row.spread('decode'):6.2f} "
-            f"{decode / first:7.2f} {prefill:9.1f} ±{row.spread('prefill'):6.1f} {row.middle('memory') / MIB:9.0f} "
-            f"{row.file['moved'] / MIB:12.1f} {decode * row.file['moved'] / bandwidth[way.threads]:9.2f}  "
-            f"{found['load_mode']}, {found['library']} ({found['found']}; {found['version']})",
+            f"  {variant}, {way.threads} thread(s): {shown} ({found['found']}; {found['version']})",
             flush=True,
+        )
+        write_speed(
+            options.write, {"benchmark": "gguf", "model": shape, "threads": str(way.threads)}, numbers
         )
     if options.folder is None:
         for file in folder.glob(f"{shape}-*.gguf"):
             file.unlink()
-    return [asdict(way) | {"format": name, **asdict(row)} for (name, way), row in rows.items()]
 
 
 def _bandwidth(threads: int, quick: bool) -> float:
@@ -267,7 +277,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small shapes, few tokens: shows that it works")
-    parser.add_argument("--shapes", default=None, help="comma-separated, like what follows")
+    parser.add_argument("--shapes", default=None, help="comma-separated, as are the next options")
     parser.add_argument("--formats", default="fp16,q8_0,q4_0,q4_k,mixed")
     parser.add_argument("--threads", default=str(len(os.sched_getaffinity(0))))
     parser.add_argument("--libraries", default="", help="default: the one that is found")
@@ -275,8 +285,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="where files are kept for another time")
-    parser.add_argument("--json", type=Path, default=None, help="write all figures to this file")
+    parser.add_argument("--folder", type=Path, default=None, help="keep the files here")
+    add_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.prompt, options.rounds = 16, 32, 2
@@ -287,12 +297,9 @@ def main() -> None:
 
     bandwidth = {int(count): 0.0 for count in options.threads.split(",")}
     print(f"last-level cache: {(last_level_cache() or 0) / MIB:.0f} MiB")
-    results = {}
     with tempfile.TemporaryDirectory() as temporary:
         for shape in shapes:
-            results[shape] = measure(shape, options, options.folder or Path(temporary), bandwidth)
-    if options.json:
-        options.json.write_text(json.dumps({"bandwidth": bandwidth, "results": results}, indent=1))
+            measure(shape, options, options.folder or Path(temporary), bandwidth)
 
 
 if __name__ == "__main__":

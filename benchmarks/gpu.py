@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py sweep mamba-130m,mamba2-130m,mamba2-2.7b [--precisions tf32x3,tf32] [--memory-budget 3GB]
     python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
-    python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]
+    python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]   # each with [--write docs/results/speed.csv]
 
 Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
 engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Floors are the products
@@ -31,6 +31,7 @@ from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.sweep import noise_floor
 from kl_lens.text import draw_windows
 from kl_lens.units import parse_bytes
+from result_files import add_option, write_speed
 from sweep import floor_seconds
 
 PRECISIONS = "tf32x3,tf32"
@@ -83,6 +84,8 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         kind: floor_seconds(model, candidates, ids.numel(), rate)
         for kind, rate in rates(model.config.hidden_size).items()
     }
+    numbers = {("", "candidates"): str(len(candidates))}
+    numbers |= {(f"floor, {kind}", "s"): f"{value:.1f}" for kind, value in floors.items()}
     print(
         f"{name}: {len(candidates)} candidates; floors of all "
         + ", ".join(f"{kind} {value:.1f} s" for kind, value in floors.items()),
@@ -96,6 +99,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         some = candidates[:: arguments.every]
         taken = seconds(lambda engine=engine, some=some: measured(engine, some, ids))  # type: ignore[misc]
         taken *= len(candidates) / len(some)
+        numbers[precision, "s"] = f"{taken:.1f}"
         print(
             f"  fast {precision:7s} {taken:7.1f} s, {taken / len(candidates):.4f} s each, "
             f"{len(engine.slabs(ids))} slabs, {floors['float32'] / taken:.0%} of float32's floor, "
@@ -109,7 +113,9 @@ def sweep(name: str, arguments: argparse.Namespace) -> None:
         engine.measure([two[0].perturbation])
         engine.prepare(ids)
         taken = seconds(lambda: engine.measure([c.perturbation for c in two])) / len(two)
+        numbers["plain", "s"] = f"{taken * len(candidates):.0f}"
         print(f"  plain float32 {taken:.3f} s each, {taken * len(candidates):.0f} s for all", flush=True)
+    record(arguments, "gpu sweep", name, numbers)
 
 
 def agreement(name: str, arguments: argparse.Namespace) -> None:
@@ -124,23 +130,36 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
         return np.array([summarise(w)["kl_teacher_to_student"].value for w in found])
 
     expected = divergences(PlainEngine(model))
+    numbers: dict[tuple[str, str], str] = {}
     for precision in ("float32", *arguments.precisions.split(",")):
         engine = FastEngine(model, precision=precision)
         noise = noise_floor(engine, windows.ids)["kl_teacher_to_student"]
         found = divergences(engine)
         line = f"{name} {precision:7s} noise {noise:.1e}"
+        numbers[precision, "noise floor"] = f"{noise:.1e}"
         for fmt in ("int4", "int8"):
             chosen = np.array([c.recipe == fmt for c in candidates]) & (expected > 1e-8)
             off = np.abs(found[chosen] / expected[chosen] - 1).max()
             tau = kendalltau(found[chosen], expected[chosen]).statistic
+            variant = f"{precision}, {fmt.upper()}"
+            numbers[variant, "largest relative difference of KL"] = f"{off:.1e}"
+            numbers[variant, "τ"] = f"{tau:.4f}"
             line += (
                 f"; {fmt} ({chosen.sum()}, least {expected[chosen].min():.1e}): off by {off:.1e}, τ {tau:.4f}"
             )
         print(line, flush=True)
+    record(arguments, "gpu agreement", name, numbers)
+
+
+def record(
+    arguments: argparse.Namespace, benchmark: str, name: str, numbers: dict[tuple[str, str], str]
+) -> None:
+    case = {"benchmark": benchmark, "model": name, "threads": "", "machine": torch.cuda.get_device_name()}
+    write_speed(arguments.write, case, numbers)
 
 
 def gptq(name: str, arguments: argparse.Namespace) -> None:
-    """Every component, with second moments of random inputs that hang together."""
+    """Every component, with second moments of correlated random inputs."""
     model = on_gpu(name)
     fmt, method = get_format(arguments.format), get_quantizer("gptq")
     moments: dict[int, InputStatistics] = {}
@@ -162,6 +181,9 @@ def gptq(name: str, arguments: argparse.Namespace) -> None:
     print(
         f"{name}: {len(fitting)} components in {fmt.name}+gptq: {taken:.1f} s, peak {peak:.1f} GB", flush=True
     )
+    variant = f"{fmt.name}+gptq"
+    numbers = {(variant, "s"): f"{taken:.1f}", (variant, "peak GB"): f"{peak:.1f}"}
+    record(arguments, "gpu gptq", name, numbers)
 
 
 def main() -> None:
@@ -177,10 +199,11 @@ def main() -> None:
         "--every",
         type=int,
         default=1,
-        help="1: all candidates; N: every Nth, and seconds for all by their share",
+        help="measure every Nth candidate and scale the seconds up",
     )
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument("--format", default="int4-g64")
+    add_option(parser)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in arguments.models.split(","):

@@ -1,6 +1,6 @@
 """How long exact budgets and the frontier take, on tables of random damage and two kinds of shapes.
 
-    python benchmarks/knapsack.py [--repeats 5]
+    python benchmarks/knapsack.py [--repeats 5] [--write docs/results/speed.csv]
 
 `repeated` has the four projections of a Mamba block over and over, as real models do; `irregular` gives every
 component a shape of its own, which is harder: no two sums of bytes agree. Then the published shapes with the whole menu
@@ -22,6 +22,7 @@ from kl_lens.planning import build_problem, pareto_frontier, plan_for_budget
 from kl_lens.planning.problem import LatencyTable
 from kl_lens.records import Component, Estimate, Measurement, SensitivityTable
 from kl_lens.targets import get_target
+from result_files import add_option, write_speed
 
 FORMATS = ("int8", "int4", "q5_k", "q6_k", "q4_k")
 MAMBA = ((3072, 768), (80, 1536), (1536, 256), (768, 1536))
@@ -58,7 +59,7 @@ def random_table(name: str, shapes: Shapes, formats: Sequence[str], seed: int) -
 
 
 def random_latency(table: SensitivityTable, seed: int) -> LatencyTable:
-    """About as the bytes, with a kernel's own cleverness on top."""
+    """In proportion to bytes, with some variation as kernels have it."""
     generator = np.random.default_rng(seed)
     return {
         (c.name, f): float(get_format(f).bytes(c.shape) * 1e-10 * generator.lognormal(0, 0.15))
@@ -69,7 +70,7 @@ def random_latency(table: SensitivityTable, seed: int) -> LatencyTable:
 
 
 def budgets(table: SensitivityTable) -> Iterator[tuple[str, Callable[[], float]]]:
-    """(what is asked, a call that solves it and gives the gap)."""
+    """(question, a call that solves it and returns the gap)."""
     latency = random_latency(table, 1)
     bits = [4.6 + share * (16 - 4.6) for share in SHARES]
     for bpw in bits:
@@ -89,7 +90,9 @@ def budgets(table: SensitivityTable) -> Iterator[tuple[str, Callable[[], float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="random tables per size (default: 3)")
-    repeats = parser.parse_args().repeats
+    add_option(parser)
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     cases = [
         (
             kind,
@@ -105,7 +108,6 @@ def main() -> None:
         for target in ("gguf", "openvino")
         for menu in [get_target(target).formats]  # FP16 is the last
     ]
-    print(f"{'shapes':21} {'size':>9}  {'question':28} {'mean s':>7} {'max s':>7} {'largest gap':>12}")
     for kind, size, shapes_of, formats in cases:
         times: dict[str, list[float]] = {}
         gaps: dict[str, float] = {}
@@ -122,13 +124,19 @@ def main() -> None:
             times.setdefault("frontier", []).append(time.perf_counter() - started)
             points.append(len(frontier))
             within = max(within, frontier.within)
+        numbers = {}
         for question, seconds in times.items():
-            proof = f"{gaps[question]:.1e}" if question in gaps else f"×{within:.4f}"
-            print(
-                f"{kind:21} {size:>9}  {question:28} {statistics.mean(seconds):7.3f} "
-                f"{max(seconds):7.3f} {proof:>12}"
-            )
-        print(f"{'':32}  {max(points)} points on the largest frontier", flush=True)
+            numbers[question, "components × recipes"] = size
+            numbers[question, "mean s"] = f"{statistics.mean(seconds):.3f}"
+            numbers[question, "longest s"] = f"{max(seconds):.3f}"
+            if question in gaps:
+                numbers[question, "gap"] = f"{gaps[question]:.1e}"
+            else:
+                numbers[question, "KL of the frontier, at most times the optimum"] = f"{within:.4f}"
+            shown = ", ".join(f"{q} {n}" for (asked, q), n in numbers.items() if asked == question)
+            print(f"{kind}: {question}: {shown}")
+        print(f"{kind}: {max(points)} points on the largest frontier", flush=True)
+        write_speed(arguments.write, {"benchmark": "knapsack", "model": kind, "threads": "1"}, numbers)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def nncf_plans(
 
 
 def _activations(model: LoadedModel, table: SensitivityTable) -> dict[str, torch.Tensor]:
-    """What enters each layer on a little calibration text; dt_proj's input is read from x_proj's output."""
+    """The inputs of each layer on a little calibration text; dt_proj's input is read from x_proj's output."""
     windows = draw_windows("wikitext2:train", model.require_tokenizer(), windows=2, length=256, seed=42)
     seen: dict[str, torch.Tensor] = {}
     handles = []
@@ -117,7 +117,7 @@ def _choice(
 
 
 def _layers(weights: dict[str, torch.Tensor]) -> object:
-    """One matmul per layer, each on an input of its own: all that NNCF's criteria look at."""
+    """One matmul per layer, each with its own input: NNCF's criteria need no more."""
     import numpy as np
     import openvino as ov
     from openvino import opset13 as ops

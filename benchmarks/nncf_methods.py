@@ -1,4 +1,4 @@
-"""NNCF's own weight compression of a graph of ours, with and without data: rivals of the same bytes."""
+"""NNCF's own weight compression, with and without data, applied to a graph that we exported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kl_lens.records import Plan
 from kl_lens.targets import get_target
 from kl_lens.targets.openvino.session import read_graph
 
-# Label → what `compress_weights` is asked for besides mode and groups.
+# Label → further arguments of `compress_weights`.
 NNCF_METHODS: dict[str, dict[str, bool]] = {
     "nncf data-free": {},
     "nncf awq+scale": {"awq": True, "scale_estimation": True},
@@ -31,7 +31,7 @@ NNCF_METHODS: dict[str, dict[str, bool]] = {
 def put_file(
     model: LoadedModel, folder: Path, grid: str, method: str, ids: torch.Tensor, ratio: float = 1.0
 ) -> int:
-    """Puts NNCF's file into an exported folder of ours, whose record says how such files are run; its bytes."""
+    """Replaces the graph in an exported folder by NNCF's; returns its bytes. The folder's record says how to run it."""
     import openvino as ov
 
     with tempfile.TemporaryDirectory() as place:
@@ -73,7 +73,7 @@ def compressed(
 
 
 def _untransposed(graph: Any) -> None:
-    """Products that turn their activations round get a node of their own for that: NNCF's GPTQ refuses them."""
+    """Puts a Transpose before products with transposed activations, which NNCF's GPTQ refuses."""
     import openvino.opset13 as ops
 
     for node in graph.get_ops():

@@ -19,10 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-# This file is called like the package that it measures: its own folder must not be where that is looked for.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+# This file has the name of the package that it measures: installed packages come first.
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != HERE), str(HERE)]
 
 import numpy as np  # noqa: E402
+
+from result_files import add_option, write_speed  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mamba": {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24, "state_size": 16},
@@ -176,7 +179,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--keep", type=Path, help="folder for the exported models (default: a temporary one)")
-    parser.add_argument("--json", action="store_true")
+    add_option(parser)
     parser.add_argument(
         "--worker", nargs=3, metavar=("CONTENDER", "FAMILY", "FOLDER"), help=argparse.SUPPRESS
     )
@@ -216,23 +219,28 @@ def benchmark(family: str, options: argparse.Namespace, folder: Path) -> None:
             kept = best.setdefault(contender, row)
             for key in ("prefill_s", "decode_s", "peak_bytes"):
                 kept[key] = min(kept[key], row[key])
-    if options.json:
-        print(json.dumps({"family": family, "exports": exports, "runs": best}))
-        return
     base = best["pytorch"]
-    print(f"\n{family}{' (quick)' if options.quick else '-130m shape'}: prompt {options.prompt}, "
-          f"{options.threads} thread(s), best of {options.rounds}")  # fmt: skip
-    print(
-        f"{'':10}{'decode ms':>10}{'×':>6}{'prefill ms':>12}{'×':>6}{'peak MB':>9}{'file MB':>9}{'export s':>10}"
-    )
+    numbers = {}
     for name, row in best.items():
-        made = exports.get(name)
-        file = f"{made['bytes'] / 1e6:9.1f}{made['seconds']:10.1f}" if made else f"{'':19}"
-        print(
-            f"{name:10}{row['decode_s'] * 1e3:10.2f}{base['decode_s'] / row['decode_s']:6.2f}"
-            f"{row['prefill_s'] * 1e3:12.1f}{base['prefill_s'] / row['prefill_s']:6.2f}"
-            f"{row['peak_bytes'] / 1e6:9.0f}{file}"
+        variant = (
+            "PyTorch eager (transformers)" if name == "pytorch" else name.upper() if name != "mixed" else name
         )
+        numbers |= {
+            (variant, "decode ms"): f"{row['decode_s'] * 1e3:.2f}",
+            (variant, "decode, times PyTorch"): f"{base['decode_s'] / row['decode_s']:.2f}",
+            (variant, "prefill ms"): f"{row['prefill_s'] * 1e3:.0f}",
+            (variant, "prefill, times PyTorch"): f"{base['prefill_s'] / row['prefill_s']:.2f}",
+            (variant, "peak MB"): f"{row['peak_bytes'] / 1e6:.0f}",
+        }
+        if made := exports.get(name):
+            numbers[variant, "file MB"] = f"{made['bytes'] / 1e6:.1f}"
+            numbers[variant, "export s"] = f"{made['seconds']:.1f}"
+    shape = f"{family}-quick" if options.quick else f"{family}-130m"
+    print(f"{shape}: prompt {options.prompt}, {options.threads} thread(s), best of {options.rounds}")
+    for (variant, quantity), number in numbers.items():
+        print(f"  {variant:29} {quantity:24} {number:>8}")
+    case = {"benchmark": "openvino", "model": shape, "threads": str(options.threads)}
+    write_speed(options.write, case, numbers)
     print(f"peak while exporting: {max(row['peak_bytes'] for row in exports.values()) / 1e6:.0f} MB")
 
 

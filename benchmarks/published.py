@@ -4,9 +4,8 @@
 
 For each layer the published code loads the checkpoint twice, quantizes one layer of the second copy, runs all windows
 as one batch through both with transformers' own forward, keeps both sets of logits whole, and takes from them the SQNR,
-both KL divergences and both cross-entropies. So does this, step by step, with the three mistakes mended (the first
-divergence is told that its target is no logarithm, means are per token, labels are shifted), and in float32: half
-precision is far slower on a CPU.
+both KL divergences and both cross-entropies. This does the same, step by step, with three mistakes corrected (the
+first KL, means per token, shifted labels), and in float32, because half precision is far slower on a CPU.
 Prints the seconds of the fastest repetition.
 """
 

@@ -1,18 +1,18 @@
-"""Methods side by side, on files that their runtime judges, at equal bytes.
+"""Quantization methods side by side, as files of equal size that their runtime judges.
 
     python benchmarks/quantizers.py --out FILE.jsonl [--models …] [--targets openvino,gguf] [--parts …] [--jobs N]
-    python benchmarks/quantizers.py --out FILE.jsonl --table
+    python benchmarks/quantizers.py --out FILE.jsonl --write docs/results/quantizers.csv --only-write
 
-`methods`: every 4-bit grid of OpenVINO and every K-quant, the whole model on it (of a GGUF file the head in Q6_K, as
-llama.cpp has it), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
-estimation and GPTQ on the same graph and text, embedding and head at 8 bits as it leaves them; ours with the same grids
-beside it. `calibration`: what 3, 6 and 32 windows of WikiText-2 train, and C4 and novels (`--texts FOLDER`) leave of
-the gain. `time`: seconds for one layer, ours and NNCF's, on the same inputs. `whole`: seconds for all components of the
-mamba-130m shape, without the forward passes.
+`methods`: every 4-bit format of OpenVINO and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
+llama.cpp does), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
+estimation and GPTQ on the same graph and text, with embedding and head at 8 bits as NNCF leaves them; our methods with
+the same formats beside them. `calibration`: how much of the gain remains with 3, 6 and 32 windows of WikiText-2 train,
+and with C4 and novels (`--texts FOLDER`). `time`: seconds for one layer, ours and NNCF's, on the same inputs. `whole`:
+seconds for all components of the mamba-130m shape, without the forward passes.
 
 Methods learn from WikiText-2 train, files are judged on WikiText-2 test: KL from the original, mean over windows. Every
-row is appended to the results as it is done; what is there is not done again. `reference:mamba+stressed` is a
-reference with planted outliers; a folder of models stands for all models in it.
+result is appended to FILE.jsonl as soon as it is there; results that are there are not made again.
+`reference:mamba+stressed` is a reference model with planted outliers; a folder of models stands for all models in it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ from kl_lens.records import Plan
 from kl_lens.targets import SessionSettings, get_target
 from kl_lens.text import Windows, draw_windows
 from nncf_methods import NNCF_METHODS, compressed, one_product, put_file
-from planning import STRESSED
+from result_files import Row, add_option, provenance, write
 from rivals import REFERENCES, Judged, Remembered, judge_files, models
-from stress import stress
+from stress import STRESSED, stress
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 PARTS = ("methods", "nncf", "calibration", "time", "whole")
 GRIDS = {
     "openvino": (
@@ -61,14 +60,14 @@ GRIDS = {
     ),
     "gguf": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "iq4_xs"),
 }  # fmt: skip
-BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is set beside
-AIM = {"openvino": (0.75, 0.6), "gguf": (0.85, 0.75)}  # at most, and the median
+BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is compared with
 METHODS = {"openvino": ("rtn", "search", "gptq", "ordered"), "gguf": ("rtn", "imatrix", "gptq", "ordered")}
 BESIDE_NNCF = ("int4", "int4-g128", "int4-g64", "uint4-g128", "uint4-g64")
 RESTRICTED = {"openvino": "int4-g64", "gguf": "q4_k"}
 WIKITEXT, FULL = "wikitext2:train", 32
 TIMED = ("int4-g64", "q4_k")
 LENGTH = 512
+Case = tuple[str, str, str, str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Judging:
-    """What is the same for all tasks."""
+    """Settings that all tasks share."""
 
     test_windows: int
     cache: Path
-    texts: Path
+    texts: Path | None
     threads: int
 
 
@@ -148,13 +147,13 @@ def part_tasks(part: str, name: str, target: str, arguments: argparse.Namespace)
 
 
 def found_models(names: str) -> list[str]:
-    """All that are there; a line for those that are not."""
+    """The models that exist; a line for each that does not."""
     present = []
     for name in models(names):
         if name.startswith("reference:") or Path(name, "config.json").is_file():
             present.append(name)
         else:
-            print(f"{name} is not there and left out", flush=True)
+            print(f"{name} does not exist and is left out", flush=True)
     return present
 
 
@@ -176,13 +175,13 @@ def opened(name: str, judging: Judging) -> Opened:
 
 
 def drawn(task: Task, model: LoadedModel, judging: Judging) -> Windows:
-    files = {"c4": judging.texts / "c4/c4_sample.txt", "novels": judging.texts / "gutenberg_sample.txt"}
-    source = str(files.get(task.text, task.text))
+    files = {"c4": "c4/c4_sample.txt", "novels": "gutenberg_sample.txt"}
+    source = str(judging.texts / files[task.text]) if judging.texts and task.text in files else task.text
     return draw_windows(source, model.require_tokenizer(), windows=task.windows, length=LENGTH, seed=43)
 
 
 def learn(task: Task, model: LoadedModel, judging: Judging, assignment: dict[str, Recipe]) -> None:
-    """Statistics are gathered once for all processes; those of a plan in order are its own."""
+    """Gathers statistics once for all processes; `ordered` needs statistics of its own for each plan."""
     slug = re.sub(r"\W+", "-", f"{task.model} {task.text} {task.windows}")
     folder, windows = judging.cache / "statistics" / slug, drawn(task, model, judging)
     with locked(folder):
@@ -203,7 +202,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def perform(task: Task, judging: Judging) -> dict[str, Any]:
     torch.set_num_threads(judging.threads)
-    row: dict[str, Any] = asdict(task) | {"test_windows": judging.test_windows}
+    row: dict[str, Any] = asdict(task) | {"test_windows": judging.test_windows} | provenance()
     began = time.perf_counter()
     try:
         if task.part in ("time", "whole"):
@@ -220,7 +219,7 @@ def judged(task: Task, judging: Judging) -> Judged:
     one, target = opened(task.model, judging), get_target(task.target)
     ours = task.method not in NNCF_METHODS
     method = task.method if ours else "rtn"
-    assignment = mixture(task, one.model, method)
+    assignment = assignment_of(task, one.model, method)
     if Recipe(task.grid, method).quantizer.learns:
         learn(task, one.model, judging, assignment)
     plan = Plan("uniform", dict(assignment), "uniform")
@@ -234,8 +233,8 @@ def judged(task: Task, judging: Judging) -> Judged:
         return judge_files(target, folder, size, one.text, one.teacher, settings)
 
 
-def mixture(task: Task, model: LoadedModel, method: str) -> dict[str, Recipe]:
-    """Every component's recipe: the grid by this method, and what the part and the target want of the ends."""
+def assignment_of(task: Task, model: LoadedModel, method: str) -> dict[str, Recipe]:
+    """Every component's recipe: this grid and method, but what the part and the target store embedding and head in."""
     anatomy = model.anatomy
     ends = {"nncf": {anatomy.embedding: "int8", anatomy.head: "int8"}}.get(task.part, {})
     if task.target == "gguf":
@@ -254,13 +253,13 @@ SHAPES = {"in_proj of mamba-130m": (3072, 768), "out_proj of mamba-130m": (768, 
 
 
 def timed_layers(name: str) -> tuple[str, ...]:
-    """Layers of published shapes do not depend on the model: once is enough."""
+    """Layers of published shapes are the same for all models: timed once."""
     return tuple(SHAPES) if name == REFERENCES[0] else ()
 
 
 @lru_cache(maxsize=1)
 def layer(name: str, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight of this shape and inputs that go together as in a real model: for speed, never for quality."""
+    """A weight of this shape and correlated inputs as in a real model: for speed, never for quality."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = SHAPES[name]
     mixing = torch.randn(columns, columns, generator=generator) / columns**0.5
@@ -270,7 +269,7 @@ def layer(name: str, windows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def timed(task: Task, judging: Judging) -> dict[str, Any]:
-    """Seconds from the inputs to the stored layer, the better of two, and the error of its outputs beside `rtn`'s."""
+    """Seconds from inputs to the stored layer, the better of two, and its output error over that of `rtn`."""
     weight, inputs = layer(task.target, task.windows)
     moments = inputs.T @ inputs / len(inputs)
     seconds, values = [], weight
@@ -290,7 +289,7 @@ def timed(task: Task, judging: Judging) -> dict[str, Any]:
 
 
 def timed_whole(task: Task, judging: Judging) -> dict[str, Any]:
-    """Seconds for all components that the grid fits, with second moments of inputs that hang together."""
+    """Seconds for all components that the grid fits, with second moments of correlated inputs."""
     model, recipe = shape(task.model), Recipe.parse(f"{task.grid}+{task.method}")
     fitting = [c for c in model.anatomy.candidates if recipe.grid.fits(c.shape) is None]
     moments = {}
@@ -328,7 +327,7 @@ def through_nncf(task: Task, weight: torch.Tensor, inputs: torch.Tensor) -> torc
         ).T  # what it multiplies with, column by column
 
 
-# -- tables ------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------
 
 
 def known_rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -344,132 +343,83 @@ def known_rows(path: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def print_tables(rows: list[dict[str, Any]]) -> None:
-    failed = [row for row in rows if row.get("error")]
-    rows = [row for row in rows if not row.get("error")]
-    for target in METHODS:
-        print_methods(target, [r for r in rows if r["part"] == "methods" and r["target"] == target])
-    print_nncf([r for r in rows if r["part"] == "nncf"])
-    print_calibration([r for r in rows if r["part"] == "calibration"])
-    print_times([r for r in rows if r["part"] == "time"])
+def as_csv(results: list[dict[str, Any]]) -> list[Row]:
+    """Rows of quantizers.csv; `ratio` is the KL over that of the method in `ratio_to`."""
+    files = {case_of(result): result for result in results if "kl" in result}
+    rows = []
+    for case, result in files.items():
+        part, target, model, grid, method, _, _ = case
+        beside = base_of(case, files)
+        name = short(model)
+        error = np.std(result["kl"], ddof=1) / len(result["kl"]) ** 0.5 if len(result["kl"]) > 1 else np.nan
+        row = {
+            "part": part,
+            "target": target,
+            "model": f"stressed:{name.removesuffix('+stressed')}" if name.endswith("+stressed") else name,
+            "grid": grid,
+            "method": method,
+            "text": result["text"],
+            "windows": str(result["windows"]),
+            "mb": f"{result['bytes'] / 1e6:.3f}",
+            "kl": f"{np.mean(result['kl']):.4f}",
+            "kl_se": f"{error:.0e}",
+            "ratio": f"{np.mean(result['kl']) / np.mean(files[beside]['kl']):.2f}" if beside else "",
+            "ratio_to": ("NNCF's best" if part == "nncf" else beside[4]) if beside else "",
+            "test_windows": str(result["test_windows"]),
+            "note": "",
+            **{name: result[name] for name in provenance()},
+        }
+        rows.append(row)
+    return rows
+
+
+def case_of(result: dict[str, Any]) -> Case:
+    return tuple(result[name] for name in ("part", "target", "model", "grid", "method", "text", "windows"))
+
+
+def base_of(case: Case, files: dict[Case, dict[str, Any]]) -> Case | None:
+    """The file that a file of `gptq` or `ordered` is compared with."""
+    part, target, model, grid, method, _, _ = case
+    if method not in ("gptq", "ordered"):
+        return None
+    same = [other for other in files if other[:4] == (part, target, model, grid)]
+    wanted = {"gptq"} if method == "ordered" else {"rtn"} if part == "calibration" else {BASE[target]}
+    if part == "nncf" and method == "gptq":
+        wanted = set(NNCF_METHODS)
+    return min(
+        (c for c in same if c[4] in wanted), key=lambda c: float(np.mean(files[c]["kl"])), default=None
+    )
+
+
+def print_summary(results: list[dict[str, Any]], rows: list[Row]) -> None:
+    groups: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        if row["part"] == "whole":
-            print(
-                f"\n{row['model']}, {row['components']} components in {row['grid']}+{row['method']}: "
-                f"{row['seconds']:.0f} s, {row['threads']} threads"
-            )
-    for row in failed:
-        print(f"failed: {row['part']}, {row['model']}, {row['grid']}, {row['method']}: {row['error']}")
-
-
-def grouped(rows: list[dict[str, Any]], *names: str) -> dict[tuple[str, ...], dict[str, dict[str, Any]]]:
-    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), {})[row["method"]] = row
-    return groups
-
-
-def mean(row: dict[str, Any] | None) -> float:
-    return float(np.mean(row["kl"])) if row else float("nan")
-
-
-def cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    error = np.std(row["kl"], ddof=1) / len(row["kl"]) ** 0.5 if len(row["kl"]) > 1 else float("nan")
-    return f"{mean(row):.4f} ± {error:.0e}"
+        if row["ratio"]:
+            case = tuple(row[name] for name in ("part", "target", "method", "ratio_to"))
+            groups.setdefault(case, []).append(float(row["ratio"]))
+    for (part, target, method, beside), found in groups.items():
+        print(
+            f"{part}, {target}: KL of {method} over that of {beside}: median {statistics.median(found):.2f}, "
+            f"{min(found):.2f} to {max(found):.2f}, {len(found)} files"
+        )
+    for result in results:
+        what = f"{result['part']}, {short(result['model'])}, {result['target']}, {result['grid']}, {result['method']}"
+        if result.get("error"):
+            print(f"failed: {what}: {result['error']}")
+        elif result["part"] in ("time", "whole"):
+            of_rtn = f", output error {result['of_rtn']:.3f} of rtn's" if "of_rtn" in result else ""
+            print(f"{what}: {result['seconds']:.2f} s on {result['threads']} threads{of_rtn}")
 
 
 def short(name: str) -> str:
     return Path(name).name if "/" in name else name
 
 
-def heading(*names: str) -> None:
-    print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
-
-
-def print_methods(target: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    methods, base, (most, middle) = METHODS[target], BASE[target], AIM[target]
-    learnt = ("gptq", "ordered")
-    heading("model", "grid", "MB", *(f"`{m}`" for m in methods), *(f"{m} / {base}" for m in learnt))
-    ratios: dict[str, list[float]] = {method: [] for method in learnt}
-    for (model, grid), of in grouped(rows, "model", "grid").items():
-        size = next(iter(of.values()))["bytes"] / 1e6
-        cells = [cell(of.get(m)) for m in methods]
-        for method in learnt:
-            ratio = mean(of.get(method)) / mean(of.get(base))
-            cells.append("" if np.isnan(ratio) else f"{ratio:.2f}")
-            ratios[method] += [] if np.isnan(ratio) else [ratio]
-        print(f"| {short(model)} | {grid} | {size:.3f} | {' | '.join(cells)} |")
-    for method, found in ratios.items():
-        if found:
-            met = sum(ratio <= most for ratio in found)
-            print(
-                f"\n{target}: {method} / {base}: median {statistics.median(found):.3f} (aim {middle}), "
-                f"{min(found):.2f} to {max(found):.2f}; at most {most} (the aim) in {met} of {len(found)}."
-            )
-
-
-def print_nncf(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    methods = (*METHODS["openvino"], *NNCF_METHODS)
-    heading("model", "grid", "MB", "NNCF's MB", *methods, "gptq / NNCF's best")
-    ratios = []
-    for (model, grid), of in grouped(rows, "model", "grid").items():
-        theirs = {m: mean(of[m]) for m in NNCF_METHODS if m in of}
-        ratio = mean(of.get("gptq")) / min(theirs.values(), default=float("nan"))
-        ratios += [] if np.isnan(ratio) else [ratio]
-        sizes = [
-            max((of[m]["bytes"] for m in names if m in of), default=0)
-            for names in (METHODS["openvino"], theirs)
-        ]
-        print(
-            f"| {short(model)} | {grid} | {sizes[0] / 1e6:.3f} | {sizes[1] / 1e6:.3f} | "
-            f"{' | '.join(cell(of.get(m)) for m in methods)} | {ratio:.2f} |"
-        )
-    if ratios:
-        lower = sum(ratio < 1 for ratio in ratios)
-        print(
-            f"\nours below the best of NNCF's in {lower} of {len(ratios)}; median {statistics.median(ratios):.3f}."
-        )
-
-
-def print_calibration(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    plain = {(r["model"], r["target"], r["grid"]): r for r in rows if r["method"] == "rtn"}
-    heading(
-        "model", "grid", "learnt from", "windows", "`rtn`", "`search` / `imatrix`", "`gptq`", "gptq / rtn"
-    )
-    learnt = [r for r in rows if r["method"] != "rtn"]
-    for (model, target, grid, text, windows), of in grouped(
-        learnt, "model", "target", "grid", "text", "windows"
-    ).items():
-        rtn = plain.get((model, target, grid))
-        cells = " | ".join(cell(of.get(m)) for m in METHODS[target][1:])
-        ratio = mean(of.get("gptq")) / mean(rtn)
-        print(f"| {short(model)} | {grid} | {text} | {windows} | {cell(rtn)} | {cells} | {ratio:.2f} |")
-
-
-def print_times(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    heading("layer", "grid", "method", "seconds", "threads", "error of its outputs / rtn's")
-    for row in rows:
-        print(
-            f"| {row['target']} | {row['grid']} | {row['method']} | {row['seconds']:.2f} | {row['threads']} | "
-            f"{row['of_rtn']:.3f} |"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = [*REFERENCES, *(f"{name}+stressed" for name in REFERENCES), str(SHARED / "models")]
+    every = [*REFERENCES, *(f"{name}+stressed" for name in REFERENCES)]
 
     def names(text: str) -> list[str]:
         return text.split(",")
@@ -482,25 +432,30 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=FULL, help="of 512 tokens that methods learn from")
     parser.add_argument("--test-windows", type=int, default=16)
     parser.add_argument(
-        "--texts", type=Path, default=SHARED / "data", help="where C4's and the novels' samples are"
+        "--texts",
+        type=Path,
+        help="folder with c4/c4_sample.txt and gutenberg_sample.txt; without it neither is used",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--cache", type=Path, help="statistics and weights (default: beside the results)")
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON object a line; added to")
-    parser.add_argument("--table", action="store_true", help="nothing but the tables of what is there")
+    parser.add_argument("--only-write", action="store_true", help="make no files; only write what is there")
+    add_option(parser)
     arguments = parser.parse_args()
     known = known_rows(arguments.out)
-    if not arguments.table:
+    if not arguments.only_write:
         wanted = [t for t in tasks(arguments) if known.get(t.key, {"error": "missing"}).get("error")]
         wanted = [task for task in wanted if has_text(task, arguments.texts)]
         run_all(wanted, arguments)
         known = known_rows(arguments.out)
     print(machine())
-    print_tables(list(known.values()))
+    rows = as_csv(list(known.values()))
+    write(arguments.write, rows, ("part", "target", "model", "grid", "method", "text", "windows"))
+    print_summary(list(known.values()), rows)
 
 
-def has_text(task: Task, texts: Path) -> bool:
-    return task.text == WIKITEXT or texts.is_dir()
+def has_text(task: Task, texts: Path | None) -> bool:
+    return task.text == WIKITEXT or texts is not None
 
 
 def run_all(wanted: list[Task], arguments: argparse.Namespace) -> None:

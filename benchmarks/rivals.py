@@ -1,13 +1,14 @@
-"""Ours against every mixture that everybody knows, file against file.
+"""Our files against the quantization recipes that everybody knows, file against file.
 
     python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
+                                [--write docs/results/rivals.csv]
 
-For each model and target: the target's menu is measured as it computes on WikiText-2 train; for every stock recipe of
-the runtime (llama.cpp's mixtures, NNCF's modes) our exact plan of no more bytes *on disk* is made; both are written by
-the same exporter and judged by the runtime on the same WikiText-2 test windows: KL from the original and token
-perplexity, and the difference of the two KLs paired by window. NNCF's AWQ with scale estimation is made by NNCF itself,
-on the FP16 graph and the text that ours learnt from. A folder of models stands for all models in it. With
-`--out`, rows are appended as they come, and a model that is there already for a target is not judged again.
+For each model and target, the target's menu is measured on WikiText-2 train, with the target's own arithmetic. For
+every stock recipe of the runtime (llama.cpp's quantization types, NNCF's modes) we make our exact plan that is no
+larger *on disk*. Both are written by the same exporter and judged by the runtime on the same WikiText-2 test windows:
+KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
+run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. A folder of models stands for all
+models in it. With `--write`, models that the file already has from this commit are not judged again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of
 from nncf_methods import put_file
+from result_files import Row, add_option, provenance, read, write
 from stress import plant
 
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
@@ -46,7 +48,7 @@ STRESSED_PREFIX = "stressed:"
 
 
 class Remembered:
-    """The original, asked about the same windows again and again."""
+    """The original; its logits of a window are computed once."""
 
     def __init__(self, session: TorchSession) -> None:
         self._session, self._known = session, {}
@@ -60,7 +62,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Judged:
-    """One file."""
+    """What the runtime says about one file."""
 
     bytes: int
     kl: np.ndarray  # of each window
@@ -97,7 +99,7 @@ def judge_files(
     return Judged(size, kl, float(np.exp(entropy)))
 
 
-def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Path) -> list[Row]:
     bench = Workbench()
     measured = MeasureSettings(
         model=name.removeprefix(STRESSED_PREFIX),
@@ -144,34 +146,36 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             try:
                 ours = judged(plan_within_budget(within, run, table, planner, Events()))
             except PlanError as error:
-                print(f"{name}, {target.name}, {rival}: no plan of ours is as small: {error}", flush=True)
+                print(f"{name}, {target.name}, {rival}: none of our plans is as small: {error}", flush=True)
                 continue
             difference = planning.paired_difference(ours.kl, theirs.kl)
+            apart = difference.mean / difference.standard_error if difference.standard_error else 0.0
             row = {
-                "model": shown(name),
                 "target": target.name,
+                "model": shown(name),
                 "rival": rival,
-                "rival_bytes": theirs.bytes,
-                "our_bytes": ours.bytes,
-                "rival_kl": theirs.mean,
-                "rival_kl_se": theirs.error,
-                "our_kl": ours.mean,
-                "our_kl_se": ours.error,
-                "difference": difference.mean,
-                "difference_se": difference.standard_error,
-                "rival_perplexity": theirs.perplexity,
-                "our_perplexity": ours.perplexity,
-                "ratio": ours.mean / theirs.mean,
+                "rival_mb": f"{theirs.bytes / 1e6:.3f}",
+                "rival_kl": f"{theirs.mean:.5f}",
+                "rival_kl_se": f"{theirs.error:.0e}",
+                "rival_perplexity": f"{theirs.perplexity:.3f}",
+                "our_mb": f"{ours.bytes / 1e6:.3f}",
+                "our_kl": f"{ours.mean:.5f}",
+                "our_kl_se": f"{ours.error:.0e}",
+                "our_perplexity": f"{ours.perplexity:.3f}",
+                "ratio": f"{ours.mean / theirs.mean:.2f}",
+                "verdict": "lower" if apart < -2 else "higher" if apart > 2 else "level",
+                "windows": str(arguments.windows),
+                "test_windows": str(arguments.test_windows),
             }
             rows.append(row)
-            print(line(row), flush=True)
+            print(", ".join(row.values()), flush=True)
     return rows
 
 
 def with_data(
     model: LoadedModel, target: Target, ids: torch.Tensor, text: EvaluationText, teacher: Remembered
 ) -> dict[str, Callable[[], Judged]]:
-    """NNCF's recipes that learn from text, by NNCF."""
+    """NNCF's recipes that learn from text, run by NNCF itself."""
 
     def make(grid: str, ratio: float) -> Judged:
         with tempfile.TemporaryDirectory() as place:
@@ -188,25 +192,6 @@ def with_data(
         for group in (128, 64)
         for ratio in (1.0, 0.8)
     }
-
-
-def line(row: dict[str, Any]) -> str:
-    verdict = "lower" if row["difference"] < -2 * row["difference_se"] else (
-        "HIGHER" if row["difference"] > 2 * row["difference_se"] else "level"
-    )  # fmt: skip
-    return (
-        f"| {row['model']} | {row['target']} | {row['rival']} | {row['rival_bytes'] / 1e6:.3f} | "
-        f"{row['rival_kl']:.5f} ± {row['rival_kl_se']:.0e} | {row['rival_perplexity']:.3f} | "
-        f"{row['our_bytes'] / 1e6:.3f} | {row['our_kl']:.5f} ± {row['our_kl_se']:.0e} | {row['our_perplexity']:.3f} | "
-        f"{row['ratio']:.2f} | {verdict} |"
-    )
-
-
-HEADER = (
-    "| model | target | rival | MB | KL | perplexity | our MB | our KL | our perplexity | ratio of KL | ours is |\n"
-    + "|---" * 11
-    + "|"
-)
 
 
 def shown(name: str) -> str:
@@ -230,16 +215,12 @@ def main() -> None:
     parser.add_argument("--targets", default="gguf,openvino")
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
-    parser.add_argument("--short", action="store_true", help="the menus of a first look")
-    parser.add_argument("--out", type=Path, help="the numbers, a line of JSON for each row")
+    parser.add_argument("--short", action="store_true", help="short menus")
+    add_option(parser)
     arguments = parser.parse_args()
-    rows = []
-    if arguments.out and arguments.out.is_file():
-        rows = [json.loads(text) for text in arguments.out.read_text().splitlines()]
     print(machine())
-    print(HEADER)
-    for row in rows:
-        print(line(row))
+    known, commit = read(arguments.write), provenance()["commit"]
+    rows = [row for row in known if row["commit"] == commit and not commit.endswith("-dirty")]
     done = {(row["model"], row["target"]) for row in rows}
     for name in models(arguments.models):
         for target in arguments.targets.split(","):
@@ -247,16 +228,14 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 new = compare(name, get_target(target), arguments, Path(folder) / "run")
+            write(arguments.write, new, ("target", "model", "rival"))
             rows += new
-            if arguments.out:
-                with arguments.out.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in new)
-    ratios = [row["ratio"] for row in rows]
-    if ratios:
-        worse = sum(row["difference"] > 0 for row in rows)
+    if rows:
+        ratios = [float(row["ratio"]) for row in rows]
+        higher = sum(row["verdict"] == "higher" for row in rows)
         print(
-            f"\n{len(rows)} rows; ratio of KL: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to "
-            f"{max(ratios):.2f}; ours is higher in {worse}."
+            f"{len(rows)} rows; our KL over the rival's: median {statistics.median(ratios):.2f}, "
+            f"{min(ratios):.2f} to {max(ratios):.2f}; higher beyond the error in {higher}."
         )
 
 

@@ -3,7 +3,7 @@
     python benchmarks/same_bits.py LIBRARY OTHER
 
 A prompt of 75 tokens and six steps, on one thread and on two. "tiles": every matrix has rows in multiples of 32, which
-ggml puts on AMX as it comes; "sixteens": some have not, and sums in another order may differ in the last bits.
+unpatched ggml puts on AMX; "sixteens": some do not, and sums in another order may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# This folder holds a file called like a package that is needed.
+# A file in this folder has the name of a package that is needed.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 PROMPT, STEPS = 75, 6

@@ -1,4 +1,4 @@
-"""Several processes: what they gain, what a piece costs besides its arithmetic, how good an estimate is.
+"""Several processes: how much faster they are, what a piece of work costs besides arithmetic, how good estimates are.
 
     python benchmarks/scale.py workers [mamba-130m] [--windows 16] [--workers 1,2,4,8,16] [--ray]
                                                         workers of one thread each, beside one process with all threads
@@ -45,7 +45,7 @@ from kl_lens.units import human_bytes, human_seconds
 LENGTH = 512
 RECIPES = (Recipe("int4"), Recipe("int8"))
 REFERENCE = Path(__file__).resolve().parent.parent / "reference"
-# mamba2-2.7b on an H200, docs/performance.md: 258 candidates, 64 windows of 512, `tf32x3`, in 167 s. What that is in
+# mamba2-2.7b on an H200: 258 candidates, 64 windows of 512, `tf32x3`, in 167 s. What that is in
 # operations of its products per second is counted here, so that scans, metrics and waiting are in it.
 H200_SECONDS = 167.0
 
@@ -141,7 +141,7 @@ def _samples(run: Run) -> list[tuple[object, ...]]:
 
 
 def _call_seconds(crew: HiredCrew, layout: Layout, times: int = 50) -> float:
-    """An empty piece there and back."""
+    """Seconds for an empty piece of work to go there and back."""
     list(crew.do(layout.whole([1.0]), lambda text: None))
     begin = time.perf_counter()
     for index in range(times):
@@ -241,7 +241,7 @@ JAMBA = {  # the published configurations
 
 
 def h200_rate() -> float:
-    """Operations per second of the products of the sweep that docs/performance.md tells of."""
+    """Operations per second of the products of that sweep."""
     with torch.device("meta"):
         model = transformers.Mamba2ForCausalLM(
             transformers.Mamba2Config(hidden_size=2560, num_hidden_layers=64, vocab_size=50288, num_heads=80,

@@ -1,11 +1,12 @@
 """Our CPU kernels against transformers' own forward, side by side in one run, with the largest difference.
 
-python benchmarks/scan.py [--repeats 3]
+python benchmarks/scan.py [--repeats 3] [--write docs/results/speed.csv]
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from common import interleaved, machine, shape  # isort: skip  (first: it sets the environment that torch reads)
 
@@ -18,21 +19,24 @@ from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan, selective_scan_reference
+from result_files import add_option, write_speed
 
 
-def report(what: str, times: dict[str, float], difference: float) -> None:
-    slow, fast, *others = times.items()
-    line = (
-        f"{what:52s} {slow[0]} {slow[1]:7.3f} s   {fast[0]} {fast[1]:7.3f} s   ratio {slow[1] / fast[1]:5.1f}"
-    )
-    line += "".join(f"   {name} {seconds:7.3f} s" for name, seconds in others)
-    print(f"{line}   largest difference {difference:.1e}")
+def report(what: str, times: dict[str, float], difference: float, file: Path | None) -> None:
+    first = next(iter(times.values()))
+    numbers = {(name, "s"): f"{seconds:.3f}" for name, seconds in times.items()}
+    numbers["ours", "times as fast"] = f"{first / times['ours']:.1f}"
+    numbers["ours", "largest difference"] = f"{difference:.1e}"
+    print(f"{what}: " + ", ".join(f"{name} {q} {n}" for (name, q), n in numbers.items()), flush=True)
+    write_speed(file, {"benchmark": "scan", "model": what, "threads": str(torch.get_num_threads())}, numbers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    add_option(parser)
+    arguments = parser.parse_args()
+    repeats, file = arguments.repeats, arguments.write
     torch.set_grad_enabled(False)
     print(machine())
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +58,9 @@ def main() -> None:
         repeats,
     )
     difference = float((ours - selective_scan_reference(x, dt, a, b, c)[0]).abs().max())
-    report(f"selective scan {batch}×{time}×{channels}×{states}, plain recurrence", times, difference)
+    report(
+        f"selective scan, {batch} × {time} × {channels} × {states}, plain recurrence", times, difference, file
+    )
 
     layout = [t.transpose(1, 2).contiguous() for t in (x, dt, b, c)]
 
@@ -63,7 +69,12 @@ def main() -> None:
 
     times = interleaved({"transformers": library, "ours": lambda: selective_scan(x, dt, a, b, c)}, repeats)
     difference = float((library().transpose(1, 2) - ours).abs().max())
-    report(f"selective scan {batch}×{time}×{channels}×{states}, transformers", times, difference)
+    report(
+        f"selective scan, {batch} × {time} × {channels} × {states}, transformers' loop",
+        times,
+        difference,
+        file,
+    )
 
     heads, width, states2 = 24, 64, 128
     x2 = normal(batch, time, heads, width)
@@ -83,7 +94,7 @@ def main() -> None:
         repeats,
     )
     difference = float((library2() - head_scan(x2, dt2, a2, b2, c2)[0]).abs().max())
-    report(f"Mamba-2 scan {batch}×{time}×{heads}×{width}×{states2}, transformers", times, difference)
+    report(f"Mamba-2 scan, {batch} × {time} × {heads} × {width} × {states2}", times, difference, file)
 
     wide, taps, bias = normal(batch, time, 1536), normal(1536, 4), normal(1536)
     times = interleaved(
@@ -96,7 +107,7 @@ def main() -> None:
     difference = float(
         (causal_convolution(wide, taps, bias) - causal_convolution_reference(wide, taps, bias)).abs().max()
     )
-    report(f"causal convolution {batch}×{time}×1536", times, difference)
+    report(f"causal convolution, {batch} × {time} × 1536", times, difference, file)
 
     ids = torch.randint(0, 50000, (batch, time), generator=generator)
     for name in ("mamba-130m", "mamba2-130m"):
@@ -112,7 +123,7 @@ def main() -> None:
             {"transformers": lambda layer=layer, hidden=hidden: layer(hidden), "ours": with_ours}, repeats
         )  # type: ignore[misc]
         difference = float((layer(hidden) - with_ours()).abs().max() / layer(hidden).abs().max())
-        report(f"one layer of {name}, {batch}×{time}, projections included", times, difference)
+        report(f"one layer of {name}, projections included", times, difference, file)
 
 
 if __name__ == "__main__":

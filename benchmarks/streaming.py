@@ -1,4 +1,4 @@
-"""More model than memory: a sweep with the weights on disk beside the same sweep in memory.
+"""A model larger than memory: a sweep with the weights on disk against the same sweep in memory.
 
     python benchmarks/streaming.py mamba2-2.7b --folder /tmp/shape --memory-budget 3GB --windows 4 --every 32
     python benchmarks/streaming.py mamba2-2.7b --folder /tmp/shape --device cuda --card 8GB --windows 32 --every 16
@@ -58,7 +58,7 @@ def some_windows(count: int, length: int) -> Windows:
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """One sweep; says what it took as JSON, and leaves its numbers in the run."""
+    """One sweep; prints its time and memory as JSON and leaves its numbers in the run."""
     card = arguments.device == "cuda"
     if card:
         total = torch.cuda.get_device_properties(0).total_memory

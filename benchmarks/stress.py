@@ -1,7 +1,7 @@
 """Plants outlier channels in chosen components without changing what the model computes.
 
 Large pretrained Mamba models have outlier channels, and with them components that low precision destroys; small
-ones have not. `stress` rescales a channel on both sides of a product: up in the columns of one projection, down
+ones do not. `stress` rescales a channel on both sides of a product: up in the columns of one projection, down
 in whatever feeds that column (a norm's weight, or the rows of the projection before it). In float32 the outputs
 stay the same, and with factors that are powers of two they stay the same to the last bit of each weight; but the
 planted columns dominate their rows' quantization scales, so the chosen components become sensitive: a known

@@ -1,6 +1,7 @@
 """The sweep, three ways in one run: as published, our plain engine, our fast engine; with the floor of the arithmetic.
 
     python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096] [--memory WINDOWS]
+                               [--write docs/results/speed.csv]
 
 The fast engine measures every component of a reference checkpoint, and thirteen of a published shape, spread evenly
 over the network; its seconds are the mean. The work of the other two ways does not depend on the component; a few stand
@@ -27,6 +28,7 @@ from kl_lens.environment import DEFAULTS
 from kl_lens.recipes import Recipe
 from kl_lens.sensitivity.engines import Engine, FastEngine, PlainEngine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, first_block
+from result_files import add_option, write_speed
 
 MODELS = "reference:mamba,reference:mamba2,reference:hybrid,mamba-130m,mamba2-130m"
 
@@ -36,7 +38,7 @@ def open_model(name: str) -> LoadedModel:
 
 
 def spread(candidates: list[Candidate], count: int | None) -> list[Candidate]:
-    """All of them, or so many spread evenly over the network."""
+    """All of them, or `count`, spread evenly over the network."""
     if count is None or count >= len(candidates):
         return candidates
     return [candidates[round((i + 0.5) * len(candidates) / count - 0.5)] for i in range(count)]
@@ -101,14 +103,23 @@ def run(name: str, arguments: argparse.Namespace) -> None:
         del engine
     fast = seconds["fast"]
     floor = floor_seconds(model, candidates, ids.numel(), rate) / len(candidates)
-    line = f"{name:18s} {ids.numel():6d} tokens  fast {fast:7.3f} s per candidate ({len(candidates)})"
+    numbers = {
+        ("", "tokens"): str(ids.numel()),
+        ("fast", "s/candidate"): f"{fast:.3f}",
+        ("floor", "s/candidate"): f"{floor:.2f}",
+        ("fast", "% of the floor"): f"{100 * floor / fast:.0f}",
+    }
     if "plain" in seconds:
-        line += f"  plain {seconds['plain']:7.2f} s  plain/fast {seconds['plain'] / fast:.2f}"
+        numbers["plain", "s/candidate"] = f"{seconds['plain']:.2f}"
+        numbers["fast", "times as fast as plain"] = f"{seconds['plain'] / fast:.2f}"
     if not arguments.without_published:
         theirs = seconds_as_published(name, model, every[len(every) // 2].component.weight, windows)
-        line += f"  as published {theirs:7.2f} s  published/fast {theirs / fast:.1f}"
-    line += f"  floor {floor:6.2f} s ({rate / 1e9:.0f} GFLOP/s): reached {floor / fast:.0%}"
-    print(line, flush=True)
+        numbers["as published", "s/candidate"] = f"{theirs:.2f}"
+        numbers["fast", "times as fast as published"] = f"{theirs / fast:.1f}"
+    shown = ", ".join(f"{variant} {quantity} {number}" for (variant, quantity), number in numbers.items())
+    print(f"{name}: {shown} ({len(candidates)} candidates, {rate / 1e9:.0f} GFLOP/s)", flush=True)
+    threads = str(torch.get_num_threads())
+    write_speed(arguments.write, {"benchmark": "sweep", "model": name, "threads": threads}, numbers)
 
 
 def memory(windows: int) -> None:
@@ -140,8 +151,9 @@ def main() -> None:
     parser.add_argument("--without-published", action="store_true")
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument(
-        "--memory", type=int, metavar="WINDOWS", help="only the peak memory at so many windows"
+        "--memory", type=int, metavar="WINDOWS", help="only the peak memory at this number of windows"
     )
+    add_option(parser)
     arguments = parser.parse_args()
     if arguments.memory:
         memory(arguments.memory)

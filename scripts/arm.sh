@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# ./test --arm: what differs between processors (kernels, formats, quantizers, a sweep, one file of each target), on ARM.
-# On an ARM machine here and now; elsewhere in a Debian root for arm64 that qemu runs (as root; that half
-# has not been run yet). Correctness alone: nothing timed here means anything.
+# ./test --arm: tests that depend on the processor (kernels, formats, quantizers, a sweep, one file per target), on ARM.
+# On an ARM machine they run directly; elsewhere in a Debian root for arm64 under qemu (needs root; this path has
+# not been tried yet). Correctness only: timings mean nothing here.
 #
-# KL_LENS_ARM_ROOT: where the root is kept (default: .arm). KL_LENS_ARM_WHEELS: a folder of wheels that are preferred: PyPI's
-# torch for aarch64 brings CUDA's libraries, gigabytes that nobody uses there. PIP_INDEX_URL and proxies are handed in.
+# KL_LENS_ARM_ROOT: folder of the root (default: .arm). KL_LENS_ARM_WHEELS: a folder of preferred wheels, because PyPI's
+# torch for aarch64 comes with gigabytes of CUDA libraries. PIP_INDEX_URL and proxies are passed on.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/scripts/environment.sh"
@@ -22,14 +22,14 @@ case $(uname -m) in
     ;;
 esac
 
-[ "$(id -u)" = 0 ] || { say "--arm makes a root file system and needs root; or run it on an ARM machine"; exit 1; }
+[ "$(id -u)" = 0 ] || { say "--arm needs root to make a root file system; or run it on an ARM machine"; exit 1; }
 for tool in debootstrap qemu-aarch64-static; do
   command -v $tool >/dev/null || { say "no $tool; Debian: apt install debootstrap qemu-user-static"; exit 1; }
 done
 formats=/proc/sys/fs/binfmt_misc
 [ -e $formats/register ] || mount -t binfmt_misc binfmt_misc $formats
 if [ ! -e $formats/qemu-aarch64 ]; then
-  # The first bytes of an ELF for aarch64. F: qemu is opened now, so that it is found inside the root too.
+  # The first bytes of an ELF for aarch64. F: open qemu now, so that it also works inside the root.
   magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
   mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
   echo ":qemu-aarch64:M::$magic:$mask:$(command -v qemu-aarch64-static):F" >$formats/register

@@ -1,5 +1,5 @@
-# Sourced by ./run and ./test: makes .venv when it is missing, installs under the constraints when
-# the constraints or pyproject.toml changed, and says one line per step.
+# Sourced by ./run and ./test: makes .venv if it is missing, and installs the package if constraints.txt or
+# pyproject.toml changed. Prints one line per step.
 
 say() { printf 'kl-lens: %s\n' "$*" >&2; }
 
@@ -16,7 +16,7 @@ find_python() {
   return 1
 }
 
-# ensure_environment ROOT EXTRAS: afterwards ROOT/.venv holds the package with those extras.
+# ensure_environment ROOT EXTRAS: installs the package with these extras in ROOT/.venv.
 ensure_environment() {
   local root=$1 extras=$2 venv="$1/.venv" python wanted stamp
   if ! "$venv/bin/python" -c '' >/dev/null 2>&1; then
@@ -30,7 +30,7 @@ ensure_environment() {
   fi
   wanted=$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)
   stamp="$venv/.installed-$(printf '%s' "$extras" | tr ',' '-')"
-  # What a larger set installed serves a smaller one too.
+  # A larger set of extras includes a smaller one.
   local known extra lacks
   for known in "$venv"/.installed-*; do
     [ "$(cat "$known" 2>/dev/null)" = "$wanted" ] || continue
@@ -40,11 +40,11 @@ ensure_environment() {
     done
     [ -z "$lacks" ] && return 0
   done
-  say "installing kl-lens[$extras] and what it needs (once; a few minutes)"
+  say "installing kl-lens[$extras] and its dependencies (once, a few minutes)"
   if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
       --constraint "$root/constraints.txt" --editable "$root[$extras]" 2>"$venv/install.log"; then
     cat "$venv/install.log" >&2
-    say "installation failed; the messages above say why"
+    say "installation failed; see the messages above"
     return 1
   fi
   printf '%s' "$wanted" >"$stamp"

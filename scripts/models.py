@@ -1,9 +1,10 @@
-"""Prints docs/models.md by trying every model: `python scripts/models.py > docs/models.md`. Takes minutes.
+"""Tries every family and writes what was seen into docs/families.json: `python scripts/models.py`. Takes minutes.
 
 Of every causal class of the installed transformers that has a recurrent, linear-attention or convolutional layer, of
 Hymba, and of the transformers that people use most, a tiny random model is opened, measured by both engines, checked
-against a forward in float64 that shares nothing with the engines, exported, and the file's logits set beside PyTorch's.
-Names as arguments try only those: `python scripts/models.py lfm2 qwen3_next`.
+against a forward in float64 that shares nothing with the engines, and exported; the file's logits are compared with
+PyTorch's.
+Names as arguments try only those: `python scripts/models.py lfm2 qwen3_next`. `scripts/families.py` makes tables of it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +27,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests import families
+from tests.targets.gguf import support
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.errors import KLLensError, one_line
+from kl_lens.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.recipes import Recipe
 from kl_lens.records import Plan
 from kl_lens.samples import summarise
@@ -53,41 +56,22 @@ _RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm
 # Classes of images, sound or drafts: no language model that a text alone measures.
 _NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")
 
-INTRODUCTION = """\
-# Models
-
-Made by `python scripts/models.py > docs/models.md` with transformers {transformers}, torch {torch}, OpenVINO {openvino}
-and llama.cpp from xllamacpp {llama}; a slow test makes it again and fails where a row has become worse. Every row is a
-tiny random model of that class, so that it says what is computed right, not how good a quantized one is.
-
-| column | what was compared |
-|---|---|
-| blocks | how many were found; the chain of them gives the logits of the model's own forward, in parts and stacked |
-| engines | KL of the fast engine beside the plain one's, INT4, first component of every kind: relative difference |
-| float64 | the same KL from a forward in float64 by transformers alone: relative difference, {agree:g} allowed |
-| OpenVINO, GGUF | the FP32 file's logits beside PyTorch's, whole and token by token: share of their range |
-
-*plain* in the column *engines*: the blocks cannot be run in parts, so the plain engine measures, and says so.
-"""
+DATA = Path(__file__).resolve().parents[1] / "docs/families.json"
 
 
 @dataclass
 class Row:
-    """What was found of one model; an empty place is a no, and `reasons` say why."""
+    """What was seen of one family. An empty value is a no; `why` says why, or where a yes has its limits."""
 
     family: str
-    kind: str = ""
-    blocks: str = ""
-    engines: str = ""
-    float64: str = ""
-    openvino: str = ""
+    kind: str = ""  # its class in transformers
+    recurrent: bool = True
+    blocks: int = 0  # how many were found
+    engines: str = ""  # relative difference of KL: fast engine and plain one
+    float64: str = ""  # the same: plain engine and float64
+    openvino: str = ""  # FP32 file and PyTorch: largest difference of logits, as share of their range
     gguf: str = ""
-    reasons: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        places = (self.blocks, self.engines, self.float64, self.openvino, self.gguf)
-        cells = [f"`{self.family}`", self.kind, *(place or "–" for place in places), "; ".join(self.reasons)]
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    why: dict[str, str] = field(default_factory=dict)  # openvino, gguf or measuring → one line
 
 
 def recurrent_families() -> list[str]:
@@ -104,46 +88,61 @@ def recurrent_families() -> list[str]:
 
 def rows(chosen: list[str] | None = None) -> Iterator[Row]:
     known = {**families.CONFIGS, **families.UNUSUAL, **families.OTHERS}
-    for family in chosen or [*sorted(["hymba", *recurrent_families()]), *USED_MOST]:
+    for family in chosen or [*sorted(["hymba", "mamba2_groups", *recurrent_families()]), *USED_MOST]:
         if family in known:
             yield tried(family)
         else:
-            yield Row(family, reasons=["no tiny model of it in tests/families.py: not tried"])
+            yield Row(family, why={"measuring": "not tried: tests/families.py has no tiny model of it"})
 
 
 def tried(family: str) -> Row:
-    row = Row(family)
+    row = Row(family, recurrent=family not in USED_MOST)
     try:
         bare = families.tiny_model(family)
         if getattr(bare.config, "rescale_every", 0):
             bare.config.rescale_every = 0  # as `load` does in float32
     except Exception as error:
-        row.reasons.append(f"transformers cannot make it: {one_line(error)}")
+        row.why["measuring"] = f"transformers cannot make it: {one_line(error)}"
         return row
     row.kind = type(bare).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     model = LoadedModel(family, Path(), bare, None)
     ids = families.token_ids(WINDOWS, TOKENS)
     try:
-        row.blocks = str(len(model.chain))
+        row.blocks = len(model.chain)
         doubt = model.chain.doubt(ids)
         _measure(row, model, ids, plain_only=doubt is not None)
         if doubt:
-            row.reasons.append(doubt)
+            row.why["measuring"] = doubt
     except KLLensError as error:
-        row.blocks = ""
-        row.reasons.append(one_line(error))
+        row.blocks = 0
+        row.why["measuring"] = one_line(error)
         return row
     except Exception as error:
-        row.reasons.append(f"**fails**: {type(error).__name__}: {one_line(error)}")
+        row.why["measuring"] = f"**fails**: {type(error).__name__}: {one_line(error)}"
         return row
     for target in ("openvino", "gguf"):
         try:
-            setattr(row, target, _parity(target, model, ids[:1]))
+            try:
+                found = _parity(target, model, ids[:1])
+            except UnsupportedError as error:
+                if target != "gguf" or family not in support.CONFIGS:
+                    raise
+                # Some configurations of the family have no GGUF, and others have.
+                row.why[target] = one_line(error).partition(": ")[2]
+                found = _parity(target, support.tiny(family), ids[:1])
+            setattr(row, target, found)
         except KLLensError as error:
-            row.reasons.append(one_line(error).partition("; it knows")[0])
+            row.why[target] = _short(error, family)
         except Exception as error:
-            row.reasons.append(f"**fails** as {target}: {type(error).__name__}: {one_line(error)}")
+            row.why[target] = f"**fails**: {type(error).__name__}: {one_line(error)}"
     return row
+
+
+def _short(error: KLLensError, family: str) -> str:
+    """Without the name of the family and without what differs from run to run."""
+    text = one_line(error).removeprefix(f"{family} cannot be exported to OpenVINO: ")
+    text = re.sub(r"OpenVINO [\d.]+-\S+ cannot", "OpenVINO cannot", text.partition("; it writes")[0])
+    return re.sub(r"; without a constant: .*", "", text)
 
 
 def _measure(row: Row, model: LoadedModel, ids: torch.Tensor, *, plain_only: bool) -> None:
@@ -221,20 +220,22 @@ def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
     return f"{off:.0e}" if off <= LOGITS else f"**off by {off:.0e}**"
 
 
-def page(chosen: list[str] | None = None) -> Iterator[str]:
+def write(found: list[Row]) -> None:
+    """Puts rows into the file, in the place of earlier ones of the same families."""
     from importlib.metadata import version
 
-    yield INTRODUCTION.format(
-        transformers=transformers.__version__, torch=torch.__version__.split("+")[0], openvino=version("openvino"),
-        llama=version("xllamacpp"), agree=AGREE,
-    )  # fmt: skip
-    yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | why not |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for row in rows(chosen):
-        yield str(row)
+    packages = ("transformers", "torch", "openvino", "xllamacpp")
+    before = json.loads(DATA.read_text("utf-8"))["families"] if DATA.exists() else []
+    rows = {row["family"]: row for row in before} | {row.family: asdict(row) for row in found}
+    content = {
+        "made_with": {name: version(name).partition("+")[0] for name in packages},
+        "families": sorted(rows.values(), key=lambda row: (not row["recurrent"], row["family"])),
+    }
+    DATA.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    for line in page(sys.argv[1:] or None):
-        print(line, flush=True)
+    for each in rows(sys.argv[1:] or None):
+        print(each, flush=True)
+        write([each])

@@ -29,7 +29,7 @@ SHARED = ROOT.parent / "shared"
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-# The same examples every time: a test run is no lottery. `./test --all` explores too, with `-m explores`.
+# The same examples every time. `./test --all` explores too, with `-m explores`.
 EXPLORES = "KL_LENS_EXPLORE" in os.environ
 # Folders whose files share what takes long to make. `--dist loadgroup` keeps each in one process, as it keeps files.
 TOGETHER = ("openvino", "evaluation")

@@ -23,6 +23,7 @@ _MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_ONE_GROUP = {**_MAMBA2, "mamba_n_groups": 1}  # as published Bamba and Granite checkpoints have it
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -41,9 +42,15 @@ def _falcon_mamba() -> transformers.PretrainedConfig:
     return transformers.FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=8, time_step_rank=5)
 
 
-def _mamba2() -> transformers.PretrainedConfig:
+def _mamba2(groups: int = 1) -> transformers.PretrainedConfig:
     return transformers.Mamba2Config(
-        **_COMMON, num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=16
+        **_COMMON,
+        num_hidden_layers=4,
+        state_size=16,
+        num_heads=8,
+        head_dim=16,
+        n_groups=groups,
+        chunk_size=16,
     )
 
 
@@ -101,7 +108,7 @@ def _jamba(experts: int) -> transformers.PretrainedConfig:
 
 def _bamba() -> transformers.PretrainedConfig:
     return transformers.BambaConfig(
-        **_COMMON, **_ATTENTION, **_MAMBA2, num_hidden_layers=4, attn_layer_indices=[1, 3]
+        **_COMMON, **_ATTENTION, **_ONE_GROUP, num_hidden_layers=4, attn_layer_indices=[1, 3]
     )
 
 
@@ -129,7 +136,7 @@ def _granitemoehybrid() -> transformers.PretrainedConfig:
     return transformers.GraniteMoeHybridConfig(
         **_COMMON,
         **_ATTENTION,
-        **_MAMBA2,
+        **_ONE_GROUP,
         num_hidden_layers=4,
         layer_types=["mamba", "attention", "mamba", "attention"],
         num_local_experts=4,
@@ -200,9 +207,9 @@ def _recurrent_gemma() -> transformers.PretrainedConfig:
 def _zamba() -> transformers.PretrainedConfig:
     """x_proj and dt_proj are stacks of matrices, one for each head, and no modules."""
     return transformers.ZambaConfig(
-        **_COMMON, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=128,
-        attention_head_dim=32, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
+        **_COMMON | {"hidden_size": 96}, num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        num_attention_heads=4, num_key_value_heads=4, intermediate_size=96, attention_hidden_size=192,
+        attention_head_dim=48, mamba_d_state=8, mamba_dt_rank=5, n_mamba_heads=2, use_mamba_kernels=False,
     )  # fmt: skip
 
 
@@ -221,6 +228,7 @@ def _rwkv() -> transformers.PretrainedConfig:
 
 # Built otherwise than the promised families: what the chain and the anatomy must not be fooled by.
 UNUSUAL: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "mamba2_groups": functools.partial(_mamba2, 2),  # transformers normalises otherwise than the authors
     "zaya": _zaya,
     "gemma4_text": _gemma4,
     "mistral": _mistral,
@@ -239,24 +247,24 @@ _DELTA = {
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 
 
-def _tiny(config: str, **settings: Any) -> Callable[[], transformers.PretrainedConfig]:
+def _tiny(config: str, **settings: Any) -> Callable[..., transformers.PretrainedConfig]:
     common = {**_COMMON, **_ATTENTION, "num_hidden_layers": 4, **settings}
-    return lambda: getattr(transformers, config)(**common)
+    return lambda **changes: getattr(transformers, config)(**{**common, **changes})
 
 
 # What else docs/models.md tells of: short convolutions, linear attention, and the transformers people use most.
-OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
     "lfm2": _tiny("Lfm2Config", layer_types=["conv", "full_attention", "conv", "conv"]),
     "lfm2_moe": _tiny(
         "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1, num_experts=4,
         **_EXPERTS,
     ),
     "qwen3_next": _tiny(
-        "Qwen3NextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
-        **_EXPERTS, **_DELTA,
+        "Qwen3NextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, num_experts=4,
+        shared_expert_intermediate_size=48, **_EXPERTS, **_DELTA,
     ),
     "qwen3_5_text": _tiny(
-        "Qwen3_5TextConfig", layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
+        "Qwen3_5TextConfig", hidden_size=96, layer_types=_HYBRID, head_dim=16, **{**_DELTA, "linear_num_key_heads": 4}
     ),
     "qwen3_5_moe_text": _tiny(
         "Qwen3_5MoeTextConfig", layer_types=_HYBRID, head_dim=16, num_experts=4, shared_expert_intermediate_size=48,
@@ -264,13 +272,13 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "kimi_linear": _tiny(
         "KimiLinearConfig", layer_types=_HYBRID, linear_head_dim=16, linear_num_heads=4, num_local_experts=4,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
     ),
     "olmo_hybrid": _tiny("OlmoHybridConfig", layer_types=_HYBRID, **{**_DELTA, "linear_num_key_heads": 4}),
     "minimax": _tiny("MiniMaxConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, block_size=16),
     "bailing_hybrid": _tiny(
         "BailingHybridConfig", layer_types=_HYBRID, head_dim=16, num_local_experts=4, n_group=1, topk_group=1,
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], num_key_value_heads=4, **_EXPERTS, **_LATENT,
     ),
     "inkling_text": _tiny(
         "InklingTextConfig", head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
@@ -285,7 +293,7 @@ OTHERS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2": _tiny("Qwen2Config"),
     "qwen3": _tiny("Qwen3Config", head_dim=16),
     "qwen3_moe": _tiny("Qwen3MoeConfig", head_dim=16, num_experts=4, **_EXPERTS),
-    "gemma": _tiny("GemmaConfig", head_dim=16),
+    "gemma": _tiny("GemmaConfig", hidden_size=96, head_dim=16),
     "gemma3_text": _tiny("Gemma3TextConfig", head_dim=16, sliding_window=8),
     "phi": _tiny("PhiConfig"),
     "phi3": _tiny("Phi3Config"),

@@ -1,7 +1,7 @@
 """A warm process that forks: hundreds of real commands, ended by hundreds of real signals, without hundreds of starts.
 
 python -m tests.forking MODULE …: loads the modules, then answers requests, a line of JSON each. A request is served
-by a fork, which may abort, hang or be killed, and harms nobody else.
+by a fork, which may abort, hang or be killed without harming the others.
 """
 
 from __future__ import annotations

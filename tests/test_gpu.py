@@ -258,7 +258,7 @@ def test_states_go_to_the_host_and_then_to_a_file(tmp_path) -> None:
 
 
 @needs_gpu
-def test_what_is_free_is_no_more_than_the_share_that_a_process_was_given() -> None:
+def test_free_memory_is_at_most_the_processs_share() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(0.1)
     try:

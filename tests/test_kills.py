@@ -1,5 +1,5 @@
-"""Every verb, ended by SIGKILL again and again: what is there is whole, and the same command given again finishes with
-the same results as one that nobody disturbed."""
+"""Every command, killed by SIGKILL again and again: files are whole, and the same command run again finishes with the
+same results as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ SHARE = float(os.environ.get("KL_LENS_KILLS", "1"))  # of the kills, for a short
 
 
 @pytest.mark.parametrize("verb", KILLS)
-def test_killed_and_given_again_it_ends_as_if_nothing_had_been(
+def test_a_killed_command_run_again_gives_the_same_results(
     verb: str, model: Path, forks: Forks, stations: dict[str, tuple[Path, Any, Ended]], tmp_path: Path
 ) -> None:
     before, expected, undisturbed = stations[verb]

@@ -55,7 +55,7 @@ def test_a_plan_name_is_safe_as_a_file_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["best (v2)", "a as b", "../x", "/x", "..", "a,b", " x", "", "x" * 81])
 def test_hostile_plan_names_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="is no name for a plan"):
+    with pytest.raises(PlanError, match="is not a valid plan name"):
         checked_plan_name(name)
     with Run.create(tmp_path) as run:
         assert not is_current(run, Subject(PLAN, name, digest=plan_digest({}, None)))

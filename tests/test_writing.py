@@ -118,7 +118,7 @@ def test_one_process_writes_to_a_folder_at_a_time(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"x": "1"}
 
 
-def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+def test_a_file_being_written_is_not_removed(tmp_path: Path) -> None:
     from kl_lens.writing import whole
 
     with whole(tmp_path / "slow.gguf") as temporary:

@@ -1,4 +1,4 @@
-"""KL Lens: measure, plan, export and prove mixed-precision quantization of state-space and hybrid models.
+"""KL Lens makes Mamba and hybrid language models smaller, and measures how much quality each file loses.
 
 Example:
     >>> import kl_lens as kl

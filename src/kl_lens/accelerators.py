@@ -16,12 +16,12 @@ def _has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Modules called `triton_…` may be imported, and their functions called on this device."""
+    """Whether modules called `triton_…` work on this device."""
     return device.type == "cuda" and _has_triton()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take of a GPU's memory, within its share where it was given one."""
+    """GPU memory in bytes that this process can still allocate, within its share if it has one."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)

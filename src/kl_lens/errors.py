@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Each message is one line: which file or layer, what was expected, what to do. The command line prints it
-without a traceback and ends with the error's exit code.
+Each message is one line: which file or layer, what was expected, what to do. The command line prints it without a
+traceback and returns the error's exit code.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 
 
 class KLLensError(Exception):
-    """Base of all errors that are the input's fault, not the program's."""
+    """Base class: the input is wrong, not the program."""
 
     exit_code = 1
 
@@ -23,15 +23,15 @@ class TextError(KLLensError):
 
 
 class FormatError(KLLensError):
-    """A weight that a format cannot hold, or a format name nobody registered."""
+    """A weight that a format cannot hold, or an unknown format."""
 
 
 class UnlearntError(FormatError):
-    """A recipe that learns from text, where no statistics are at hand."""
+    """A recipe that needs statistics, and there are none."""
 
 
 class RunError(KLLensError):
-    """A run folder that does not fit what is asked of it."""
+    """A run folder that does not fit the command."""
 
 
 class PlanError(KLLensError):
@@ -39,7 +39,7 @@ class PlanError(KLLensError):
 
 
 class BudgetError(PlanError):
-    """A budget that nothing can meet; the message holds the achievable range."""
+    """A budget that no plan can meet; the message gives the possible range."""
 
     exit_code = 2
 
@@ -49,30 +49,30 @@ class TargetError(KLLensError):
 
 
 class UnsupportedError(TargetError):
-    """A runtime that does not have this architecture or tokenizer at all: nobody's mistake."""
+    """The runtime does not support this architecture or tokenizer."""
 
 
-# What the system says that is nobody's mistake in the program, and what to do.
+# What the user can do about an error of the system.
 _WHAT_TO_DO = {
-    errno.ENOSPC: "make room and give the command again; what was finished is kept",
-    errno.EDQUOT: "make room and give the command again; what was finished is kept",
+    errno.ENOSPC: "free some space and run the command again; finished work is kept",
+    errno.EDQUOT: "free some space and run the command again; finished work is kept",
     errno.EACCES: "change its permissions, or use another place",
     errno.EPERM: "change its permissions, or use another place",
     errno.EROFS: "use another place",
-    errno.ENOENT: "give one that is there",
-    errno.ENOTDIR: "a file stands where a folder is needed; use another place",
-    errno.EISDIR: "a folder stands where a file is needed; use another place",
-    errno.EEXIST: "a file stands where a folder is needed; use another place",
+    errno.ENOENT: "give one that exists",
+    errno.ENOTDIR: "there is a file where a folder is needed; use another place",
+    errno.EISDIR: "there is a folder where a file is needed; use another place",
+    errno.EEXIST: "there is a file where a folder is needed; use another place",
     errno.ENOTEMPTY: "another process may be writing there; use another place",
     errno.ENAMETOOLONG: "give a shorter one",
-    errno.ELOOP: "a link there leads back to itself",
-    errno.EIO: "the disk does not answer; use another place",
-    errno.EMFILE: "raise the limit (ulimit -n) and give the command again",
+    errno.ELOOP: "a link there points back to itself",
+    errno.EIO: "the disk does not respond; use another place",
+    errno.EMFILE: "raise the limit (ulimit -n) and run the command again",
 }
 
 
 def system_reason(error: OSError) -> str | None:
-    """One line for what the system refused: which file, why, what to do. None where that tells nothing."""
+    """The system's error in one line: which file, why, what to do. None if we have no advice."""
     if error.errno not in _WHAT_TO_DO:
         return None
     place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
@@ -80,16 +80,16 @@ def system_reason(error: OSError) -> str | None:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Control characters, which a terminal would obey, become what they are called."""
+    """Escapes control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def one_line(error: BaseException, most: int = 240) -> str:
-    """What another library's error says, in one line of bounded length."""
+    """Another library's error as one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def last_line(error: BaseException) -> str:
-    """The same of a library that tells where it was first, and what is wrong in the end."""
+    """The last line, for libraries that put the reason there."""
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]

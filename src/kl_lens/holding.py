@@ -1,6 +1,6 @@
-"""One process at a time works in a run folder; another one is told who does.
+"""The lock of a run folder: one process at a time may write; another is told which one.
 
-The lock is the system's: it goes with its process, however that ends. Reading, also for a report, needs none.
+The system releases the lock when the process ends. Reading, also for a report, needs no lock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from kl_lens.errors import RunError
 
 _FILE = ".lock"
-_held: dict[str, tuple[int, int]] = {}  # folder → its open lock, and how often this process has it
+_held: dict[str, tuple[int, int]] = {}  # folder → file handle, and how often this process holds it
 
 
 class Hold:
-    """The folder is this process's until `release`; taken again by the same process, it is shared."""
+    """Holds the folder until `release`; the same process may take it several times."""
 
     def __init__(self, folder: Path, command: Sequence[str]) -> None:
         self._key: str | None = os.path.realpath(folder)
@@ -52,7 +52,7 @@ def _take(handle: int, folder: Path, command: Sequence[str]) -> None:
         holder = os.pread(handle, 4096, 0).decode(errors="replace").strip() or "another process"
         raise RunError(f"{folder} is in use by {holder}; wait for it, or use another --run") from None
     except OSError:
-        return  # a file system that knows no locks
+        return  # the file system has no locks
     since = time.strftime("%H:%M:%S")
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} ({shlex.join(command)[:1000]}, since {since})\n".encode(), 0)

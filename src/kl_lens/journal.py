@@ -1,4 +1,4 @@
-"""The file `run.sqlite` as a connection whose errors are one line: damaged, locked, not ours, not writable, full."""
+"""SQLite connection to `run.sqlite` with one-line errors: damaged, locked, not a journal, not writable, disk full."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any, Self, TypeVar
 from kl_lens.errors import RunError, one_line
 
 FILE = "run.sqlite"
-LOCK_SECONDS = 30.0  # so long another process may hold it
+LOCK_SECONDS = 30.0  # how long to wait for another process
 
 _ELSEWHERE = "use another --run"
 _REASONS = {
     sqlite3.SQLITE_BUSY: "is in use by another process; wait for that one, or {elsewhere}",
     sqlite3.SQLITE_LOCKED: "is in use by another process; wait for that one, or {elsewhere}",
-    sqlite3.SQLITE_FULL: "cannot grow: the disk is full; make room and give the command again (what was done is kept)",
-    sqlite3.SQLITE_READONLY: "cannot be written ({error}), also to read a run; make its folder writable, or copy it",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened ({error}); the folder must be writable, also to read a run",
-    sqlite3.SQLITE_PERM: "cannot be opened ({error}); the folder must be writable, also to read a run",
+    sqlite3.SQLITE_FULL: "cannot grow: the disk is full; free space and run the command again (results are kept)",
+    sqlite3.SQLITE_READONLY: "cannot be written ({error}), even to read a run; make its folder writable, or copy it",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened ({error}); the folder must be writable, even to read a run",
+    sqlite3.SQLITE_PERM: "cannot be opened ({error}); the folder must be writable, even to read a run",
     sqlite3.SQLITE_IOERR: "cannot be read or written ({error}); is the disk full or gone? {elsewhere}",
-    sqlite3.SQLITE_NOTADB: "is no journal of KL Lens ({error}); {elsewhere}",
+    sqlite3.SQLITE_NOTADB: "is not a KL Lens journal ({error}); {elsewhere}",
 }
 _DAMAGED = "is damaged ({error}); restore it from a copy, or {elsewhere}"
-# Mistakes of the program, not of the file.
+# Bugs of the program, not damage of the file.
 _OURS = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.NotSupportedError)
 _ODD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @contextmanager
 def journal_errors(path: Path) -> Iterator[None]:
-    """What SQLite raises becomes a RunError that names the file and says what to do."""
+    """Turns SQLite's errors into a RunError that names the file and says what to do."""
     try:
         yield
     except _OURS:
         raise
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter for names of tables and columns
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits tell kinds of it apart
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of tables and columns
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the upper bits are extended codes
         reason = _REASONS.get(code, _DAMAGED).format(error=one_line(error), elsewhere=_ELSEWHERE)
         raise RunError(f"{path} {reason}") from error
 
@@ -57,7 +57,7 @@ def _explained(method: Method) -> Method:
 
 
 class _Cursor(sqlite3.Cursor):
-    """Damage shows itself when rows are read, not only when they are asked for."""
+    """Wraps reading too: damage may only show when rows are fetched."""
 
     @property
     def path(self) -> Path:
@@ -72,7 +72,7 @@ class _Cursor(sqlite3.Cursor):
 
 
 class Journal(sqlite3.Connection):
-    """`with journal:` commits or rolls back, as SQLite's own does."""
+    """`with journal:` commits or rolls back, as in sqlite3."""
 
     def __init__(self, database: Any, *arguments: Any, **options: Any) -> None:
         self.path = Path(database)
@@ -93,13 +93,13 @@ class Journal(sqlite3.Connection):
     __exit__ = _explained(sqlite3.Connection.__exit__)
 
     def alone(self) -> Self:
-        """`with journal.alone():` is a transaction that nobody else can write in: what is read there stays true."""
+        """`with journal.alone():` is a transaction in which no other process can write."""
         self.execute("BEGIN IMMEDIATE")
         return self
 
 
 def checks_rows(method: Method) -> Method:
-    """For methods and functions of a run that read: a row that is not what KL Lens stores there is damage, no bug."""
+    """For readers of a run: a row that KL Lens cannot have stored is reported as damage."""
 
     @functools.wraps(method)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Packages whose names load when they are first asked for.
+"""Packages that import their names on first use.
 
-Running an exported model needs numpy and the runtime; everything before it needs torch and transformers, which take
-seconds and hundreds of megabytes on a small device. So a package that has both in it only says where its names live.
+Running an exported model needs only numpy and the runtime; everything else needs torch and transformers, which take
+seconds and hundreds of megabytes on a small device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
-    """A package's `__getattr__` and `__all__`, read from its own source, so that a name is listed once for everybody.
+    """A package's `__getattr__` and `__all__`, read from its own source, so that each name is listed once.
 
-    It gives away what it imports as `from MODULE import NAME as NAME`; under `if TYPE_CHECKING` that loads when it is
-    first asked for. No such name may be that of a submodule it comes from: Python puts the submodule there once it is
-    loaded.
+    The package exports what it imports as `from MODULE import NAME as NAME`; under `if TYPE_CHECKING` that is imported
+    on first use. A name must not equal the submodule it comes from: Python would replace it by the submodule.
     """
     homes = {
         alias.name: node.module

@@ -1,7 +1,7 @@
-"""Joins journals: what several processes measured, each into a run folder of its own, becomes one run.
+"""Merges the journals of several processes, each with its own run folder, into one run.
 
-A source is looked through first: damaged, of another model or text, of another meaning of the numbers, it is refused by
-name and the others are joined. Each is joined in one transaction; what the run holds already stays as it is.
+Each source is checked first. One that is damaged, or of another model, text or metrics version, is refused by name and
+the others are merged. Each is merged in one transaction; what the run already holds is not changed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kl_lens.runs import Run
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics
 from kl_lens.subjects import content_digest
 
-SHARDS = "shards"  # folder of a run: where `measure --shard` keeps its own
-SWEEP = "sweep"  # record of a shard: the whole list of candidates, of which it has some
+SHARDS = "shards"  # folder in a run for `measure --shard`
+SWEEP = "sweep"  # record of a shard: the whole list of candidates
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a run took from one source, in candidate-windows."""
+    """What a run took from one source, counted in candidate × window pairs."""
 
     source: Path
     taken: int
-    known: int  # the run had them
-    differing: int  # of those: with other numbers, and the run kept its own
+    known: int  # already in the run
+    differing: int  # of those: the numbers differ, and the run kept its own
 
 
 @dataclass(frozen=True)
 class _Source:
     folder: Path
     identity: dict[str, Any]
-    texts: dict[str, tuple[dict[str, Any], list[str]]]  # role → its identity, and each window's hash
+    texts: dict[str, tuple[dict[str, Any], list[str]]]  # role → identity, and the hash of each window
 
     @property
     def about(self) -> str:
@@ -50,14 +50,13 @@ class _Source:
 
 
 def shards_of(run: Path) -> list[Path]:
-    """The folders of a run's own shards."""
     return sorted(path.parent for path in (run / SHARDS).glob(f"*/{FILE}"))
 
 
 def merge(
     folder: Path, sources: Sequence[Path], command: Sequence[str] = ()
 ) -> tuple[list[Joined], dict[str, str]]:
-    """What was joined, in the order of names, and source → why it was refused."""
+    """What was merged, sorted by name, and source → why it was refused."""
     found: list[_Source] = []
     refused: dict[str, str] = {}
     for path in sorted({os.path.realpath(each): Path(each) for each in sources}.values()):
@@ -70,7 +69,7 @@ def merge(
             refused[str(path)] = str(error)
     if not found:
         return [], refused
-    # A stranger must not make a new run its own: what most are about comes first.
+    # Start with what most sources are about, so that an odd one out is refused and not the rest.
     common = Counter(source.about for source in found)
     found.sort(key=lambda source: -common[source.about])
     joined = []
@@ -88,7 +87,7 @@ def merge(
 
 
 def missing(run: Run) -> int:
-    """Candidate-windows of the sweeps that shards are of, and nobody has measured."""
+    """Candidate × window pairs that no shard has measured yet."""
     total = 0
     for role, keys in run.load_all(SWEEP).items():
         count = (run.text_identity(role.partition("@")[0]) or {"windows": 0})["windows"]
@@ -99,7 +98,7 @@ def missing(run: Run) -> int:
 
 @checks_rows
 def _checked(run: Run) -> _Source:
-    """What a journal is about; refused where it is damaged, or its numbers mean something else."""
+    """Reads what a journal is about. Raises if it is damaged or of another metrics version."""
     (verdict,) = run.journal.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise ValueError(verdict)
@@ -108,7 +107,7 @@ def _checked(run: Run) -> _Source:
         raise RunError(f"{run.folder} holds no measurements")
     if identity.get("metrics_version") != METRICS_VERSION:
         raise RunError(
-            f"{run.folder} was made with another meaning of the metrics: metrics_version is "
+            f"{run.folder} was made with another definition of the metrics: metrics_version is "
             f"{identity.get('metrics_version')!r} there and {METRICS_VERSION!r} now; measure it again"
         )
     for _, _, _, window in _samples(run):
@@ -147,7 +146,7 @@ def _samples(run: Run) -> Iterator[tuple[str, str, str, WindowMetrics]]:
 
 
 def _joined(run: Run, source: _Source) -> Joined:
-    """All of a source, in one transaction. The effort is that of the windows that are new."""
+    """Merges a source in one transaction. Its time is counted in proportion to the new windows."""
     with Run.open(source.folder) as other:
         run.identify({key: value for key, value in source.identity.items() if key != "metrics_version"})
         for role, (identity, hashes) in source.texts.items():
@@ -188,7 +187,7 @@ def _same(run: Run, key: tuple[str, str, str], window: WindowMetrics) -> bool:
 
 
 def _take_windows_and_records(run: Run, other: Run) -> None:
-    """The teacher on windows where the run has none; noise floors, texts, and of which sweep the shards are."""
+    """Teacher values for windows where the run has none, noise, texts, and the lists of candidates."""
     query = "SELECT tokens, teacher_cross_entropy, role, window FROM windows WHERE tokens IS NOT NULL"
     run.journal.executemany(
         "UPDATE windows SET tokens = ?, teacher_cross_entropy = ? WHERE role = ? AND window = ? AND tokens IS NULL",

@@ -1,7 +1,7 @@
-"""A recipe says how a component is stored: on which grid, and put there how.
+"""A recipe says how a component is stored: the format (grid) and the method that quantizes.
 
-Its spelling is short and the same everywhere: `int4-g64` (rounded to nearest), `int4-g64+gptq`, `q4_k+imatrix`. What a
-method learnt from is not part of it: a run has one set of statistics, and the weight store binds recipes to its digest.
+It has one short spelling everywhere: `int4-g64` (rounded to nearest), `int4-g64+gptq`, `q4_k+imatrix`. Statistics are
+not part of it: a run has one set, and the weight store binds recipes to its digest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ NEAREST = "rtn"
 
 
 class Recipe(str):
-    """Format and method. It is its own canonical spelling: files and journals take it as the text they hold, and only
-    text has to be turned into recipes (`parse`)."""
+    """Format and method, as a string in canonical spelling. Only outside text has to be parsed."""
 
     __slots__ = ()
 
@@ -27,12 +26,12 @@ class Recipe(str):
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """`FORMAT` or `FORMAT+METHOD`; unknown names are an error that lists the known ones."""
+        """Parses `FORMAT` or `FORMAT+METHOD`; the error for an unknown name lists the known ones."""
         if isinstance(text, Recipe):
             return text
         name, plus, method = text.strip().partition("+")
         if plus and not method:
-            raise FormatError(f"recipe {text!r} names no method behind the +")
+            raise FormatError(f"recipe {text!r} names no method after the +")
         fmt, quantizer = get_format(name), get_quantizer(method or NEAREST)
         if reason := quantizer.suits(fmt):
             raise FormatError(f"recipe {text!r}: {reason}")
@@ -55,21 +54,21 @@ FP16 = Recipe(formats.FP16)
 
 
 def parsed(assignment: Mapping[str, str]) -> dict[str, Recipe]:
-    """A plan as files hold it, component → text, as recipes."""
+    """Parses an assignment component → text."""
     return {component: Recipe.parse(text) for component, text in assignment.items()}
 
 
 def preferred(format_name: str, methods: Sequence[str]) -> Recipe:
-    """A format by the first of these methods that is known and has a meaning for it."""
+    """A format with the first of these methods that is known and suits it."""
     fmt = get_format(format_name)
     fitting = (m for m in methods if m in known_quantizers() and get_quantizer(m).suits(fmt) is None)
     return Recipe(fmt.name, next(fitting, NEAREST))
 
 
 def fitting_recipe(wanted: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
-    """What a weight of this shape really gets, and why it is not what was asked for (or None).
+    """The recipe for a weight of this shape, and why it differs from the wanted one (or None).
 
-    A format that stands in keeps the method where that has a meaning for it.
+    A substitute format keeps the method if that suits it.
     """
     fmt, reason = fitting_format(wanted.grid, shape)
     if reason is None:

@@ -1,7 +1,4 @@
-"""The records that flow from stage to stage: plain, typed, JSON-serialisable.
-
-Nothing here imports another room of the house; every other room may import this one.
-"""
+"""The records that stages exchange: plain, typed, JSON-serialisable."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Whoever wrote it: every field is known and of the kind that it says it is, or ValueError names it."""
+        """Checks names and types of all fields; ValueError names the first that is wrong."""
         if not isinstance(data, Mapping):
             raise ValueError(f"{cls.__name__}: expected a record, found {_shown(data)}")
         kinds = _kinds(cls)  # type: ignore[arg-type]
@@ -47,7 +44,7 @@ def _is_required(entry: Any) -> bool:
 
 
 def _checked(value: Any, kind: Any, name: str) -> Any:
-    """A value from JSON as a field's type has it: lists are tuples, dictionaries of records are records."""
+    """Converts a JSON value to the field's type: lists to tuples, dictionaries to records."""
     if kind is Any or (value is None and kind is types.NoneType):
         return value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -73,39 +70,39 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Component(Record):
-    """One weight matrix (or stack of expert matrices) that a plan can give a format of its own."""
+    """One weight matrix (or stack of expert matrices) that can have its own format."""
 
-    name: str  # dotted PyTorch module name, or parameter name where a module holds several
+    name: str  # dotted PyTorch module name, or parameter name if a module has several
     weight: str  # dotted name of the parameter that holds the weight
     kind: str  # in_proj, x_proj, q_proj, embedding, lm_head, conv1d, …
     family: str  # ssm, attention, mlp, moe, embedding, head, other
-    block: int | None  # index in the chain of blocks; None before and after it
+    block: int | None  # index of its block; None outside the blocks
     shape: tuple[int, ...]  # (rows, columns), or (experts, rows, columns)
     parameters: int
-    blocks: tuple[int, ...] = ()  # every block that uses this weight (more than one where blocks share)
-    tied_with: tuple[str, ...] = ()  # other components that hold the very same weight
+    blocks: tuple[int, ...] = ()  # every block that uses this weight, if several share it
+    tied_with: tuple[str, ...] = ()  # other names of the same weight
     fused_with: tuple[str, ...] = ()  # siblings that runtimes fuse into one matmul (q/k/v, gate/up)
     quantizable: bool = True
-    reason: str | None = None  # why it is left alone, when it is
+    reason: str | None = None  # why it is not quantizable
 
 
 @dataclass(frozen=True)
 class Estimate(Record):
-    """A number with the standard error of its mean; nan where none is defined."""
+    """A mean with its standard error; nan if undefined."""
 
     value: float
     standard_error: float = float("nan")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """An error that is not defined is null in files: those are strict JSON."""
+        """An undefined error is null in files: those are strict JSON."""
         error = data.get("standard_error")
         return super().from_json({**data, "standard_error": math.nan if error is None else error})
 
 
 @dataclass(frozen=True)
 class Measurement(Record):
-    """What quantizing one component to one format did to the model's output distribution."""
+    """The effect of quantizing one component to one format on the model's output."""
 
     component: str
     format: str
@@ -117,23 +114,23 @@ class Measurement(Record):
 
 
 _PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
-# Where a plan comes from: one recipe for everything, the paper's points, a proven budget, γ-greedy, a mixture that a
-# runtime's users know, anything else.
+# Where a plan comes from: one recipe for all components, the paper's points, an exact budget, γ-greedy, a stock recipe,
+# anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
 
 
 def checked_plan_name(name: str) -> str:
-    """The name of a plan, or an error: it becomes part of file names, commands and records."""
+    """Returns a valid plan name or raises: it becomes part of file names, commands and records."""
     if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
         raise PlanError(
-            f"{name!r} is no name for a plan: use letters, digits, dots, dashes and underscores, at most 80"
+            f"{name!r} is not a valid plan name: use letters, digits, dots, dashes and underscores, at most 80"
         )
     return name
 
 
 @dataclass(frozen=True)
 class Measured(Record):
-    """What a plan as a whole did to the model on held-out text, computed in PyTorch."""
+    """The effect of a whole plan on the model on held-out text, computed in PyTorch."""
 
     kl: Estimate  # KL(original ‖ planned), nats per token
     perplexity: Estimate  # per token, of the planned model
@@ -147,7 +144,7 @@ class Measured(Record):
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
 
     def to_json(self) -> dict[str, Any]:
-        """An error that is not defined (one window has none) is null."""
+        """An undefined error (of a single window) is null."""
         data = asdict(self)
         for estimate in (data["kl"], data["perplexity"]):
             if not math.isfinite(estimate["standard_error"]):
@@ -157,27 +154,29 @@ class Measured(Record):
 
 @dataclass(frozen=True)
 class Plan(Record):
-    """Which recipe each component gets. Components that are not named stay FP16."""
+    """Which recipe each component gets. Components not named stay FP16."""
 
     name: str
     assignment: dict[str, str]  # component name → recipe, as `kl_lens.recipes` spells it
-    made_by: str  # for people; what code asks about has a field
+    made_by: str  # for people only
     predicted_kl: float | None = None
     bytes: int | None = None  # of the weights
     notes: dict[str, Any] = field(default_factory=dict)
     family: str = "other"  # of PLAN_FAMILIES
     measured: Measured | None = None
-    limits: dict[str, float] = field(default_factory=dict)  # what was asked for: bytes, kl, latency, drop
-    fixed_bytes: int = 0  # what a file needs besides the weights, where the limit in bytes is the file's
-    statistics: str | None = None  # digest of what learnt recipes were made from
-    target: str | None = None  # whom it was made for: what it holds, how it computes, whose bytes are limited
-    interaction: float = 1.0  # by which whole plans lost more than their parts; in `predicted_kl` already
-    contest: str | None = None  # how it did beside the target's own mixtures, in a sentence
-    edited: bool = False  # by hand, since the program wrote the file it was read from
+    limits: dict[str, float] = field(
+        default_factory=dict
+    )  # the user's limits: bytes, kl, latency, drop, loss
+    fixed_bytes: int = 0  # bytes of the file besides the weights
+    statistics: str | None = None  # digest of the statistics behind recipes that learn
+    target: str | None = None  # the target it was made for
+    interaction: float = 1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
+    contest: str | None = None  # how it compares with stock recipes, in a sentence
+    edited: bool = False  # by hand since KL Lens wrote it
 
     @property
     def file_bytes(self) -> int | None:
-        """Of the target's file, where the plan is for one; else of the weights."""
+        """Size of the target's file, or of the weights without a target."""
         return None if self.bytes is None else self.bytes + self.fixed_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -186,15 +185,15 @@ class Plan(Record):
 
 @dataclass(frozen=True)
 class SensitivityTable:
-    """All measurements of a run with the components they are about: what planning reads."""
+    """All measurements of a run and the components they are about: the input of planning."""
 
     model: str
     model_type: str
     components: tuple[Component, ...]  # every weight of the model, quantizable or not
-    head: str  # component that holds the head; the embedding's name when the two are tied
+    head: str  # component that holds the head; the embedding if they are tied
     embedding: str
     measurements: tuple[Measurement, ...]
-    statistics: str | None = None  # digest of what learnt recipes were measured with
+    statistics: str | None = None  # digest of the statistics behind recipes that learn
 
     @property
     def candidates(self) -> tuple[Component, ...]:
@@ -202,12 +201,12 @@ class SensitivityTable:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Formats that were measured, in the order of first appearance."""
+        """Measured formats, in order of first appearance."""
         return tuple(dict.fromkeys(m.format for m in self.measurements))
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each component and recipe: every metric, and its standard error as `…_se`."""
-        import pandas  # only who wants a DataFrame needs it
+        """A DataFrame with one row per component and recipe: every metric, and its standard error as `…_se`."""
+        import pandas  # optional dependency
 
         components = {c.name: c for c in self.components}
         rows = []
@@ -236,7 +235,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class ExportedTensor(Record):
-    """Where one component went in an artifact, and in which format it really is there."""
+    """Where a component is in an artifact, and its format there."""
 
     component: str
     runtime_name: str  # the runtime's own tensor name
@@ -245,7 +244,7 @@ class ExportedTensor(Record):
     bytes: int
     reason: str | None = None  # why realised differs from planned
     digest: str = ""  # of the bytes in the file
-    weights: str = ""  # of the weight store's quantized weight; empty for what is no recipe's (norms in F32)
+    weights: str = ""  # of the quantized weight in the weight store; empty without a recipe (norms in F32)
 
 
 @dataclass(frozen=True)
@@ -269,17 +268,17 @@ ORIGINAL, PLAN, ARTIFACT = "original", "plan", "artifact"
 
 @dataclass(frozen=True)
 class Subject(Record):
-    """What was judged or timed: the original, a plan computed in PyTorch, or an exported artifact.
+    """What was scored or timed: the original, a plan computed in PyTorch, or an exported artifact.
 
-    `settings` holds what sets it apart from the usual one of that plan and target: `{"exact": True}`,
-    `{"device": "GPU"}`, `{"activations": "deployed"}`, and for a file from outside the run its `{"path": …}`.
+    `settings` holds what differs from the usual case: `{"exact": True}`, `{"device": "GPU"}`, `{"activations":
+    "deployed"}`, and for a file outside the run its `{"path": …}`.
     """
 
     what: str  # original, plan, artifact
     plan: str | None = None
-    target: str | None = None  # of an artifact; of a plan: the target whose stored weights it computes with
+    target: str | None = None  # of an artifact; for a plan: the target whose stored weights it uses
     settings: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""  # of the recipes, or of the artifact's record, that were judged
+    digest: str = ""  # of the recipes or of the artifact's record
 
     @property
     def label(self) -> str:
@@ -295,17 +294,17 @@ class Subject(Record):
 
     @property
     def key(self) -> str:
-        """The same for the same subject in whatever state: all but the digest."""
+        """Identifies the subject without its digest."""
         return json.dumps([self.what, self.plan, self.target, self.settings], sort_keys=True)
 
     @property
     def own_plan(self) -> str | None:
-        """The run's plan that this is about; None for the original and for files from outside the run."""
+        """The plan of the run; None for the original and for files outside the run."""
         return None if self.what == ORIGINAL or "path" in self.settings else self.plan
 
     @property
     def is_usual(self) -> bool:
-        """A plan by itself, or a file run as it is deployed: no stand-in, no arithmetic of its own."""
+        """A plan by itself, or a file run as deployed."""
         return not (set(self.settings) - {"path"}) and (self.what != PLAN or self.target is None)
 
     def __hash__(self) -> int:
@@ -320,13 +319,13 @@ def _bracketed(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Score(Record):
-    """How good a model is: the original, a plan computed in PyTorch, or an exported file, on one text or task."""
+    """The quality of the original, a plan in PyTorch or an exported file on one text or task."""
 
     subject: Subject
     kind: str  # perplexity, divergence, task
     what: str  # the text ("wikitext2:test") or the task ("arc_easy")
     values: dict[str, Estimate]  # token_perplexity, word_perplexity, kl_mean, acc, …
-    tokens: int  # scored tokens; for a task, its examples
+    tokens: int  # scored tokens; for a task, examples
     protocol: dict[str, Any]  # window, stride, limit, few-shot, …: what the number means
     runtime: dict[str, Any]  # library, version, device, threads; dtype for PyTorch
     seconds: float
@@ -334,7 +333,7 @@ class Score(Record):
 
 @dataclass(frozen=True)
 class Quartiles(Record):
-    """Repeated timings: the median, and the quartiles around it."""
+    """Median and quartiles of repeated timings."""
 
     median: float
     low: float
@@ -344,23 +343,23 @@ class Quartiles(Record):
 
 @dataclass(frozen=True)
 class Profile(Record):
-    """How fast and how large an exported file is, on one device with one protocol."""
+    """Speed and size of an exported file on one device with one protocol."""
 
     subject: Subject
-    protocol: str  # "use" (what a user feels) or "benchmark_app" (the published one)
+    protocol: str  # "use" (loading, prompt, generation) or "benchmark_app" (the paper's)
     device: str
     threads: int
     # use: load_seconds, first_token_seconds@N (N prompt tokens), seconds_per_token, tokens_per_second,
     # prefill_tokens_per_second@N; benchmark_app: latency_ms, throughput_fps.
     timings: dict[str, Quartiles]
-    # To the FP16 subject of the same session, same names; larger is better. Low and high are a 95 % interval.
-    # Whether one may be shown is for `profiling.ratio_of` to say.
+    # Relative to the FP16 subject of the same session, same names; larger is better. Low and high are a 95 %
+    # interval. `profiling.ratio_of` decides whether one may be shown.
     ratios: dict[str, Quartiles]
     peak_memory_bytes: int | None
     file_bytes: int
     bound: dict[str, float]  # bytes_per_token, read_bandwidth, tokens_per_second, share; prefill likewise
     settings: dict[str, Any]  # repeats, warm-up, quick or not, prompt lengths
     runtime: dict[str, Any]
-    # Shares of all processors while it was timed: stolen (by the host), used by others, asked (threads over
-    # processors); those that are not known are missing.
+    # Shares of all processors during timing: stolen (by the host), used by others, asked (threads over processors);
+    # unknown ones are missing.
     load: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,7 @@
-"""Where the files that ship with the project are: reference checkpoints, reference text, patches.
+"""Finds the files that ship with the project: reference checkpoints, reference text, patches.
 
-In a checkout they lie in `reference/` and `patches/` at the top; an installed wheel carries them inside the package,
-in `kl_lens/_reference/` and `kl_lens/_patches/`. Everybody who needs one asks here, so nobody else has to know which
-it is.
+In a checkout they are in `reference/` and `patches/`; in an installed wheel in `kl_lens/_reference/` and
+`kl_lens/_patches/`.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def reference_path(*parts: str) -> Path:
-    """The path of a shipped file or folder, such as `reference_path("mamba")`.
-
-    Raises KLLensError when this installation does not have it.
-    """
+    """The path of a shipped file or folder, such as `reference_path("mamba")`. Raises KLLensError if it is missing."""
     return find_resource(_PACKAGE, *parts)
 
 
 def patches_path(*parts: str) -> Path:
-    """The same for the patches, such as `patches_path("llama.cpp")`."""
+    """The path of a patch, such as `patches_path("llama.cpp")`."""
     return find_resource(_PACKAGE, *parts, kind="patches")
 
 
@@ -45,7 +41,7 @@ def find_resource(package: Path, *parts: str, kind: str = "reference") -> Path:
 def _candidate_roots(package: Path, kind: str) -> list[Path]:
     roots = [package / f"_{kind}"]
     checkout = package.parent.parent
-    # Without this test any folder of that name two levels above site-packages would be believed.
+    # Without this test any folder of that name two levels above site-packages would be accepted.
     if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
         roots.append(checkout / kind)
     return roots

@@ -1,8 +1,8 @@
-"""The run folder: the journal `run.sqlite` and the plain files beside it.
+"""The run folder: the journal `run.sqlite` and plain files.
 
-Whatever is measured is committed as it happens, so a kill loses at most the piece of work in flight. The first
-measurement fixes what the run is about (model, text, seed, meaning of the numbers); a later command that does not fit
-is refused with the difference named, and one that asks for more adds to what is there.
+Each measurement is committed as it is made, so a kill loses only the work in progress. The first measurement fixes what
+the run is about (model, text, seed, metrics version). A later command that does not fit is refused, with the difference
+named; one that asks for more adds to the run.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
-WEIGHTS = "weights"  # what is measured where no target's activations are
+WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
-STATISTICS = "statistics/statistics.json"  # says what the run's statistics are of
-# What a difference in identity means to a person.
+STATISTICS = "statistics/statistics.json"  # describes the run's statistics
+# Names for the parts of a run's identity.
 _MEANINGS = {
     "model_fingerprint": "the model's weights",
     "model": "the model",
-    "metrics_version": "the meaning of the metrics",
+    "metrics_version": "the definition of the metrics",
     "dtype": "the compute dtype",
-    "precision": "the precision of products",
-    "statistics": "the set of statistics behind learnt recipes",
+    "precision": "the precision of matrix products",
+    "statistics": "the set of statistics",
 }
 
 
 def role_as(role: str, target: str | None) -> str:
-    """The role of measurements with a target's activations: `calibration@gguf`. The text is that of the role alone."""
+    """The role of measurements with a target's activations: `calibration@gguf`. The text is the same."""
     return role if target in (None, WEIGHTS) else f"{role}@{target}"
 
 
 class Result(NamedTuple):
-    """One result about a subject: a score, a profile, a verdict, a sample of text."""
+    """One result about a subject: a score, a profile, a verdict, a text sample."""
 
     subject: Subject
-    name: str  # sets it apart from others of its kind about this subject
+    name: str  # unique for this kind and subject
     value: Any
 
 
@@ -97,11 +97,11 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path) -> Self:
-        """Opens the run folder, making it when it is missing."""
+        """Opens the run folder; creates it if missing."""
         folder = Path(folder)
         try:
             if folder.exists() and not folder.is_dir():
-                raise RunError(f"{folder} is a file; --run wants a folder")
+                raise RunError(f"{folder} is a file; --run needs a folder")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error
@@ -122,10 +122,10 @@ class Run:
         """Opens a run that must exist."""
         try:
             there = (Path(folder) / FILE).is_file()
-        except OSError as error:  # a name that is too long, a folder that may not be looked into
+        except OSError as error:  # the name is too long, or the folder is not readable
             raise RunError(f"{folder} cannot be read ({error.strerror}); use another --run") from error
         if not there:
-            raise RunError(f"{folder} holds no run; make one with: kl-lens measure MODEL --run {folder}")
+            raise RunError(f"{folder} has no run; make one with: kl-lens measure MODEL --run {folder}")
         return cls.create(folder)
 
     def __enter__(self) -> Self:
@@ -143,9 +143,9 @@ class Run:
 
     @checks_rows
     def identify(self, model: Mapping[str, Any]) -> None:
-        """Fixes the model of the run, or checks that it is the same as before."""
+        """Sets the model of the run, or raises if it has another one."""
         given = {**model, "metrics_version": METRICS_VERSION}
-        with self.journal.alone():  # two processes that bring two models: the second is refused
+        with self.journal.alone():  # if two processes bring two models, the second is refused
             rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
             known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
             for key, value in given.items():
@@ -160,9 +160,9 @@ class Run:
 
     @checks_rows
     def identify_text(self, role: str, identity: Mapping[str, Any], hashes: Sequence[str]) -> None:
-        """Fixes the text of a role (calibration, evaluation, …), or checks that it is the same as before.
+        """Sets the text of a role (calibration, evaluation, …), or raises if it has another one.
 
-        More windows than before are welcome; those that are there already must be the same.
+        More windows may be added; existing ones must be the same.
         """
         with self.journal.alone():
             row = self.journal.execute("SELECT identity FROM texts WHERE role = ?", (role,)).fetchone()
@@ -180,7 +180,7 @@ class Run:
             for index, value in enumerate(hashes):
                 if stored.get(index, value) != value:
                     raise RunError(
-                        f"{self.folder}: {role} window {index} holds other tokens than before; use another --run"
+                        f"{self.folder}: {role} window {index} has other tokens than before; use another --run"
                     )
             self.journal.execute("INSERT OR IGNORE INTO texts VALUES (?, ?)", (role, json.dumps(identity)))
             self.journal.executemany(
@@ -206,7 +206,7 @@ class Run:
         return [role for (role,) in self.journal.execute("SELECT role FROM texts ORDER BY rowid")]
 
     def note_command(self, command: Sequence[str]) -> None:
-        """Of a verb that writes: until the run is closed, other processes that want to are refused."""
+        """Records a command that writes, and locks the run until it is closed."""
         self._hold = self._hold or Hold(self.folder, command)
         row = (time.time(), json.dumps(list(command)), json.dumps(provenance()))
         self._write("INSERT INTO commands VALUES (?, ?, ?)", row)
@@ -217,7 +217,7 @@ class Run:
             "SELECT started, command, provenance FROM commands ORDER BY started"
         ).fetchall()
         if any(not 0 <= float(started) < 2**40 for started, _, _ in rows):
-            raise ValueError("a time that is none")
+            raise ValueError("not a time")
         return [
             {"started": float(s), "command": list(json.loads(c)), "provenance": dict(json.loads(p))}
             for s, c, p in rows
@@ -233,7 +233,7 @@ class Run:
 
     @checks_rows
     def teacher_cross_entropy(self, role: str) -> tuple[float, int]:
-        """The teacher's mean cross-entropy per token on a role's text, and how many tokens that rests on."""
+        """The teacher's mean cross-entropy per token on a role's text, and the number of tokens."""
         total, tokens = self.journal.execute(
             "SELECT sum(teacher_cross_entropy), sum(tokens) FROM windows WHERE role = ? AND tokens > 0",
             (role,),
@@ -251,7 +251,7 @@ class Run:
         seconds: float,
         compute_dtype: str,
     ) -> None:
-        """Commits some windows of one candidate; this is the piece of work a kill can lose."""
+        """Commits some windows of one candidate: the unit of work that a kill can lose."""
         marks = ", ".join("?" for _ in WINDOW_FIELDS)
         with self.journal:
             self.journal.executemany(
@@ -266,12 +266,12 @@ class Run:
             )
 
     def expect(self, role: str, candidates: Iterable[tuple[str, str]], compute_dtype: str) -> None:
-        """Candidates as (component, format) that will be stored as they arrive: their order is that of this list."""
+        """Fixes the order of candidates (component, format) before their results arrive."""
         rows = [(role, *key, 0.0, compute_dtype) for key in candidates]
         self._write("INSERT OR IGNORE INTO effort VALUES (?, ?, ?, ?, ?)", *rows)
 
     def put_in_order(self, role: str, candidates: Iterable[tuple[str, str]]) -> None:
-        """Candidates that were stored as they arrived, as (component, format) in the order of the sweep."""
+        """Sorts stored candidates into the order of the sweep."""
         place = {key: index for index, key in enumerate(candidates)}
         with self.journal.alone():
             rows = self.journal.execute(
@@ -282,7 +282,7 @@ class Run:
             self.journal.executemany("INSERT INTO effort VALUES (?, ?, ?, ?, ?)", rows)
 
     def measured_windows(self, role: str) -> dict[tuple[str, str], set[int]]:
-        """Which windows of which candidate are done."""
+        """(component, format) → windows that are done."""
         done: dict[tuple[str, str], set[int]] = {}
         for component, format_name, window in self.journal.execute(
             "SELECT component, format, window FROM samples WHERE role = ?", (role,)
@@ -294,7 +294,7 @@ class Run:
     def samples(
         self, role: str, component: str, format_name: str, windows: int | None = None
     ) -> list[WindowMetrics]:
-        """The windows of one candidate, in order; only the first `windows` when given."""
+        """The windows of one candidate, in order; `windows`: only the first ones."""
         limit = "" if windows is None else f" AND window < {int(windows)}"
         rows = self.journal.execute(
             f"SELECT {', '.join(WINDOW_FIELDS)} FROM samples "
@@ -313,7 +313,7 @@ class Run:
 
     @checks_rows
     def measurements(self, role: str = CALIBRATION, windows: int | None = None) -> list[Measurement]:
-        """One record per candidate, in the order in which they were first measured."""
+        """One record per candidate, in the order of first measurement."""
         measurements = []
         query = "SELECT component, format, seconds, compute_dtype FROM effort WHERE role = ? ORDER BY rowid"
         for component, format_name, seconds, dtype in self.journal.execute(query, (role,)).fetchall():
@@ -333,8 +333,8 @@ class Run:
         return measurements
 
     def measured_role(self, target: str | None = None, role: str = CALIBRATION) -> str:
-        """The role to read for a target: what was measured as it computes, else weights alone; without a target the
-        weights alone, else whatever was measured first."""
+        """The role to read for a target: measured with its activations, else weights alone. Without a target: weights
+        alone, else whatever was measured first."""
         there = [name for name in self._measured_roles() if name.partition("@")[0] == role]
         wanted = [role_as(role, target), role]
         return next((name for name in wanted if name in there), there[0] if there and not target else role)
@@ -344,25 +344,25 @@ class Run:
         return [role for (role,) in rows]
 
     def kinds(self) -> tuple[str, ...]:
-        """What was measured on the calibration text, for people."""
+        """What was measured on the calibration text, in words."""
         roles = [name.partition("@")[::2] for name in self._measured_roles()]
         computed_as = [target for role, target in roles if role == CALIBRATION]
         return tuple(f"as {target} computes" if target else "weights alone" for target in computed_as)
 
     @property
     def usual_target(self) -> str | None:
-        """The target as which a run that says nothing else is read; None for weights alone."""
+        """The target whose measurements are read by default; None for weights alone."""
         return self.measured_role().partition("@")[2] or None
 
     @checks_rows
     def table(
         self, role: str = CALIBRATION, windows: int | None = None, target: str | None = None
     ) -> SensitivityTable:
-        """All measurements of a role together with the components they are about; `target`: as it computes."""
+        """All measurements of a role and the components they are about; `target`: with its activations."""
         identity = self.identity
         if "components" not in identity:
             raise RunError(
-                f"{self.folder} holds no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
+                f"{self.folder} has no measurements; make some with: kl-lens measure MODEL --run {self.folder}"
             )
         imported = self.imported() if role == CALIBRATION and target is None else []
         if "@" not in role:
@@ -379,7 +379,7 @@ class Run:
         )
 
     def forget_learnt(self, formats: Iterable[str]) -> None:
-        """Takes out what was measured of these recipes, and what they had learnt from."""
+        """Deletes the measurements of these recipes, and the digest of their statistics."""
         rows = [(name,) for name in formats]
         with self.journal:
             for table in ("samples", "effort"):
@@ -388,7 +388,7 @@ class Run:
 
     @property
     def statistics(self) -> str | None:
-        """The digest of the statistics in the run folder, whole or begun."""
+        """The digest of the statistics in the run folder, complete or not."""
         try:
             index = json.loads((self.folder / STATISTICS).read_text(encoding="utf-8"))
             return str(index["digest"])
@@ -398,7 +398,7 @@ class Run:
     # -- other records ---------------------------------------------------------------------------------
 
     def store(self, kind: str, name: str, value: Any) -> None:
-        """Any JSON-serialisable record (noise floors, rankings, scores, profiles)."""
+        """Stores a JSON record (noise, ranking, artifact, …)."""
         row = (kind, name, json.dumps(value), time.time())
         self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
@@ -411,7 +411,6 @@ class Run:
         return None if row is None else json.loads(row[0])
 
     def _write(self, change: str, *rows: Sequence[Any]) -> None:
-        """Commits a change, once for each row of values."""
         with self.journal:
             self.journal.executemany(change, rows)
 
@@ -425,13 +424,13 @@ class Run:
     # -- results about subjects ------------------------------------------------------------------------
 
     def store_result(self, kind: str, subject: Subject, name: str, value: Any) -> None:
-        """A result in the place of an earlier one of that name about the same subject in the same state."""
+        """Stores a result; replaces an earlier one of the same name, subject and digest."""
         row = (kind, *_columns(subject), name, json.dumps(value), time.time())
         self._write("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     @checks_rows
     def results(self, kind: str) -> list[Result]:
-        """All of a kind, of whatever state; `kl_lens.subjects.current_results` leaves out what has changed since."""
+        """All results of a kind; `kl_lens.subjects.current_results` leaves out outdated ones."""
         rows = self.journal.execute(
             "SELECT what, plan, target, settings, digest, name, value FROM results WHERE kind = ? "
             "ORDER BY created, rowid",
@@ -455,7 +454,7 @@ class Run:
         self._write("DELETE FROM results WHERE kind = ?", (kind,))
 
     def store_piece(self, kind: str, identity: str, name: str, value: Any) -> None:
-        """What results are made of, under an identity: a hash of all that makes the numbers, whoever they are about."""
+        """Stores an intermediate value under an identity: a hash of everything the number depends on."""
         row = (kind, identity, name, json.dumps(value))
         self._write("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", row)
 
@@ -466,14 +465,14 @@ class Run:
 
     @checks_rows
     def artifact_folder(self, name: str) -> Path:
-        """Where the artifact `TARGET/PLAN` is: in the run itself, which may have moved, or where it was written."""
+        """Folder of the artifact `TARGET/PLAN`: in the run, which may have moved, or where it was written."""
         inside = self.folder / "artifacts" / name
         record = self.load("artifact", name)
         return inside if record is None or inside.is_dir() else Path(record["folder"])
 
     @checks_rows
     def imported(self) -> list[Measurement]:
-        """Measurements that others published, read by `import-legacy`."""
+        """Published measurements, read by `import-legacy`."""
         return [Measurement.from_json(m) for m in (self.load("imported", "measurements") or [])]
 
 
@@ -483,8 +482,8 @@ def _columns(subject: Subject) -> tuple[str, ...]:
 
 
 def _make_tables(folder: Path, connection: Journal) -> None:
-    """In a new journal. One of another version is refused."""
-    with connection.alone():  # of two processes that make the same journal, the second finds it made
+    """Creates the tables of a new journal; raises for a journal of another version."""
+    with connection.alone():  # if two processes create it, the second finds it complete
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == SCHEMA_VERSION:
             return
@@ -501,17 +500,17 @@ def _make_tables(folder: Path, connection: Journal) -> None:
 
 
 def named_plans(text: str) -> tuple[str, ...] | None:
-    """Plans as a command line names them: `small,large`; None for `all`."""
+    """Parses `small,large`; None for `all`."""
     if text == ALL_PLANS:
         return None
     names = tuple(checked_plan_name(name) for name in parse_names(text))
     if not names:
-        raise PlanError(f"{text!r} names no plan; write small, or small,large, or {ALL_PLANS}")
+        raise PlanError(f"{text!r} names no plan; give small, or small,large, or {ALL_PLANS}")
     return names
 
 
 def provenance() -> dict[str, Any]:
-    """Versions and machine: what a sceptic wants to know beside a number."""
+    """Versions and machine, stored with every command."""
     versions = {"kl-lens": __version__, "python": platform.python_version()}
     for package in _packages():
         try:
@@ -528,7 +527,7 @@ def provenance() -> dict[str, Any]:
 
 @cache
 def _packages() -> tuple[str, ...]:
-    """What this package says it works with, its extras' packages among them, but for the developers' tools."""
+    """The packages it depends on, with extras but without developers' tools."""
     try:
         lines = metadata.requires("kl-lens") or []
     except metadata.PackageNotFoundError:  # run from its source

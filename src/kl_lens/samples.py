@@ -1,4 +1,4 @@
-"""What the journal stores of a measurement, window by window, and how reported numbers are made from it."""
+"""What the journal stores per window, and how reported numbers are computed from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WindowMetrics:
-    """Sums over one window's tokens: what the journal stores, and what every reported number is made from."""
+    """Sums over the tokens of one window; every reported number is computed from them."""
 
     window: int
     tokens: int  # rows compared
@@ -67,7 +67,7 @@ def summarise(windows: Sequence[WindowMetrics]) -> dict[str, Estimate]:
 
 def _weighted(sums: Floats, weights: Floats) -> Estimate:
     """Σ sums / Σ weights, with the standard error of that ratio over windows."""
-    if not weights.any():  # images without labels: there is no true class to lose
+    if not weights.any():  # images without labels
         return Estimate(float("nan"))
     value = float(sums.sum() / weights.sum())
     count = len(sums)
@@ -79,7 +79,7 @@ def _weighted(sums: Floats, weights: Floats) -> Estimate:
 
 
 def _decibels(signal: Estimate, error: Estimate, windows: Sequence[WindowMetrics]) -> Estimate:
-    """10 log10 of signal over error; infinite when nothing moved. Standard error by the delta method."""
+    """10 log10 of signal over error; infinite if nothing changed. Standard error by the delta method."""
     if error.value == 0.0:
         return Estimate(float("inf"))
     value = 10 * float(np.log10(signal.value / error.value))

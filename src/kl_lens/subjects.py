@@ -1,7 +1,7 @@
-"""Who a result is about, and whether that still is what it was.
+"""Which subject a result is about, and whether that has changed since.
 
-A result stays in the run under its subject's digest. What a plan or an artifact is now is read from the run folder
-alone, without the model; results with another digest are of an earlier state and are not shown.
+A result is stored with its subject's digest. The current digest of a plan or artifact is read from the run folder,
+without the model. Results with another digest are outdated and not shown.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kl_lens.records import ORIGINAL, Artifact, Subject, checked_plan_name
 from kl_lens.runs import Result, Run
 from kl_lens.writing import DERIVED, RECORD_FILE, settle, write_text
 
-LARGE = 1 << 26  # bytes; what is smaller is read in no time
+LARGE = 1 << 26  # bytes; the digest of smaller files is not cached
 
 
 # -- digests -------------------------------------------------------------------------------------------------
 
 
 def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statistics: str | None = None) -> str:
-    """Of a plan: what it gives to which component of which model, however spelled. FP16 may be named or not.
+    """Digest of a plan: recipe of each component and the model. FP16 may be named or left out.
 
-    `statistics`: what recipes that learn are made from; without such recipes it does not matter.
+    `statistics` counts only if a recipe learns from them.
     """
     recipes = parsed(assignment)
     chosen = sorted((name, recipe) for name, recipe in recipes.items() if recipe != FP16)
@@ -38,37 +38,37 @@ def plan_digest(assignment: Mapping[str, str], fingerprint: str | None, statisti
 
 
 def artifact_digest(artifact: Artifact) -> str:
-    """Of an artifact: its tensors with the digests of their bytes, its settings, its model."""
+    """Digest of an artifact: its tensors with the digests of their bytes, its settings, its model."""
     tensors = [
         [t.component, t.runtime_name, t.realised, t.bytes, t.digest, t.weights] for t in artifact.tensors
     ]
-    # How long the export took is no part of what it made.
+    # Not how long the export took.
     settings = {name: value for name, value in artifact.settings.items() if not name.startswith("export_")}
     return content_digest([artifact.target, artifact.model_fingerprint, tensors, settings])
 
 
 def file_digest(path: Path) -> str:
-    """Of a file's content. In exported folders that of a large file is remembered, until anything writes to it."""
+    """Digest of a file's content. For large files in exported folders it is cached until the file changes."""
     status = path.stat()
-    # ctime too: a tool can put the old mtime back, but not that.
+    # ctime too: a tool can restore mtime, but not ctime.
     stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     memory = path.parent / DERIVED / f"{path.name}.digest"
     remembers = status.st_size >= LARGE and (path.parent / RECORD_FILE).is_file()
     if remembers:
-        with suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged
+        with suppress(OSError, ValueError, TypeError, KeyError):  # missing or damaged
             known = json.loads(memory.read_text(encoding="utf-8"))
             if known["stamp"] == stamp:
                 return str(known["digest"])
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     if remembers:
-        with suppress(OSError):  # a folder that only may be read: computed again next time
+        with suppress(OSError):  # read-only folder: computed again next time
             write_text(memory, json.dumps({"stamp": stamp, "digest": digest}))
     return digest
 
 
 def content_digest(content: Any, size: int = 12) -> str:
-    """Of anything that JSON can say."""
+    """Digest of a JSON value."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 
@@ -76,17 +76,17 @@ def content_digest(content: Any, size: int = 12) -> str:
 
 
 def outside_path(path: Path) -> str:
-    """How a file from outside the run is called: never like the run's own `TARGET/PLAN`, or `original`."""
+    """Name of a file outside the run; never equal to `TARGET/PLAN` or `original`."""
     return os.path.abspath(path)
 
 
 def is_current(run: Run, subject: Subject) -> bool:
-    """Whether a result is about what its subject's name stands for now."""
+    """Whether the subject is still what the result is about."""
     return subject.digest == current_digest(run, subject)
 
 
 def current_results(run: Run, kind: str) -> list[Result]:
-    """The run's results of a kind that are about what is there now, in the order in which they were stored."""
+    """The results of a kind that are not outdated, in the order they were stored."""
     now: dict[str, str | None] = {}
     results = []
     for result in run.results(kind):
@@ -99,9 +99,9 @@ def current_results(run: Run, kind: str) -> list[Result]:
 
 
 def current_digest(run: Run, subject: Subject) -> str | None:
-    """The digest of what a subject's name stands for now; None where that is gone, or not of the run's plan any more.
+    """The current digest of a subject; None if it is gone or no longer belongs to the run's plan.
 
-    A file from outside the run that is no longer there keeps its digest: nothing else has taken its name.
+    A file outside the run that is gone keeps its digest.
     """
     if subject.what == ORIGINAL:
         known = run.identity.get("model_fingerprint")
@@ -117,14 +117,14 @@ def current_digest(run: Run, subject: Subject) -> str | None:
         return plan
     name = f"{subject.target}/{subject.plan}"
     record = run.load("artifact", name) or {}
-    if plan is not None and record.get("of_plan", plan) != plan:  # the plan was changed since the export
+    if plan is not None and record.get("of_plan", plan) != plan:  # the plan has changed since the export
         return None
     artifact = _read_artifact(run.artifact_folder(name))
     return None if artifact is None else artifact_digest(artifact)
 
 
 def _plan_now(run: Run, name: str) -> str | None:
-    """The digest of the run's plan of this name as its file says it; None without such a plan."""
+    """The digest of the plan in its file; None if there is none."""
     identity = run.identity
     aliases = {alias: c["name"] for c in identity.get("components", []) for alias in c.get("tied_with", ())}
     try:

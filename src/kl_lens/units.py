@@ -1,4 +1,4 @@
-"""Numbers as people write and read them."""
+"""Parsing and printing of sizes, times and shares."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def parse_bytes(text: str) -> int:
     """`90MB`, `1.5GiB`, `4096` → bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]i?)?b?\s*", text.lower())
     if not match:
-        raise KLLensError(f"{text!r} is no size; write something like 90MB, 1.5GiB or 4096")
+        raise KLLensError(f"{text!r} is not a size; give for example 90MB, 1.5GiB or 4096")
     unit = match[2] or ""
     size = float(match[1]) * (_BINARY.get(unit) or _DECIMAL[unit])
     if size > _LARGEST:
-        raise KLLensError(f"{text[:20]}… is more than any disk holds; write something like 90MB or 1.5GiB")
+        raise KLLensError(f"{text[:20]}… is larger than any disk; give for example 90MB or 1.5GiB")
     return int(size)
 
 
@@ -28,7 +28,7 @@ def parse_seconds(text: str) -> float:
     """`12ms`, `0.5s`, `800us` → seconds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us|µs)\s*", text.lower())
     if not match:
-        raise KLLensError(f"{text!r} is no time; write something like 12ms or 0.5s")
+        raise KLLensError(f"{text!r} is not a time; give for example 12ms or 0.5s")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -39,22 +39,22 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise KLLensError(f"{text!r} is no share; write something like 3% or 0.03")
+        raise KLLensError(f"{text!r} is not a share; give for example 3% or 0.03")
     return value
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """`a, b,` → ("a", "b"): names separated by commas, each once."""
+    """`a, b,` → ("a", "b"), without repeats."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def tag_of(model: str) -> str:
-    """A model's name as part of a file's name."""
+    """A model's name as part of a file name."""
     return re.sub(r"[^\w.-]+", "-", model).strip("-.") or "model"
 
 
 def spell_bytes(count: int) -> str:
-    """As `parse_bytes` reads it, to the byte."""
+    """Exact inverse of `parse_bytes`."""
     for unit in ("GB", "MB", "kB"):
         size = _DECIMAL[unit[0].lower()]
         if count and count % size == 0:
@@ -63,13 +63,13 @@ def spell_bytes(count: int) -> str:
 
 
 def spell_seconds(seconds: float) -> str:
-    """As `parse_seconds` reads it."""
+    """Inverse of `parse_seconds`."""
     text = f"{1e3 * seconds:g}ms"
     return text if parse_seconds(text) == seconds else f"{seconds!r}s"
 
 
 def spell_share(share: float) -> str:
-    """As `parse_share` reads it."""
+    """Inverse of `parse_share`."""
     text = f"{100 * share:g}%"
     return text if parse_share(text) == share else repr(share)
 

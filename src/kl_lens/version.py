@@ -1,3 +1,3 @@
-"""The version of the package, and of what its numbers mean."""
+"""The version of the package."""
 
 __version__ = "0.1.0"

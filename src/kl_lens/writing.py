@@ -1,8 +1,8 @@
-"""Files that are whole or not there, and folders of files that change all together or not at all.
+"""Atomic writing of files, and of folders whose files change all together or not at all.
 
-A process can be killed at any moment. One file is written beside its place and renamed into it. Several files that
-belong together are written into a hidden folder; one rename decides that they count, and whoever comes next, the same
-process or another one, finishes moving them. What a killed process left is cleared by the next one that writes there.
+A process can be killed at any moment. One file is written next to its place and renamed. Several files that belong
+together are written into a hidden folder; one rename makes them count, and the next process that comes finishes moving
+them. What a killed process left is removed by the next one that writes there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 from kl_lens.errors import KLLensError
 
-RECORD_FILE = "artifact.json"  # says what the files beside it are; moved behind them, removed before them
-DERIVED = ".compiled"  # what a runtime made of the files, and goes with them
+RECORD_FILE = "artifact.json"  # describes the other files; moved last, removed first
+DERIVED = ".compiled"  # compiled by a runtime from the files; deleted with them
 _WRITING, _DECIDED = ".writing", ".decided"
 
 
 def write_text(path: Path, content: str) -> None:
-    """Replaces `path` by `content` in one step; on any failure the old file stays."""
+    """Replaces the content of `path` atomically; on failure the old file stays."""
     with whole(path) as temporary:
         temporary.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A temporary path beside the real one, which it becomes at the end: a file under its own name is always whole."""
+    """Yields a temporary path that is renamed to the real one at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_files(path.parent)
     temporary, handle = _locked_file(path)
@@ -54,17 +54,17 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:
-    """A new file whose lock says that its writer lives."""
+    """A new file; its lock shows that its writer is alive."""
     while True:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=_WRITING)
         _lock(handle, wait=True)
-        if os.fstat(handle).st_nlink:  # else another process took it for a leftover, before it was locked
+        if os.fstat(handle).st_nlink:  # else another process removed it before it was locked
             return Path(name), handle
         os.close(handle)
 
 
 def _clear_files(folder: Path) -> None:
-    """Removes temporary files whose writers were killed."""
+    """Removes temporary files of killed processes."""
     for leftover in folder.glob(f".*{_WRITING}"):
         with suppress(OSError):
             handle = os.open(leftover, os.O_RDONLY)
@@ -80,9 +80,8 @@ def _clear_files(folder: Path) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to. At the end its files take their places in `folder` all together; on any failure, and
-    when the process is killed, all that was there stays. Other files of the folder are not touched.
-    """
+    """Yields an empty folder. At the end its files move to `folder` all together; on failure, or if the process is
+    killed, the old files stay. Other files in the folder are not touched."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -109,12 +108,12 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def settle(folder: Path) -> None:
-    """To be called before a folder's record is read: finishes what a killed process had decided."""
+    """Finishes what a killed process had decided. Call before reading a folder's record."""
     if not (folder / _DECIDED).exists():
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        _lock(handle, wait=True)  # whoever has it is just moving files
+        _lock(handle, wait=True)  # the holder is only moving files
         _finish(folder)
     except OSError as error:
         raise KLLensError(
@@ -125,8 +124,8 @@ def settle(folder: Path) -> None:
 
 
 def _finish(folder: Path) -> None:
-    """Every step can be repeated. Between the first and the last the folder has no record, so that nobody can take the
-    one for that of the other's files."""
+    """Moves the files; every step can be repeated. Meanwhile the folder has no record, so that none can describe the
+    wrong files."""
     decided = folder / _DECIDED
     if not decided.is_dir():
         return
@@ -143,7 +142,7 @@ def _finish(folder: Path) -> None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether this process has the lock now; also where a file system knows no locks."""
+    """Whether this process has the lock; True on file systems without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

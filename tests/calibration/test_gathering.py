@@ -108,14 +108,14 @@ def test_experts_have_their_own_moments(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found.second_moments[expert], own.T @ own / len(own), rtol=1e-3, atol=1e-4)
 
 
-def test_a_look_up_that_is_not_tied_has_columns_that_count_alike_and_a_note(tmp_path: Path) -> None:
+def test_an_untied_embedding_has_equal_columns_and_a_note(tmp_path: Path) -> None:
     model = _opened("mamba2")
     statistics = gather(model, _windows(), tmp_path)
     assert torch.equal(statistics.of("backbone.embeddings").second_moments, torch.eye(64))
-    assert "never multiplied" in statistics.notes["backbone.embeddings"]
+    assert "lookup table" in statistics.notes["backbone.embeddings"]
 
 
-def test_a_killed_gathering_is_taken_up_and_gives_the_same_bits(
+def test_a_killed_gathering_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, windows = _opened("zamba2"), _windows()  # its shared block runs in layers 1 and 5
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_named_and_gathered_again(tmp_path: Path) -> None:
         StoredStatistics.open(tmp_path, model)
 
 
-def test_a_component_that_nobody_asked_about_is_named(tmp_path: Path) -> None:
+def test_a_component_without_statistics_is_named(tmp_path: Path) -> None:
     statistics = gather(_opened("mamba"), _windows(), tmp_path)
     with pytest.raises(FormatError, match="no_such"):
         statistics.of("no_such")
@@ -234,7 +234,7 @@ def test_a_product_with_some_of_the_columns_only_is_not_taken_for_the_whole(tmp_
     layer = model.model.get_submodule("model.layers.0.mlp.down_proj")
     layer.forward = lambda x: x[..., :48] @ layer.weight[:, :48].T + x[..., 48:] @ layer.weight[:, 48:].T
     statistics = gather(model, _windows(), tmp_path)
-    with pytest.raises(FormatError, match=r"layers\.0\.mlp\.down_proj: it is multiplied with in parts"):
+    with pytest.raises(FormatError, match=r"layers\.0\.mlp\.down_proj: used only in parts"):
         statistics.of("model.layers.0.mlp.down_proj")
 
 

@@ -53,7 +53,7 @@ def test_a_plan_in_order_loses_less_on_the_text_it_learnt_from_and_the_model_sta
     assert set(found.notes) >= stacked  # never silently
 
 
-def test_what_was_begun_goes_on_and_gives_the_same_bits(
+def test_an_interrupted_gathering_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, windows = _opened("mamba"), _windows(4)
@@ -83,7 +83,7 @@ def test_what_was_begun_goes_on_and_gives_the_same_bits(
     assert model.weights.digests(plan) == digests
 
 
-def test_outputs_that_are_added_straight_are_seen_and_no_others(tmp_path: Path, monkeypatch) -> None:
+def test_finds_outputs_that_are_added_directly(tmp_path: Path, monkeypatch) -> None:
     seen: dict[str, float | None] = {}
     really = in_order._Ordering._added_straight
 
@@ -100,14 +100,14 @@ def test_outputs_that_are_added_straight_are_seen_and_no_others(tmp_path: Path, 
     assert all(factor == pytest.approx(1, rel=1e-3) for factor in seen.values() if factor is not None)
 
 
-def test_without_a_plan_in_order_such_recipes_are_refused_and_another_plan_is_told(tmp_path: Path) -> None:
+def test_ordered_recipes_need_the_statistics_of_their_plan(tmp_path: Path) -> None:
     model, windows = _opened("mamba"), _windows(4)
     with pytest.raises(UnlearntError, match="kl-lens calibrate --run DIR --in-order PLAN"):
         model.weights.learnt_by([Recipe("int4", "ordered")])
     plain = gather(model, windows, tmp_path)
     plan = _plan(model, "ordered")
     found = gather_in_order(model, windows, tmp_path, plain, plan)
-    with pytest.raises(FormatError, match=f"those at hand are {found.digest}"):
+    with pytest.raises(FormatError, match=f"but the run has {found.digest}"):
         model.weights.learnt_by([Recipe("int4", "ordered")], expected="0123")
     other = plan | {model.anatomy.head: Recipe("int8")}
     with pytest.raises(RunError, match="another plan"):

@@ -27,7 +27,7 @@ NORM, READER = "backbone.layers.1.norm.weight", "backbone.layers.1.mixer.in_proj
         ("llama", "layers.1.post_attention_layernorm.weight", ("gate_proj", "up_proj")),
     ],
 )
-def test_which_norm_feeds_whom_is_seen(family: str, vector: str, readers: tuple[str, ...]) -> None:
+def test_finds_which_norm_feeds_which_component(family: str, vector: str, readers: tuple[str, ...]) -> None:
     found = dict(pairs(_opened(family)))
     fed = next(kinds for name, kinds in found.items() if name.endswith(vector))
     assert {name.rpartition(".")[2] for name in fed} == set(readers)

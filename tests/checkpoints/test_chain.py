@@ -84,7 +84,7 @@ def test_a_failing_block_leaves_the_model_as_it_was() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_blocks_that_form_no_chain_are_refused() -> None:
+def test_blocks_that_do_not_form_a_chain_are_refused() -> None:
     class Doubling(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -101,7 +101,7 @@ def test_blocks_that_form_no_chain_are_refused() -> None:
                 hidden = layer(2 * hidden)  # changed between blocks
             return (self.head(hidden),)
 
-    with pytest.raises(CheckpointError, match=r"layers\.1 does not take what layers\.0 gives"):
+    with pytest.raises(CheckpointError, match=r"layers\.1 does not take the output of layers\.0"):
         Chain(Doubling())
 
 

@@ -201,7 +201,6 @@ def test_of_a_tokenizer_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.Mo
         ({"attn_layer_idx": [1]}, "attention layers"),
         ({"rms_norm": False}, "LayerNorm"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "Mamba3"),
-        ({"ssm_cfg": {"layer": "Mamba2", "ngroups": 8}}, "8 groups"),
         ({"d_intermediate": 128}, "MLP"),
     ],
 )
@@ -223,7 +222,7 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
             return (Path.touch, (marker,))
 
     (tmp_path / "original/pytorch_model.bin").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(CheckpointError, match="pickles are only opened safely"):
+    with pytest.raises(CheckpointError, match="is damaged or holds more than tensors"):
         load(tmp_path / "original")
     assert not marker.exists()
 
@@ -232,7 +231,7 @@ def test_a_pickle_that_holds_code_is_not_run(tmp_path: Path) -> None:
 
 
 def test_remote_code_runs_only_when_allowed(remote_code_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"brings its own Python code .*--trust-remote-code"):
+    with pytest.raises(CheckpointError, match=r"has its own Python code .*--trust-remote-code"):
         load(remote_code_folder)
     assert load(remote_code_folder, trust_remote_code=True).anatomy.blocks == 3
 
@@ -304,29 +303,35 @@ def _holding(value: float, name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_extra_tensor, r"hold backbone\.layers\.4\.mixer\.D, which config\.json has no place for"),
-        (_configured(num_hidden_layers=2), r"hold backbone\.layers\.2\.\S+ \(and 19 more\), which config"),
+        (_extra_tensor, r"have backbone\.layers\.4\.mixer\.D, which config\.json does not describe"),
+        (_configured(num_hidden_layers=2), r"have backbone\.layers\.2\.\S+ \(and 19 more\), which config"),
         (
             _configured(num_hidden_layers=10**12),
-            "num_hidden_layers is 1000000000000, and the weights hold 42 ",
+            "num_hidden_layers is 1000000000000, but the weights have only 42 ",
         ),
-        (_configured(hidden_size=10**12), r"hidden_size is 1000000000000, and the weights hold \d+ bytes"),
-        (_configured(hidden_size=300_000), r"asks for [\d,]+ parameters, and the weights hold [\d,]+ bytes"),
+        (
+            _configured(hidden_size=10**12),
+            r"hidden_size is 1000000000000, but the weights have only \d+ bytes",
+        ),
+        (
+            _configured(hidden_size=300_000),
+            r"describes [\d,]+ parameters, but the weights have only [\d,]+ bytes",
+        ),
         (_configured(hidden_size="abc"), "hidden_size"),
         (_configured(hidden_act="nonsense"), "hidden_act is 'nonsense'"),
         (_configured(vocab_size=-1), "negative dimension"),
-        (_configured(auto_map=None), "auto_map must say"),
-        (_configured(auto_map=["x"]), "auto_map must say"),
-        (_configured(layer_norm_epsilon=float("nan")), "a number in it is NaN"),
+        (_configured(auto_map=None), "auto_map must name"),
+        (_configured(auto_map=["x"]), "auto_map must name"),
+        (_configured(layer_norm_epsilon=float("nan")), "it contains NaN"),
         (_holding(float("nan"), "backbone.layers.1.mixer.A_log"), r"layers\.1\.mixer\.A_log is NaN"),
         (_holding(float("nan"), "backbone.norm_f.weight"), r"norm_f\.weight is NaN"),
         (_holding(float("-inf"), "backbone.layers.0.mixer.D"), r"layers\.0\.mixer\.D is infinite in float32"),
         (_remove_config, "no config.json"),
-        (_break_config, "no valid JSON"),
-        (_rename_family, "knows no model_type 'caterpillar'"),
+        (_break_config, "not valid JSON"),
+        (_rename_family, "does not know model_type 'caterpillar'"),
         (_remove_weights, "no weights"),
-        (_truncate, "no complete safetensors file"),
-        (_foreign, "no complete safetensors file"),
+        (_truncate, "not a complete safetensors file"),
+        (_foreign, "not a complete safetensors file"),
         (_drop_tensor, r"lack backbone\.layers\.2\.mixer\.out_proj\.weight"),
         (_reshape_tensor, r"in_proj\.weight has shape \(256, 63\), config\.json asks for \(256, 64\)"),
     ],
@@ -339,10 +344,10 @@ def test_a_damaged_folder_gives_one_line_that_says_what_is_wrong(damage, message
     assert "\n" not in str(caught.value)
 
 
-def test_deeply_nested_json_is_no_config(saved) -> None:
+def test_deeply_nested_json_is_refused(saved) -> None:
     folder = saved("mamba")
     (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(CheckpointError, match="no valid JSON"):
+    with pytest.raises(CheckpointError, match="not valid JSON"):
         load(folder)
 
 
@@ -412,7 +417,7 @@ def test_a_missing_shard_is_named(saved) -> None:
         ("a b c", "no such folder"),
     ],
 )
-def test_a_source_that_is_nothing_says_so(source: str, message: str) -> None:
+def test_a_source_that_does_not_exist_is_one_line(source: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(source)
 

@@ -199,7 +199,7 @@ def test_a_folder_in_the_hubs_layout_opens_without_its_own_code(tmp_path: Path) 
     torch.testing.assert_close(model.chain.full_logits(ids)[0], expected)
 
 
-def test_the_task_is_what_config_says_unless_somebody_says_otherwise() -> None:
+def test_the_task_comes_from_config_unless_given() -> None:
     assert task_of({"architectures": ["MambaForCausalLM"]}) == "text"
     assert task_of({"architectures": ["ViTForImageClassification"]}) == "image"
     assert task_of({"model_type": "mambavision"}) == "image"

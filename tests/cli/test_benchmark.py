@@ -202,7 +202,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
     app = ["--protocol", "benchmark_app", "--quick", "--threads", "1"]
     assert main(["benchmark", "--run", str(folder), *app]) == 1
     output = capsys.readouterr()
-    assert "openvino/uniform_fp16" in output.out
+    assert "FP16, OpenVINO" in output.out
     assert "openvino/small" in output.err
     assert "no exported model" in output.err
     assert "gguf/uniform_fp16" in output.err
@@ -299,7 +299,7 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
         (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),
-        (["--load", "quick"], "--load quick: there are auto, lean, read, mapped, read-plain, mapped-plain"),
+        (["--load", "quick"], "--load quick: expected auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )
 def test_bad_requests_are_one_line(extra: list[str], message: str, run_folder: Path, capsys) -> None:

@@ -92,7 +92,7 @@ def test_what_is_lost_or_was_begun_is_gathered_with_the_same_text(
     begun = {name: entry for name, entry in known["components"].items() if "layers.1." not in name}
     index.write_text(json.dumps(known | {"components": begun}))
     assert main([*measure, "--formats", "int4+gptq"]) == 1
-    assert f"go on with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
+    assert f"continue with: kl-lens calibrate --run {tmp_path / 'run'}" in capsys.readouterr().err
     assert main(["calibrate", "--run", str(tmp_path / "run")]) == 0
     assert json.loads(index.read_text())["digest"] == known["digest"]
     assert main([*measure, "--formats", "int4+gptq"]) == 0
@@ -136,7 +136,7 @@ def test_without_statistics_measure_names_the_command_that_gathers_them(
 ) -> None:
     assert main([*measure, "--formats", "int4+gptq"]) == 1
     err = capsys.readouterr().err.strip()
-    assert "has no statistics; gather them with: kl-lens calibrate" in err
+    assert "has none; gather them with: kl-lens calibrate" in err
     assert err.count("\n") == 0
     command = shlex.split(err.partition("kl-lens calibrate")[2])
     assert main(["calibrate", *command, "--windows", "4"]) == 0
@@ -174,13 +174,13 @@ def test_auto_measures_the_least_layer_error_and_checks_itself(
     monkeypatch.setattr("kl_lens.sensitivity.methods.VERIFIED", 1)
     assert main([*measure, "--formats", "int4", "--methods", "auto"]) == 0
     err = capsys.readouterr().err
-    assert "auto: least error of a component's own outputs: gptq for 4" in err
-    assert "of 1 cases where every method was measured" in err
+    assert "auto: methods with the smallest output error: gptq for 4" in err
+    assert "of 1 checked cases" in err
     with Run.open(tmp_path / "run") as run:
         found = [m.format for m in run.measurements()]
     assert (found.count("int4+gptq"), found.count("int4"), found.count("int4+search")) == (4, 1, 1)
     assert main([*measure, "--formats", "int4", "--methods", "auto,gptq"]) == 1
-    assert "name it alone" in capsys.readouterr().err
+    assert "give it alone" in capsys.readouterr().err
 
 
 def test_measurements_of_other_statistics_are_never_mixed(
@@ -194,14 +194,14 @@ def test_measurements_of_other_statistics_are_never_mixed(
     assert main([*calibrate, "--seed", "7"]) == 0
     capsys.readouterr()
     assert main(learnt) == 1
-    assert "another set of statistics behind learnt recipes" in capsys.readouterr().err
+    assert "another set of statistics" in capsys.readouterr().err
     assert main([*calibrate, "--seed", "8", "--again"]) == 0
     assert _formats(tmp_path / "run") == {"int4"}  # what learnt nothing is still there
     assert main(learnt) == 0
     assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
 
 
-def test_text_that_was_learnt_from_judges_nothing(
+def test_text_used_for_calibration_is_refused_for_evaluation(
     measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main(calibrate) == 0
@@ -224,7 +224,7 @@ def test_text_that_was_learnt_from_judges_nothing(
     assert main([*plan, "--held-out", texts["judging"]]) == 0
 
 
-def test_a_text_that_judges_is_not_learnt_from(
+def test_evaluation_text_is_refused_for_calibration(
     measure: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     assert main([*measure, "--formats", "int4"]) == 0
@@ -237,7 +237,7 @@ def test_a_text_that_judges_is_not_learnt_from(
     assert not (tmp_path / "run/statistics").exists()
 
 
-def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
+def test_a_plan_names_its_statistics_and_others_are_refused(
     measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
 ) -> None:
     pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -273,7 +273,7 @@ def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
     assert main([*calibrate, "--seed", "7", "--again"]) == 0
     capsys.readouterr()
     assert main(export) == 1
-    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
     verify = [
         "plan",
         "--run",
@@ -285,9 +285,9 @@ def test_a_plan_says_what_it_learnt_from_and_other_statistics_are_refused(
         texts["judging"],
     ]
     assert main([*verify, "--held-out-windows", "2"]) == 1
-    assert f"made from statistics {plan['statistics']}" in capsys.readouterr().err
+    assert f"made with statistics {plan['statistics']}" in capsys.readouterr().err
     assert main(evaluate) == 1
-    assert "made from statistics" in capsys.readouterr().err
+    assert "made with statistics" in capsys.readouterr().err
 
     # Made again from the new statistics it is another plan: its old scores are no longer shown.
     assert main([*measure, "--formats", "int4+gptq"]) == 0
@@ -343,7 +343,7 @@ def test_a_recipe_that_learns_exports_a_whole_model_without_a_plan(
         "32",
     ]
     assert main([*alone, "--limit", "2", "--divergence"]) == 0
-    assert "is not set beside the same weights in PyTorch: int4+gptq" in "".join(capsys.readouterr())
+    assert "is not compared with PyTorch: int4+gptq" in "".join(capsys.readouterr())
 
 
 # Kills itself when it has put the nth file into a folder.
@@ -425,7 +425,7 @@ def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsy
     export = ["export", "reference:mamba", "--target", "gguf", "--run", str(run), "--format", "q4_0+gptq"]
     few = ["--text", "wikitext2:valid", "--windows", "2", "--window-length", "64"]
     assert main([*export, "--stream"]) == 1
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err
     Run.create(run).close()
     assert main([*export, "--stream"]) == 1
     err = capsys.readouterr().err
@@ -447,7 +447,7 @@ def test_a_streamed_export_learns_from_the_runs_statistics(tmp_path: Path, capsy
 def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path: Path) -> None:
     study = kl.Study(tiny_folder, folder=tmp_path / "run")
     few = {"text": texts["measured"], "windows": 2, "window_length": 32, "components": r"layers\.1\."}
-    with pytest.raises(KLLensError, match="has no statistics; gather them with: kl-lens calibrate"):
+    with pytest.raises(KLLensError, match="has none; gather them with: kl-lens calibrate"):
         study.measure(formats=["int4"], methods=["rtn", "gptq"], **few)
     statistics = study.calibrate(text=texts["learnt"], windows=4, window_length=32)
     table = study.measure(formats=["int4"], methods=["rtn", "gptq"], **few)
@@ -457,7 +457,7 @@ def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path
     assert plan.statistics == table.statistics
     other = study.calibrate(text=texts["learnt"], windows=4, window_length=32, seed=7, again=True)
     assert other.digest != table.statistics
-    with pytest.raises(FormatError, match="made from statistics"):
+    with pytest.raises(FormatError, match="made with statistics"):
         study.plan(plan="small", verify=True, held_out=texts["judging"], held_out_windows=2)
     assert study.measure(formats="int4+gptq", **few).statistics == other.digest
 

@@ -52,7 +52,7 @@ def wheel() -> Path:
     return next(path for origin, path in library.candidates() if origin == "xllamacpp")
 
 
-def test_the_wheel_is_well_where_it_uses_all_that_there_is(
+def test_the_wheel_is_healthy_if_it_uses_all_instructions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processor(monkeypatch, tmp_path)
@@ -61,7 +61,7 @@ def test_the_wheel_is_well_where_it_uses_all_that_there_is(
     assert parts["llama.cpp"]["problem"] == parts["OpenVINO"]["problem"] == parts["PyTorch"]["problem"] == ""
 
 
-def test_instructions_left_lying_are_named_with_the_command(
+def test_unused_instructions_are_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processor(monkeypatch, tmp_path, "amx_int8", "i8mm")
@@ -70,7 +70,7 @@ def test_instructions_left_lying_are_named_with_the_command(
     assert "AMX_INT8, MATMUL_INT8, which this build does not use" in str(parts["llama.cpp"]["problem"])
     assert parts["llama.cpp"]["mend"] == "kl-lens runtime build"
     assert main(["doctor"]) == 1
-    assert "To mend it: kl-lens runtime build" in capsys.readouterr().out
+    assert "To fix it: kl-lens runtime build" in capsys.readouterr().out
 
 
 def test_libraries_of_a_folder_are_found_until_they_are_removed(
@@ -90,10 +90,10 @@ def test_libraries_of_a_folder_are_found_until_they_are_removed(
     assert main(["runtime", "remove"]) == 0
     assert library.find_library().origin != "kl-lens runtime"
     assert main(["runtime", "remove"]) == 1
-    assert "nothing was put in place" in capsys.readouterr().err
+    assert "there is nothing to remove" in capsys.readouterr().err
 
 
-def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_fails_is_not_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "libllama.so").write_bytes(b"no library")
     assert main(["runtime", "use", str(tmp_path)]) == 1
     assert "libllama.so does not work here" in capsys.readouterr().err
@@ -102,10 +102,10 @@ def test_what_does_not_work_takes_no_ones_place(tmp_path: Path, capsys: pytest.C
     assert "no llama.cpp library in it" in capsys.readouterr().err
     for words in (["use"], ["build", str(tmp_path)]):
         assert main(["runtime", *words]) == 1
-        assert "`use` needs a FOLDER, and nothing else takes one" in capsys.readouterr().err
+        assert "`use` needs a FOLDER; `build` and `remove` take none" in capsys.readouterr().err
 
 
-def test_a_library_that_ends_the_process_at_a_product_takes_no_ones_place(
+def test_a_library_that_crashes_at_a_product_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one did whose compiler had dropped half of AMX's configuration: it opened, F16 ran, Q8_0 did not."""
@@ -151,12 +151,12 @@ def test_the_trial_refuses_states_that_are_lost(
         trial.try_model(model, "Q8_0", tmp_path / "tiny.gguf")
 
 
-def test_what_a_gpu_has_is_no_instruction_of_the_processor() -> None:
+def test_gpu_features_do_not_count_as_processor_instructions() -> None:
     said = "CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | F16C = 0 | "
     assert instructions.used_instructions(said) == {"AVX2"}
 
 
-def test_a_native_build_uses_all_that_there_is(
+def test_a_native_build_uses_all_instructions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one that the user has put in place, and nothing but this processor's own."""
@@ -188,4 +188,4 @@ def test_nothing_installed(
     assert main(["runtime", "build", "--gpu"]) == 1
     assert "building llama.cpp needs nvcc: install NVIDIA's CUDA toolkit" in capsys.readouterr().err
     assert main(["runtime", "use", str(tmp_path), "--gpu"]) == 1
-    assert "--gpu is for `build`" in capsys.readouterr().err
+    assert "--gpu works only with `build`" in capsys.readouterr().err

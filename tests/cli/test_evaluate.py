@@ -115,7 +115,7 @@ def test_stopped_and_taken_up_again(run_folder: Path, held_out: str, capsys, mon
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "score_window", interrupted)
         assert main(["evaluate", *command, *SHORT]) == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
     with Run.open(run_folder) as run:
         assert [score.subject.label for score in read_scores(run)] == ["original"]
     resumed = evaluated(capsys, *command)
@@ -136,7 +136,7 @@ def test_a_damaged_artifact_is_named_and_the_rest_is_kept(
     captured = capsys.readouterr()
     (complaint,) = [line for line in captured.err.splitlines() if line.startswith("kl-lens evaluate")]
     assert "openvino/small" in complaint
-    assert "torch/small" in captured.out
+    assert "small, PyTorch" in captured.out
     with Run.open(run_folder) as run:
         assert {score.subject.label for score in read_scores(run)} >= {
             "original",
@@ -204,13 +204,13 @@ def test_tasks_with_a_limit(run_folder: Path, tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--perplexity", "CALIBRATION"], "calibration and evaluation share"),
-        (["--plan", "best (v2)"], "'best (v2)' is no name for a plan"),
+        (["--plan", "best (v2)"], "'best (v2)' is not a valid plan name"),
         (["--plan", ","], "',' names no plan"),
         (["--plan", "nothing"], "has no plan 'nothing'; it has large, small"),
         (["--targets", "onnx"], "no target is called 'onnx'"),
         (["--max-drop", "much"], "--max-drop"),
         (["--tasks", "piqa", "--task-data", "nowhere"], "nowhere"),
-        (["--perplexity", "HELD_OUT", "--stride", "500"], "--stride 500 is more than --window 48"),
+        (["--perplexity", "HELD_OUT", "--stride", "500"], "--stride 500 is larger than --window 48"),
         (["--perplexity", "nowhere.txt"], "nowhere.txt"),
     ],
 )

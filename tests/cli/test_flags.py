@@ -84,7 +84,7 @@ def test_the_help_shows_the_flags_that_people_use(capsys: pytest.CaptureFixture[
     assert "--help-all" in shown["--help"].splitlines()[-1]
 
 
-def test_settings_are_checked_whoever_made_them() -> None:
+def test_settings_made_in_python_are_checked_too() -> None:
     for settings, message in (
         (MeasureSettings(engine="reference"), "--engine reference: expected one of"),
         (MeasureSettings(windows=0), "--windows 0: expected a whole number from 1 to 1,000,000"),
@@ -110,8 +110,8 @@ def test_yaml_holds_the_same_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--load", "all"], "--load all: there are auto, lean, read, mapped, read-plain, mapped-plain"),
-        (["--gpu-layers", "0,8"], "--gpu-layers 0,8: one number of layers, or all"),
+        (["--load", "all"], "--load all: expected one of auto, lean, read, mapped, read-plain, mapped-plain"),
+        (["--gpu-layers", "0,8"], "--gpu-layers 0,8: give one number of layers, or all"),
         (["--gpu-layers", "some"], "--gpu-layers some: give numbers of layers, or all"),
     ],
 )

@@ -47,7 +47,7 @@ def test_every_component_can_be_listed(saved, capsys: pytest.CaptureFixture[str]
     assert "shared_transformer" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_no_model_is_one_line_and_exit_code_one(tmp_path) -> None:
+def test_a_folder_without_a_model_is_one_line_and_exit_code_one(tmp_path) -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "kl_lens.cli.main", "inspect", str(tmp_path)], capture_output=True, text=True
     )

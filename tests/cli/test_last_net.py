@@ -1,4 +1,4 @@
-"""Errors that nobody foresaw, and what the system refuses: one line, a file to report, no traceback."""
+"""Unexpected errors and errors of the system: one line, a file to report, no traceback."""
 
 from __future__ import annotations
 

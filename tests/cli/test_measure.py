@@ -56,7 +56,7 @@ def test_json_and_legacy_files(measure_arguments, tmp_path, capsys) -> None:
         (["--formats", ","], "names no format"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--window-length", "1000000"], "text.txt"),
-        (["--memory-budget", "lots"], "is no size"),
+        (["--memory-budget", "lots"], "is not a size"),
     ],
 )
 def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, message, capsys) -> None:
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
 
     monkeypatch.setattr(Run, "store_samples", stored_and_stopped)
     assert main(measure_arguments) == 130
-    assert "The same command goes on from there" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
     assert _rows(tmp_path / "run") == 4
 
 

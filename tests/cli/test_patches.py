@@ -100,7 +100,7 @@ def test_patched_needs_patch_and_a_build(
     assert main(["runtime", "build", "--patched"]) == 1
     assert "building llama.cpp needs patch: Debian: apt install patch" in capsys.readouterr().err
     assert main(["runtime", "use", str(tmp_path), "--patched"]) == 1
-    assert "--patched is for `build`" in capsys.readouterr().err
+    assert "--patched works only with `build`" in capsys.readouterr().err
 
 
 @pytest.fixture

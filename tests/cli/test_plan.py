@@ -100,7 +100,7 @@ def test_a_drop_over_one_window_is_refused(measured: Path, tmp_path: Path, capsy
     (tmp_path / "short.txt").write_text("the river was " * 30)
     words = ["plan", "--run", str(measured), "--max-drop", "3%", "--held-out", str(tmp_path / "short.txt")]
     assert main(words) == 2
-    assert "measure on more held-out text" in capsys.readouterr().err
+    assert "use more held-out text" in capsys.readouterr().err
 
 
 def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: list[str], capsys) -> None:
@@ -110,7 +110,7 @@ def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: li
     copy = first.with_name("second.json")
     copy.write_text(before)
     assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 1
-    assert 'write "name": "second" into it' in capsys.readouterr().err
+    assert 'write "name": "second" if it is a copy' in capsys.readouterr().err
     copy.write_text(before.replace('"name": "first"', '"name": "second"'))
     assert main(["plan", "--run", str(measured), "--plan", "second", "--verify", *held_out]) == 0
     assert first.read_text() == before
@@ -144,7 +144,7 @@ def test_greedy_keeps_the_perplexity_within_gamma(measured: Path, held_out: list
     assert result["perplexity"]["value"] <= 1.10 * result["original_perplexity"]
 
 
-def test_text_that_was_calibrated_on_is_no_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
+def test_calibration_text_is_refused_as_held_out_text(measured: Path, tiny_folder: Path, capsys) -> None:
     arguments = ["plan", "--run", str(measured), "--max-bpw", "6", "--verify"]
     assert main([*arguments, "--held-out", str(tiny_folder / "text.txt")]) == 1
     assert "text.txt" in capsys.readouterr().err
@@ -169,7 +169,7 @@ def test_the_frontier(measured: Path, capsys) -> None:
         ([], "say what to plan"),
         (["--max-latency", "12ms"], "holds no latency profile"),
         (["--plan", "nowhere", "--verify"], "no such plan"),
-        (["--max-bytes", "many"], "is no size"),
+        (["--max-bytes", "many"], "is not a size"),
     ],
 )
 def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:
@@ -207,7 +207,7 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     assert main(words) == 0
     assert main(["plan", "--run", str(folder), "--max-kl", "0.5", "--name", "half"]) == 0
     err = capsys.readouterr().err
-    assert "plans go by kl_student_to_teacher; published KLs are sums over a window, not per token" in err
+    assert "plans use kl_student_to_teacher; published KLs are sums over a window, not per token" in err
     plan = json.loads((folder / "plans" / "half.json").read_text())
     assert plan["predicted_kl"] == 0.1
     from kl_lens.runs import Run
@@ -217,4 +217,4 @@ def test_a_budget_on_an_imported_run_says_what_it_goes_by(
     assert plan["assignment"][head] == "int8"
     wrong = ["plan", "--run", str(folder), "--max-kl", "0.5", "--metric", "kl_teacher_to_student"]
     assert main(wrong) == 1
-    assert f"{head} at int4: kl_teacher_to_student is 4.9e+08, far too large" in capsys.readouterr().err
+    assert f"{head} in int4: kl_teacher_to_student is 4.9e+08, far too large" in capsys.readouterr().err

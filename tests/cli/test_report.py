@@ -43,7 +43,7 @@ def test_open_opens_it_in_the_browser(
     assert opened == [(run_folder / "report.html").as_uri()]
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     assert main(["report", "--run", str(run_folder), "--open"]) == 0
-    assert "no browser was found here" in capsys.readouterr().err
+    assert "no browser found" in capsys.readouterr().err
 
 
 def test_compare(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,4 +59,4 @@ def test_a_folder_without_a_run_is_refused_in_one_line(
     assert main(["report", "--run", str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
-    assert "holds no run" in error
+    assert "has no run" in error

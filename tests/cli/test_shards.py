@@ -30,7 +30,7 @@ def test_shares_by_hand_and_by_slurm_become_the_run_of_one_command(
     assert f"Next: kl-lens plan --run {run}" in capsys.readouterr().out
     assert contents(run) == contents(tmp_path / "whole")
     assert main(measure_arguments) == 0
-    assert "0 candidate-windows measured" in capsys.readouterr().out
+    assert "0 candidate × window pairs measured" in capsys.readouterr().out
 
 
 def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path, capsys) -> None:
@@ -42,15 +42,15 @@ def test_what_is_missing_and_what_is_refused_is_said(measure_arguments, tmp_path
     capsys.readouterr()
     assert main(["merge", str(run), str(run / "shards/2-of-3"), str(broken)]) == 1
     captured = capsys.readouterr()
-    assert f"kl-lens merge: {broken / 'run.sqlite'} is no journal of KL Lens" in captured.err
-    assert "candidate-windows are still missing" in captured.out
+    assert f"kl-lens merge: {broken / 'run.sqlite'} is not a KL Lens journal" in captured.err
+    assert "No shard has measured" in captured.out
     assert main(["merge", str(tmp_path / "nothing")]) == 1
     assert "holds no shards" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
     assert main([*measure_arguments, "--shard", "1/3", "--anytime"]) == 1
     assert main([*measure_arguments, "--shard", "4/3"]) == 1
     assert main([*measure_arguments, "--shard", "1/3", "--workers", "2"]) == 1
-    assert "--shard and --workers: workers share the whole sweep" in capsys.readouterr().err
+    assert "--shard and --workers: workers already share the whole sweep" in capsys.readouterr().err
 
 
 def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(

@@ -88,7 +88,7 @@ def require_never_worse(
 
 
 @pytest.mark.parametrize("target", ["openvino", "gguf"])
-def test_our_plan_of_no_more_bytes_is_never_worse(target: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_our_plan_that_is_no_larger_is_never_worse(target: str, tiny_folder: Path, tmp_path: Path) -> None:
     require_never_worse(NARROW, target, tiny_folder, tmp_path)
 
 

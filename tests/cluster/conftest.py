@@ -44,7 +44,7 @@ class World:
 
     @classmethod
     def opened(cls, folder: Path, windows: Windows) -> World:
-        """Whose sweep in one process nobody asks for."""
+        """A world without the one-process sweep to compare with."""
         place, how = str(folder / "model"), {"dtype": "float32", "device": "cpu"}
         model = load(place, **how)
         order = Order(place, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, folder)
@@ -83,14 +83,14 @@ with HiredCrew(eval(sys.argv[1]), world.order, 2) as crew:
 
 
 def driven(hands: str, world: World, folder: Path, pause: float = 0.0) -> list[str]:
-    """A command that sweeps a world with two workers into folder/run, in a process of its own; with a pause after each
-    commit nobody comes too late to disturb it."""
+    """A command that sweeps a world with two workers into folder/run, in its own process; `pause` after each commit
+    leaves time to disturb it."""
     words = [hands, str(world.order.run), str(len(world.windows)), str(folder / "run"), str(pause)]
     return [sys.executable, "-c", DRIVER, *words]
 
 
 def samples_in(folder: Path) -> int:
-    """Candidate-windows that a run holds, another process may be writing it."""
+    """Candidate × window pairs in a run; another process may be writing it."""
     if not (folder / "run.sqlite").exists():
         return 0
     try:

@@ -101,7 +101,7 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_imports_run_in_no_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert not (found := circle(modules())), " imports ".join(found)
 
 
@@ -130,12 +130,12 @@ def test_an_import_that_runs_upwards_is_found(source: str) -> None:
         "'kl_lens.planning does this, and prose may say so'",
     ],
 )
-def test_what_is_below_is_no_fault(source: str) -> None:
+def test_imports_downwards_are_allowed(source: str) -> None:
     assert upward("kl_lens.formats.integer", source) == []
 
 
 @pytest.mark.parametrize("source", IMPORTS_OF_PLANNING)
-def test_a_circle_is_found(source: str) -> None:
+def test_an_import_cycle_is_found(source: str) -> None:
     around = {"kl_lens.planning": "import kl_lens.two", "kl_lens.two": "import kl_lens.three"}
     found = circle({**around, "kl_lens.three": source})
     assert set(found) == {"kl_lens.planning", "kl_lens.two", "kl_lens.three"}

@@ -1,50 +1,72 @@
-"""docs/models.md is what scripts/models.py finds, and nothing in it is wrong without a word."""
+"""docs/families.json is what scripts/models.py finds; README.md and docs/models.md say what it says."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
+from kl_lens.targets.gguf import supported_architectures
 from tests.docs.markdown import ROOT
 
+ROWS: dict[str, dict[str, Any]] = {
+    row["family"]: row for row in json.loads((ROOT / "docs/families.json").read_text("utf-8"))["families"]
+}
 
-def _script():
-    spec = importlib.util.spec_from_file_location("models_page", ROOT / "scripts/models.py")
+
+def _script(name: str):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / f"scripts/{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
 
-def _rows(text: str) -> dict[str, list[str]]:
-    """Model → its cells: whether there is a number, which differs from machine to machine in its last digit."""
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("| `"):
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            found[cells[0].strip(" `")] = [
-                cells[1],
-                cells[2],
-                *("–" if c == "–" else "yes" for c in cells[3:7]),
-            ]
-    return found
+def test_the_pages_say_what_the_data_says() -> None:
+    _script("families").main(["--check"])
 
 
-PAGE = (ROOT / "docs/models.md").read_text("utf-8") if (ROOT / "docs/models.md").exists() else ""
+def test_a_page_that_says_something_else_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _script("families")
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/models.md", "docs/families.json"):
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text("utf-8").replace("✓", "–"), "utf-8")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"README\.md: not what docs/families\.json says"):
+        script.main(["--check"])
+    script.main([])
+    script.main(["--check"])
 
 
 def test_no_row_is_wrong() -> None:
-    assert _rows(PAGE), "docs/models.md has rows"
-    assert "**" not in PAGE
+    assert ROWS
+    assert "**" not in json.dumps(list(ROWS.values()))
 
 
 def test_every_recurrent_class_of_transformers_has_a_row() -> None:
-    assert {"hymba", *_script().recurrent_families()} <= set(_rows(PAGE))
+    assert {"hymba", *_script("models").recurrent_families()} <= set(ROWS)
+
+
+def test_every_gguf_architecture_has_a_row_that_says_yes() -> None:
+    assert set(supported_architectures()) == {name for name, row in ROWS.items() if row["gguf"]} - {
+        "mamba2_groups"
+    }
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_script_finds() -> None:
-    found = "\n".join(str(row) for row in _script().rows())
-    assert "**" not in found
-    assert _rows(found) == _rows(PAGE)
+@pytest.mark.parametrize("family", ROWS)
+def test_a_row_is_what_the_script_finds(family: str) -> None:
+    """Numbers differ from machine to machine in their last digit: whether there is one may not."""
+
+    def answers(row: dict[str, Any]) -> dict[str, Any]:
+        numbers = {name: bool(row[name]) for name in ("engines", "float64", "openvino", "gguf")}
+        return {**numbers, "kind": row["kind"], "blocks": row["blocks"], "why": sorted(row["why"])}
+
+    found = asdict(_script("models").tried(family))
+    assert "**" not in json.dumps(found)
+    assert answers(found) == answers(ROWS[family])

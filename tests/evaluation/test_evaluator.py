@@ -292,7 +292,7 @@ def test_other_weights_in_pytorch_than_were_exported_are_a_failure_that_names_th
     with_digests(folder, weights="of another quantizer")
     selection = given_subjects([folder], SETTINGS, model)
     (reason,) = selection.failures.values()
-    assert "backbone.embeddings in int8 is not the weight that was exported" in reason
+    assert "backbone.embeddings in int8 is not the exported weight" in reason
     assert selection.subjects == []
 
 
@@ -359,7 +359,7 @@ def test_scores_and_verdicts_of_an_earlier_plan_or_file_are_not_current(
         assert labels(read_scores(run)) == ["original"]
         assert collect(run).verdicts == {}
         (note,) = run_subjects(run, model, SETTINGS).notes
-        assert note == "openvino/eight is of an earlier state of its plan; export it again"
+        assert note == "openvino/eight was exported from an older version of its plan; export it again"
         path.write_text(before)
         assert labels(read_scores(run)) == ["original", "torch/eight", "openvino/eight"]
 

@@ -151,7 +151,7 @@ def test_a_torch_session_goes_on_where_it_was(model: LoadedModel, text: Evaluati
         session.step(97)
 
 
-def test_logits_that_are_no_numbers_are_refused(model: LoadedModel, text: EvaluationText) -> None:
+def test_nan_logits_are_refused(model: LoadedModel, text: EvaluationText) -> None:
     class Broken(TorchSession):
         def logits(self, ids):
             logits = super().logits(ids)

@@ -1,4 +1,4 @@
-"""Several files at once: the same numbers as one after the other, and nothing goes on when nobody wants it."""
+"""Several files at once: the same numbers as one by one, and threads stop when their results are not wanted."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(
     assert all(judged is not broken for judged, _ in found)
 
 
-def test_a_file_whose_numbers_are_none_is_named_after_one_window(
+def test_a_file_with_nan_logits_is_named_after_one_window(
     files: list[JudgedArtifact],
     model: LoadedModel,
     text: EvaluationText,
@@ -126,7 +126,7 @@ def test_a_file_whose_numbers_are_none_is_named_after_one_window(
     assert len(asked) <= 4  # those that were under way, and one more when it was judged alone
 
 
-def test_nothing_goes_on_when_nobody_listens(files: list[JudgedArtifact], text: EvaluationText) -> None:
+def test_threads_stop_when_iteration_stops(files: list[JudgedArtifact], text: EvaluationText) -> None:
     before = threading.active_count()
     arriving = iter(SideBySide({judged: [0, 1, 2, 3] for judged in files}, text, 2))
     next(arriving)
@@ -144,7 +144,7 @@ def test_a_mistake_of_ours_is_not_swallowed(
 
 
 def test_several_threads_find_one_library(exported: Exported) -> None:
-    """In a fresh process, where nobody has looked for llama.cpp before."""
+    """In a fresh process that has not looked for llama.cpp before."""
     script = """
 import sys, threading
 from kl_lens.targets.gguf.library import find_library

@@ -101,5 +101,5 @@ def test_shares() -> None:
     assert parse_share("3%") == pytest.approx(0.03)
     assert parse_share("0.03") == pytest.approx(0.03)
     for wrong in ("three", "300%", "-1%"):
-        with pytest.raises(KLLensError, match="no share"):
+        with pytest.raises(KLLensError, match="not a share"):
             parse_share(wrong)

@@ -169,12 +169,12 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_missing_is_named(task_data: Path, tmp_path: Path, ours: SessionLM) -> None:
-    with pytest.raises(TextError, match=r"holds no winogrande_test\.jsonl .* it holds arc_easy"):
+    with pytest.raises(TextError, match=r"has no winogrande_test\.jsonl .* it has arc_easy"):
         chosen_tasks(task_data, ["winogrande"])
     with pytest.raises(TextError, match="no such folder"):
         find_tasks(tmp_path / "nowhere")
     (tmp_path / "piqa_validation.jsonl").write_text("no json\n")
-    with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is no JSON"):
+    with pytest.raises(TextError, match=r"piqa_validation\.jsonl: its first line is not a JSON"):
         run_task(ours, LocalTask("piqa", {"validation": tmp_path / "piqa_validation.jsonl"}))
     (tmp_path / "piqa_validation.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(TextError, match="task piqa"):
@@ -189,7 +189,7 @@ def test_a_task_of_the_users_own_and_the_hub_out_of_reach(
     (task,) = chosen_tasks(task_data, ["my_own"])
     (examples,) = run_task(ours, task)
     assert (examples.chance, len(examples.metrics["acc"])) == (0.5, 1)
-    with pytest.raises(TextError, match="lm-eval knows no such task"):
+    with pytest.raises(TextError, match="lm-eval has no such task"):
         run_task(ours, "no_such_task")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

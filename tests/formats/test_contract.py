@@ -150,11 +150,11 @@ def test_resolve_refuses_what_nothing_holds() -> None:
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        (float("nan"), "holds NaN or infinity"),
-        (float("inf"), "holds NaN or infinity"),
-        (-float("inf"), "holds NaN or infinity"),
-        (7e4, r"holds 70000, beyond FP16's 65504"),
-        (-7e4, r"holds 70000, beyond FP16's 65504"),
+        (float("nan"), "has NaN or infinity"),
+        (float("inf"), "has NaN or infinity"),
+        (-float("inf"), "has NaN or infinity"),
+        (7e4, r"has 70000, above FP16's 65504"),
+        (-7e4, r"has 70000, above FP16's 65504"),
     ],
 )
 def test_bad_values_name_the_tensor(name: str, value: float, complaint: str) -> None:

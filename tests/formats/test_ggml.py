@@ -118,7 +118,7 @@ def test_experts_have_an_importance_of_their_own() -> None:
         (lambda i: i[:100], r"importance has shape \(100,\) where \(512,\) was expected"),
         (
             lambda i: i.expand(3, -1),
-            r"importance of shape \(3, 512\) does not go with a weight of \(4, 512\)",
+            r"importance of shape \(3, 512\) does not fit a weight of \(4, 512\)",
         ),
         (lambda i: -i, "importance holds NaN, infinity or a negative number"),
         (lambda i: i / 0, "importance holds NaN, infinity or a negative number"),
@@ -151,12 +151,14 @@ def test_a_minimum_beyond_fp16_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["iq2_xxs", "iq2_xs"])
 def test_what_needs_importance_is_refused_without(name: str) -> None:
-    with pytest.raises(FormatError, match=rf"^w: {name} cannot be made without .* ask for {name}\+imatrix"):
+    with pytest.raises(
+        FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"
+    ):
         get_format(name).quantize(torch.ones(1, 256), "w")
     with pytest.raises(FormatError, match=rf"recipe '{name}': {name} cannot be made without text"):
         Recipe.parse(name)
     kind = gguf.GGMLQuantizationType[name.upper()]
-    with pytest.raises(FormatError, match=f"{name.upper()} cannot be encoded without"):
+    with pytest.raises(FormatError, match=f"{name.upper()} needs the importance of columns"):
         quantize_rows(np.zeros((1, 256), np.float32), int(kind), row_bytes=66)
 
 

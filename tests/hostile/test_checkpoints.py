@@ -55,7 +55,7 @@ def test_changed_configurations(cases: int, healthy: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 5000, "\x00", '{"model_type": "mamba"}'])
-def test_configurations_that_are_none(content: str, healthy: Path, tmp_path: Path, capsys) -> None:
+def test_files_that_are_not_configurations(content: str, healthy: Path, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "model"
     shutil.copytree(healthy, folder)
     (folder / "config.json").write_text(content)

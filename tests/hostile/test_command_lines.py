@@ -1,4 +1,4 @@
-"""Command lines, settings files and tokenizers that nobody should give."""
+"""Invalid command lines, settings files and tokenizers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SLIPS = {
     ),
     "more windows than any text has": (["plan", "--held-out-windows", "99999999999"], "--held-out-windows"),
     "no windows at all": (["rank", "--evaluation-windows", "0"], "--evaluation-windows 0"),
-    "a loss that is no number": (["plan", "--max-loss", "nan"], "--max-loss nan"),
-    "a colder temperature": (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature -1"),
-    "one window that decides": (["run", "--held-out-windows", "2"], "at least 3"),
-    "one window that decides a plan": (["plan", "--max-drop", "3%", "--held-out-windows", "2"], "at least 3"),
+    "a loss of NaN": (["plan", "--max-loss", "nan"], "--max-loss nan"),
+    "a negative temperature": (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature -1"),
+    "too few windows for a run": (["run", "--held-out-windows", "2"], "at least 3"),
+    "too few windows for a plan": (["plan", "--max-drop", "3%", "--held-out-windows", "2"], "at least 3"),
     "one window for two halves": (
         ["plan", "--verify", "--uniform", "int8", "--held-out-windows", "1"],
         "at least 2",
@@ -46,39 +46,39 @@ SLIPS = {
     "two algorithms": (["plan", "--gamma", "2", "--gamma-exhaustive", "1"], "--gamma and --gamma-exhaustive"),
     "two pipelines": (["plan", "--gpu", "--gpu-int4"], "--gpu and --gpu-int4"),
     "two limits of a run": (["run", "--budget", "60%", "--max-loss", "0.02"], "--max-loss and --budget"),
-    "a limit for a plan that is there": (
+    "a limit for an existing plan": (
         ["plan", "--plan", "small", "--verify", "--max-bytes", "1MB"],
-        "--plan names a plan that is there, so no other is made: leave out --max-bytes",
+        "--plan names an existing plan and makes none: leave out --max-bytes",
     ),
     "plans to make and to compare": (["plan", "--compare", "a", "b", "--paper"], "leave out --paper"),
     "one name for many plans": (["plan", "--uniform", "int8", "--name", "x"], "--name x names one plan"),
-    "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is no name for a plan"),
-    "rivals of nobody": (["plan", "--max-bpw", "6", "--rivals"], "say whose with --target"),
+    "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is not a valid plan name"),
+    "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
-    "a rescaled model that is there": (
+    "an existing folder for a rescaled model": (
         ["calibrate", "reference:mamba", "--rescaled", "docs"],
         "--rescaled docs",
     ),
-    "windows apart": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
+    "a stride longer than the window": (["evaluate", "--window", "8", "--stride", "9"], "--stride 9"),
     "a limit on tasks without any": (["evaluate", "--max-drop", "3%"], "--tasks"),
     "task files without tasks": (["run", "--task-data", "docs"], "--task-data"),
     "another target's option": (
         ["export", "x", "--target", "gguf", "--format", "q8_0", "--static-tokens", "8"],
-        "--static-tokens is not for --target gguf",
+        "--static-tokens does not work with --target gguf",
     ),
-    "a stream of what does not": (["export", "--target", "openvino", "--stream"], "--stream"),
+    "a target that cannot stream": (["export", "--target", "openvino", "--stream"], "--stream"),
     "an unknown format": (["measure", "x", "--formats", "int4,int99"], "int99"),
     "an open bracket": (["measure", "x", "--components", "("], "--components"),
-    "bits that are none": (["import-legacy", "--model", "x", "--bits", "²", "x.json"], "--bits"),
+    "bits that are not a number": (["import-legacy", "--model", "x", "--bits", "²", "x.json"], "--bits"),
     "an empty prompt": (["generate", "x", "--prompt", ""], "--prompt"),
     "an unknown user": (["inspect", "~nosuch/x"], "~nosuch/x"),
     "a path of 300 characters": (["inspect", "x/" + "y" * 300], "yyy"),
     "a run of 300 characters": (["report", "--run", "z" * 300], "zzz"),
-    "a tokenizer that is none": (
+    "a file that is not a tokenizer": (
         ["inspect", "reference:mamba", "--tokenizer", "pyproject.toml"],
         "pyproject.toml",
     ),
-    "a config that is none": (["run", "--config", "pyproject.toml"], "pyproject.toml"),
+    "a file that is not a config": (["run", "--config", "pyproject.toml"], "pyproject.toml"),
     "escape sequences": (["inspect", "\x1b[2Jx/y/z"], r"\x1b[2J"),
 }
 
@@ -92,7 +92,7 @@ def test_common_slips_are_one_line(name: str, capsys, monkeypatch: pytest.Monkey
     assert "unexpected" not in line
 
 
-# What stands behind a flag in the fuzzers below.
+# Values for the fuzzers below.
 VALUES = [
     "", " ", "0", "-1", "1", "2", "1.5", "1e308", "1e309", "-1e-320", "nan", "-inf", "99999999999", "9" * 400,
     "9" * 5000, "9" * 400 + "GB", "1e9s", "9" * 400 + "ms", "101%", "nan%", "²", "１２", "0x10", "1_000", "+1", "-0",
@@ -123,7 +123,7 @@ def _flags() -> list[tuple[str, Option]]:
 
 
 def _is_fine_or_says_why(make: Callable[[], Settings], about: object) -> None:
-    """Nothing but a KLLensError of one line, or argparse's own end, comes of settings that nobody should give."""
+    """Invalid settings raise only a one-line KLLensError, or argparse's own exit."""
     said, code = None, 2
     try:
         with within_time(60, about):

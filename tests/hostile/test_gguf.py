@@ -48,7 +48,7 @@ CONTRADICTIONS = {
     "no blocks": ("mamba.block_count", "I", 0),
     "many blocks": ("mamba.block_count", "I", 65536),
     "a negative epsilon": ("mamba.attention.layer_norm_rms_epsilon", "f", -1.0),
-    "an epsilon that is no number": ("mamba.attention.layer_norm_rms_epsilon", "f", float("nan")),
+    "an epsilon of NaN": ("mamba.attention.layer_norm_rms_epsilon", "f", float("nan")),
     "another width": ("mamba.embedding_length", "I", 255),
 }
 
@@ -66,7 +66,7 @@ def test_what_would_end_llama_cpp_is_found_in_the_header(
 def test_what_only_llama_cpp_finds_ends_another_process(
     healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it ends on files that nobody foresaw: here a module aborts in its place, or takes all the memory."""
+    """The process ends on unexpected files: here a module aborts in its place, or takes all the memory."""
     (tmp_path / "ending.py").write_text(
         "import os, sys\n"
         "def try_out(path):\n"

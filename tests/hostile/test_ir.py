@@ -1,4 +1,4 @@
-"""OpenVINO IRs and their records, changed by somebody: an error about that folder, or the same results."""
+"""Changed OpenVINO IRs and records: an error about that folder, or the same results."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_changed_bytes_are_one_line_or_make_no_difference(
 
 
 @cases(10, 700)
-def test_rows_that_nobody_wrote_are_one_line_or_make_no_difference(
+def test_changed_rows_are_one_line_or_make_no_difference(
     made: Path, tmp_path: Path, capsys, cases: int
 ) -> None:
     draw = random.Random(cases)
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_is_not_called_another_programs(tmp_path
     for place in (tmp_path / "file", tmp_path / "file/below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
         with pytest.raises(RunError) as caught:
             Run.create(place)
-        assert "no journal" not in str(caught.value)
+        assert "not a KL Lens journal" not in str(caught.value)
         assert str(place) in str(caught.value)
 
 

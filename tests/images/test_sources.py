@@ -52,7 +52,7 @@ def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40)
     whole = folder / "class 0" / "0.png"
     whole.write_bytes(whole.read_bytes()[:60])
-    with pytest.raises(TextError, match=r"0\.png is no readable image"):
+    with pytest.raises(TextError, match=r"0\.png is not a readable image"):
         _read_all(folder)
 
 
@@ -107,7 +107,7 @@ def test_classes_are_those_of_the_model_by_name_or_in_order(
 
 def test_too_few_classes_are_refused_unless_they_are_numbers(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=3)
-    with pytest.raises(TextError, match=r"3 classes .* and the model knows 5"):
+    with pytest.raises(TextError, match=r"3 classes .* but the model has 5"):
         TASK.drawn(str(folder), windows=1, length=4)
     for number in range(3):
         (folder / f"class {number}").rename(folder / str(number + 2))
@@ -118,14 +118,14 @@ def test_too_few_classes_are_refused_unless_they_are_numbers(tmp_path: Path) -> 
 def test_a_flat_folder_has_labels_in_a_file_or_none(tmp_path: Path) -> None:
     folder = image_folder(tmp_path, 40, classes=1) / "class 0"
     assert set(TASK.targets(TASK.drawn(str(folder), windows=2, length=4).ids).flatten().tolist()) == {-1}
-    with pytest.raises(TextError, match="judging needs labels"):
+    with pytest.raises(TextError, match="evaluation needs labels"):
         TASK.from_start(str(folder), length=4)
     (folder / "labels.csv").write_text("".join(f"{n}.png, {n % 5}\n" for n in range(40)))
     windows = TASK.from_start(str(folder), length=4)
     for ids, documents in zip(windows.ids, windows.documents, strict=True):
         assert labels_of(ids.tolist()) == [int(Path(d.name).stem) % 5 for d in documents]
     (folder / "labels.csv").write_text("0.png,1\n")
-    with pytest.raises(TextError, match="has none for"):
+    with pytest.raises(TextError, match="has no label for"):
         TASK.from_start(str(folder), length=4)
 
 

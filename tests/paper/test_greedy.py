@@ -103,7 +103,7 @@ def test_perplexity_that_is_not_a_number_is_not_within_any_budget() -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"--gamma 0.9 would ask for better than FP16"):
+    with pytest.raises(PlanError, match=r"--gamma 0.9 demands better than FP16"):
         greedy_plan(chain(), lambda _: BASELINE, gamma=0.9)
     with pytest.raises(PlanError, match="FP16 model's perplexity is inf"):
         greedy_plan(chain(), lambda _: math.inf)

@@ -57,13 +57,13 @@ def test_a_tied_heads_name_finds_its_component(mamba, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "no published sensitivity file"),
+        ("{", "is not JSON"),
+        ("[]", "not a published sensitivity file"),
         ('{"backbone.layers.77.mixer.in_proj": {"sqnr_db": 1}}', "names backbone.layers.77.mixer.in_proj"),
         ('{"lm_head": {"sqnr_db": "high"}}', "expected a number"),
         ('{"lm_head": {"sqnr_db": true}}', "expected a number"),
         ('{"lm_head": {"sqnr_db": 1' + "0" * 400 + "}}", "expected a number"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"lm_head": {"loudness": 3}}', "has none of"),
     ],
 )

@@ -210,7 +210,7 @@ def test_what_is_missing_is_said() -> None:
         paper_points(small_table({("c0", "int8"): 1.0, ("c0", "int4"): 1.0}, head="c0"))
     with pytest.raises(PlanError, match="cannot rank by 'ppl'"):
         paper_points(small_table(kls, head="c0"), metric="ppl")
-    with pytest.raises(PlanError, match="no pipeline 'npu'"):
+    with pytest.raises(PlanError, match="unknown pipeline 'npu'"):
         paper_points(small_table(kls, head="c0"), pipeline="npu")
 
 

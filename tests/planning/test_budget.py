@@ -282,13 +282,13 @@ def test_impossible_budgets_answer_with_the_range() -> None:
         plan_for_budget(table, max_bpw=4)
     with pytest.raises(BudgetError, match=r"--max-kl -1 nats cannot be met: .* 0 nats to 0.25 nats"):
         plan_for_budget(table, max_kl=-1)
-    with pytest.raises(BudgetError, match=r"together: with kl ≤ 0.1 nats the least bytes is 2.00 MB"):
+    with pytest.raises(BudgetError, match=r"together: with kl ≤ 0.1 nats the smallest bytes is 2.00 MB"):
         plan_for_budget(table, max_bytes=1_500_000, max_kl=0.1)
     latency = {("head", "fp16"): 0.02, ("head", "int8"): 0.01}
     with pytest.raises(BudgetError, match=r"--max-latency 5 ms cannot be met: .* 10 ms to 20 ms"):
         plan_for_budget(table, max_latency=0.005, latency=latency)
     frontier = pareto_frontier(build_problem(table))
-    with pytest.raises(BudgetError, match=r"the frontier runs from 1.00 MB to 2.00 MB"):
+    with pytest.raises(BudgetError, match=r"the frontier goes from 1.00 MB to 2.00 MB"):
         frontier.at_bytes(17)
 
 
@@ -300,7 +300,7 @@ def test_budgets_that_make_no_sense_are_refused() -> None:
         plan_for_budget(table, max_latency=1.0)
     with pytest.raises(PlanError, match="no time for head in int8"):
         plan_for_budget(table, max_latency=1.0, latency={("head", "fp16"): 1.0})
-    with pytest.raises(PlanError, match="nan is no limit"):
+    with pytest.raises(PlanError, match="nan is not a limit"):
         plan_for_budget(table, max_kl=math.nan)
     with pytest.raises(PlanError, match="cannot minimise 'latency'"):
         plan_for_budget(table, max_kl=1.0, minimise="latency")

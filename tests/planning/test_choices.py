@@ -33,7 +33,7 @@ PARTS = (component("head", (128, 64)), component("in_proj", (128, 64)), componen
 
 
 class Clever(Nearest):
-    """A method that does half the damage; what it does to weights is no concern of planning."""
+    """A method that does half the damage; planning does not look at the weights."""
 
     name = "clever"
 
@@ -127,7 +127,7 @@ def test_siblings_need_a_recipe_that_all_of_them_can_have() -> None:
 
 
 def test_a_component_that_a_target_can_hold_in_no_way_is_named() -> None:
-    with pytest.raises(PlanError, match="head: the target can hold none of its recipes: too wide; too wide"):
+    with pytest.raises(PlanError, match="head: the target supports none of its recipes: too wide; too wide"):
         build_problem(measured_table("int4"), target=a_target(lambda *_: "too wide"))
 
 
@@ -160,7 +160,7 @@ def with_kl(value: float, error: float = 0.0) -> SensitivityTable:
 
 @pytest.mark.parametrize(
     ("value", "complaint"),
-    [(math.nan, "which is no number"), (-0.01, "never negative"), (5e8, "far too large for a KL")],
+    [(math.nan, "which is not a number"), (-0.01, "never negative"), (5e8, "far too large for a KL")],
 )
 def test_what_cannot_be_a_kl_is_not_optimised(value: float, complaint: str) -> None:
     with pytest.raises(PlanError, match=f"in_proj at int4: kl_teacher_to_student is .*{complaint}"):

@@ -61,7 +61,7 @@ def test_the_plan_says_how_it_was_found() -> None:
     assert "measuring whole plans" in plan.made_by
 
 
-def test_a_loss_that_nothing_meets_is_said() -> None:
+def test_a_loss_that_no_plan_meets_is_reported() -> None:
     with pytest.raises(BudgetError, match=r"the closest lost 0\.7"):
         plan_for_loss(world(), lambda assignment: 0.7, max_loss=0.01)
 
@@ -71,6 +71,6 @@ def test_nothing_may_be_lost_means_fp16() -> None:
         plan_for_loss(world(), lambda assignment: 0.0, max_loss=0.0)
 
 
-def test_a_loss_that_is_no_number_is_said() -> None:
-    with pytest.raises(BudgetError, match="came out as nan; measure on more held-out text"):
+def test_a_loss_of_nan_is_reported() -> None:
+    with pytest.raises(BudgetError, match="is nan; use more held-out text"):
         plan_for_loss(world(), lambda assignment: math.nan, max_loss=0.01)

@@ -102,7 +102,7 @@ def test_wrong_lines_are_named(written: Path, assignment: dict[str, Any], compla
     assert "\n" not in str(error.value)
 
 
-def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
+def test_naming_fp16_for_an_fp16_component_is_allowed(written: Path) -> None:
     content = json.loads(written.read_text())
     edit(written, assignment=content["assignment"] | {"backbone.layers.0.mixer.conv1d": "fp16"})
     assert "backbone.layers.0.mixer.conv1d" not in read_plan(written, COMPONENTS).assignment
@@ -111,9 +111,9 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no valid JSON"),
-        ("[1, 2]", "no plan: expected an object"),
-        ('{"version": 1}', "no plan: expected an object"),
+        ("", "not valid JSON"),
+        ("[1, 2]", "not a plan: expected an object"),
+        ('{"version": 1}', "not a plan: expected an object"),
         ('{"version": 9, "assignment": {}}', "version 9; this program reads version 3: make the plan again"),
         ('{"assignment": {}}', "version None"),
         ('{"version": 3, "assignment": {"a": "int8", "a": "int4"}}', "'a' appears twice"),
@@ -129,14 +129,14 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
             "interaction is 0; expected a positive number",
         ),
         ('{"version": 3, "assignment": {}, "bytes": -1}', "bytes is -1; expected a whole number"),
-        ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is no finite number"),
-        ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is no finite number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1e999}', "bytes is not a finite number"),
+        ('{"version": 3, "assignment": {}, "predicted_kl": NaN}', "predicted_kl is not a finite number"),
         (
             '{"version": 3, "assignment": {}, "notes": {"a": [{"b": Infinity}]}}',
-            "notes.a.b is no finite number",
+            "notes.a.b is not a finite number",
         ),
-        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is no finite number"),
-        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "no valid JSON"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 30 + "}", "bytes is not a finite number"),
+        ('{"version": 3, "assignment": {}, "bytes": 1' + "0" * 9999 + "}", "not valid JSON"),
         ('{"version": 3, "assignment": {}, "limits": {"bytes": "many"}}', "limits.bytes is 'many'"),
         (
             '{"version": 3, "assignment": {}, "measured": {"kl": 0.1}}',
@@ -144,10 +144,10 @@ def test_fp16_for_what_is_fp16_anyway_is_no_mistake(written: Path) -> None:
         ),
         (
             '{"version": 3, "assignment": {}, "made_by": "\\ud800"}',
-            "made_by holds characters that are no text",
+            "made_by holds invalid characters",
         ),
         ('{"version": 3, "assignment": {}, "made_by": 3}', "made_by is 3; expected a string"),
-        ("[" * 100_000, "no valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -163,7 +163,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="cannot be read"):
         read_plan(tmp_path / "binary.json", COMPONENTS)
-    with pytest.raises(PlanError, match="no name for a plan"):
+    with pytest.raises(PlanError, match="not a valid plan name"):
         plan_path(tmp_path, "../escape")
 
 
@@ -227,7 +227,7 @@ def test_an_edited_plan_is_no_longer_what_it_was(written: Path) -> None:
 @pytest.mark.parametrize("name", ["small", "../mine", "/elsewhere/mine", "", 7])
 def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
     """A copy that kept its first name would overwrite the other plan and its artifacts; a path would lead outside."""
-    with pytest.raises(PlanError, match='a plan is called like its file; write "name": "mine"') as error:
+    with pytest.raises(PlanError, match='but must be that of the file; write "name": "mine"') as error:
         read_plan(edit(written, name=name), COMPONENTS)
     assert str(written) in str(error.value)
 
@@ -236,11 +236,11 @@ def test_the_name_inside_is_the_files_own(written: Path, name: Any) -> None:
 def test_names_that_commands_could_not_hold(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text('{"version": 3, "assignment": {}}')
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         read_plan(path, COMPONENTS)
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         write_plan(Plan(name, {}, "test"), path, COMPONENTS)
-    with pytest.raises(PlanError, match="is no name for a plan: use letters"):
+    with pytest.raises(PlanError, match="is not a valid plan name: use letters"):
         plan_for_budget(TABLE, max_bpw=6.5, name=name)
 
 

@@ -47,7 +47,7 @@ def test_fallbacks_are_priced_as_stored_and_said() -> None:
 def test_assignments_that_name_the_wrong_things() -> None:
     with pytest.raises(PlanError, match="no component 'in_prj'"):
         cost_of(PARTS, {"in_prj": "int8"})
-    with pytest.raises(PlanError, match="norm: int8 asked for, but it stays FP16"):
+    with pytest.raises(PlanError, match="norm cannot be int8: it stays FP16"):
         cost_of(PARTS, {"norm": "int8"})
 
 

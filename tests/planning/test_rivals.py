@@ -22,25 +22,25 @@ def contender(name: str, size: int, kl: float, noise: float = 0.0) -> Contender:
     return Contender(name, size, kl * DIFFICULTY + noise * np.array([1.0, -1.0, -1.0, 1.0]))
 
 
-def test_ours_stays_where_it_is_better_than_every_rival_of_no_more_bytes() -> None:
+def test_ours_wins_if_better_than_every_rival_that_is_no_larger() -> None:
     ours = contender("ours", 100, 0.010)
     rivals = [contender("small", 90, 0.02), contender("same", 100, 0.011), contender("large", 120, 0.001)]
     found = contest(ours, rivals)
     assert found.winner == "ours"
     assert set(found.beaten) == {"small", "same"}  # the large one proves nothing
     assert all(difference.better(2.0) for difference in found.beaten.values())
-    assert "small, same" in found.sentence("ours")
+    assert "small and same, which are no larger" in found.sentence("ours")
 
 
-def test_a_better_rival_of_no_more_bytes_takes_the_place() -> None:
+def test_a_better_rival_that_is_no_larger_wins() -> None:
     rivals = [contender("good", 100, 0.008), contender("best", 95, 0.007), contender("worse", 80, 0.5)]
     found = contest(contender("ours", 100, 0.010), rivals)
     assert found.winner == "best"
-    assert "best is no larger than our own plan" in found.sentence("ours")
+    assert "best is no larger than our plan" in found.sentence("ours")
 
 
-def test_a_rival_that_is_level_wins_since_it_is_no_larger() -> None:
-    """Lower, but not beyond the error of the paired difference: that is no proof."""
+def test_an_equal_rival_that_is_no_larger_wins() -> None:
+    """Lower, but within the error of the paired difference: not proven."""
     level = contender("level", 99, 0.0101, noise=0.01)
     assert contest(contender("ours", 100, 0.010), [level]).winner == "level"
     assert contest(contender("ours", 98, 0.010), [level]).winner == "ours"  # now it is larger
@@ -52,7 +52,7 @@ def test_a_winner_is_challenged_in_its_turn() -> None:
     assert contest(contender("ours", 100, 0.010), chain).winner == "second"
 
 
-def test_who_does_not_keep_the_limit_cannot_win() -> None:
+def test_a_rival_beyond_the_limit_cannot_win() -> None:
     rival = contender("rival", 90, 0.0125, noise=0.01)
     assert contest(contender("ours", 100, 0.012), [rival]).winner == "rival"
     found = contest(contender("ours", 100, 0.012), [rival], keeps=lambda one: one.kl <= 0.0122)
@@ -60,9 +60,9 @@ def test_who_does_not_keep_the_limit_cannot_win() -> None:
     assert set(found.beaten) == {"rival"}
 
 
-def test_no_rival_as_small_is_said() -> None:
+def test_larger_rivals_are_reported() -> None:
     found = contest(contender("ours", 10, 0.01), [contender("large", 20, 0.001)])
-    assert found.sentence("ours") == "no rival is as small"
+    assert found.sentence("ours") == "all stock recipes are larger"
 
 
 def test_paired_difference() -> None:
@@ -81,7 +81,7 @@ def test_the_interaction_is_the_mean_factor_whatever_the_sizes() -> None:
     assert interaction([]) == 1.0
 
 
-def test_what_other_text_costs_is_told_by_the_rival_that_loses_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_other_text_comes_from_the_rival_that_loses_most(monkeypatch: pytest.MonkeyPatch) -> None:
     def half(**losses: float) -> SimpleNamespace:
         return SimpleNamespace(measure=lambda plan: SimpleNamespace(kl=Estimate(losses[plan["head"]], 0.0)))
 
@@ -92,7 +92,7 @@ def test_what_other_text_costs_is_told_by_the_rival_that_loses_most(monkeypatch:
     assert planner.other_text([]) == 1.0
 
 
-def test_a_mixture_that_fits_by_its_written_size_wins_over_sums_of_bounds() -> None:
+def test_a_stock_recipe_that_fits_by_its_written_size_wins_over_sums_of_bounds() -> None:
     """The solver's bounds say that all-int8 is too large; the written file says that it is not."""
 
     def size(model: object, plan: Plan) -> int:

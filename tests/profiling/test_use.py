@@ -85,7 +85,7 @@ def test_the_first_token_of_a_turn_does_not_count_and_the_quickest_stands_for_it
     assert player.timings["seconds_per_token"] == 4.0  # what a user feels: the mean of 3, 2 and 7
 
 
-def test_prompts_are_the_same_for_everybody() -> None:
+def test_all_artifacts_get_the_same_prompts() -> None:
     assert in_use.prompts_for(50, (3, 5)) == in_use.prompts_for(50, (3, 5))
     assert [len(p) for p in in_use.prompts_for(50, (3, 5))] == [3, 5]
 
@@ -174,7 +174,7 @@ def test_without_room_for_all_each_is_loaded_for_its_round(
     assert (
         results.profiles["a"]
         .settings["interleaving"]
-        .startswith("loaded anew for each round, one after the other")
+        .startswith("loaded again for each round, one at a time")
     )
 
 

@@ -114,7 +114,7 @@ def make_large_run(folder: Path) -> Path:
     return folder
 
 
-BESIDES = 7000  # bytes of a target's file that are no weights
+BESIDES = 7000  # bytes of a target's file besides weights
 
 
 def add_target(folder: Path, target: str = "openvino") -> Path:

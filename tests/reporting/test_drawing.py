@@ -73,21 +73,51 @@ def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
 
 
 def test_an_error_is_shown_where_there_is_one() -> None:
-    assert with_error(Estimate(0.5, 0.01)) == "0.5 ± 0.01"
+    assert with_error(Estimate(0.5, 0.01)) == "0.50 ± 0.01"
+    assert with_error(Estimate(0.00913, 4.6e-4)) == "0.0091 ± 0.0005"
+    assert with_error(Estimate(1.234e-9, 3e-11)) == "1.23e-9 ± 3e-11"
     assert with_error(Estimate(0.5)) == "0.5"
     assert power_of_ten(-5) == "10⁻⁵"
+
+
+def _labels(plot: Plot) -> dict[str, tuple[float, float, float, float]]:
+    """Each label that was drawn → its box, at the width of a narrow font."""
+    found = re.findall(
+        r'<text x="([\d.]+)" y="([\d.]+)" class="t label[ a-z]*" text-anchor="(\w+)">([^<]*)<', plot.render()
+    )
+    boxes = {}
+    for x, y, anchor, words in found:
+        width = 5.5 * len(words)
+        left = float(x) - {"start": 0, "middle": width / 2, "end": width}[anchor]
+        boxes[words] = (left, float(y) - 9, left + width, float(y) + 1)
+    return boxes
+
+
+def _overlap(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
+    return one[0] < two[2] and two[0] < one[2] and one[1] < two[3] and two[1] < one[3]
 
 
 def test_labels_do_not_cover_each_other() -> None:
     plot = Plot("t", Scale("linear", 0, 1), Scale("linear", 0, 1), "x", "y")
     plot.marks = [Mark(0.5 + i / 1000, 0.5, "m", "s0", label=f"plan number {i}") for i in range(30)]
-    drawn = re.findall(
-        r'<text x="([\d.]+)" y="([\d.]+)" class="t label"( text-anchor="\w+")?>', plot.render()
-    )
-    assert 1 <= len(drawn) < 30
-    heights = sorted(float(y) for _, y, _ in drawn)
-    assert len(drawn) == len({(x, y) for x, y, _ in drawn})
-    assert heights[-1] - heights[0] < 60
+    boxes = list(_labels(plot).values())
+    assert 1 <= len(boxes) < 30
+    assert not [1 for i, one in enumerate(boxes) for two in boxes[:i] if _overlap(one, two)]
+
+
+def test_every_label_is_shown_where_a_recommendation_stands_beside_twins() -> None:
+    plot = Plot("t", Scale("linear", 3.4, 6.6), Scale("linear", 0, 0.05), "x", "y")
+    plot.marks = [
+        Mark(4.51, 0.0128, "m", "s0", "plus", label="Q5_K_M"),
+        Mark(4.51, 0.0122, "m", "s0", "plus", label="Q5_K_M imatrix"),
+        Mark(4.54, 0.0091, "m", "s1", "star", label="recommended", emphasis=True),
+    ]
+    boxes = _labels(plot)
+    assert set(boxes) == {"Q5_K_M", "Q5_K_M imatrix", "recommended"}
+    every = list(boxes.values())
+    assert not [1 for i, one in enumerate(every) for two in every[:i] if _overlap(one, two)]
+    x, y = plot.x(4.54), plot.y(0.0091)  # the star, and the slider's ring around it
+    assert not [one for one in every if _overlap(one, (x - 9, y - 9, x + 9, y + 9))]
 
 
 def test_every_format_has_a_colour_of_its_own_that_is_the_same_everywhere() -> None:

@@ -143,7 +143,7 @@ def test_a_tied_head_is_perturbed_with_its_embedding(mamba) -> None:
 
 
 def test_what_must_not_be_quantized_is_refused(mamba) -> None:
-    with pytest.raises(FormatError, match="conv1d is not to be quantized: short convolution"):
+    with pytest.raises(FormatError, match="conv1d cannot be quantized: short convolution"):
         replacements(mamba, Perturbation.single("backbone.layers.0.mixer.conv1d", Recipe("int8")))
 
 

@@ -1,4 +1,4 @@
-"""A sweep in pieces: by candidates and by windows, done by anybody, joined in any order, the same to the last bit."""
+"""A sweep in pieces, by candidates and by windows, done by any process and joined in any order, gives the same bits."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_shares_of_another_text_model_or_meaning_are_refused_by_name(shards, tmp
         other_model: "another model",
         other_meaning: "metrics_version is 0 there and 1 now",
         empty: "holds no measurements",
-        tmp_path / "nowhere": "holds no run",
+        tmp_path / "nowhere": "has no run",
         tmp_path / "run": "is the run itself",
     }
     joined, refused = merge(tmp_path / "run", [*strangers, *parts])
@@ -231,10 +231,10 @@ def test_a_slurm_array_says_which_share(variables, share) -> None:
         ("three", {}, "write 3/16"),
         ("slurm", {}, "SLURM_ARRAY_TASK_ID is not set"),
         ("slurm", {"ID": "3"}, "SLURM_ARRAY_TASK_COUNT is not set"),
-        ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 is none of 3"),
+        ("slurm", {"ID": "7", "COUNT": "3", "MIN": "1"}, "task 7 does not belong to 3 tasks"),
     ],
 )
-def test_shares_that_are_none_are_refused(text, variables, message) -> None:
+def test_invalid_shards_are_refused(text, variables, message) -> None:
     environment = {f"SLURM_ARRAY_TASK_{name}": value for name, value in variables.items()}
     with pytest.raises(KLLensError, match=message):
         share_of(text, environment)

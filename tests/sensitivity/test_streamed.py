@@ -327,9 +327,7 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert small.residency is not None
     assert fits.residency is None
     assert bench.model(MeasureSettings(model=str(folder), weights="memory")) is fits
-    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, (
-        "it is there already"
-    )
+    assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, "already exists"
     assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
 
 
@@ -350,7 +348,7 @@ def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) ->
     model = Workbench(events).model(MeasureSettings(model=str(folder), memory_budget=LITTLE))
     assert model.residency is None
     assert len(warned) == 1
-    assert "is loaded as a whole" in warned[0]
-    assert "as safetensors alone" in warned[0]
-    with pytest.raises(CheckpointError, match="weights can stay on disk as safetensors alone"):
+    assert "has to be loaded whole" in warned[0]
+    assert "only safetensors can stay on disk" in warned[0]
+    with pytest.raises(CheckpointError, match="only safetensors can stay on disk"):
         load(folder, weights="disk")

@@ -58,7 +58,7 @@ def test_an_interrupted_sweep_goes_on_and_gives_the_same_table(mamba, tmp_path) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_logits_that_are_no_numbers_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
+def test_nan_logits_are_refused_and_never_stored(engine: str, tmp_path, monkeypatch) -> None:
     model = loaded("mamba")
     weight = model.model.get_parameter("backbone.norm_f.weight")
     assert len(model.chain) == 4, "opened while it was whole"
@@ -126,7 +126,9 @@ def test_a_run_of_another_version_of_the_metrics_is_refused(mamba, tmp_path, mon
     with Run.create(tmp_path) as run:
         Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
         monkeypatch.setattr("kl_lens.runs.METRICS_VERSION", 999)
-        with pytest.raises(RunError, match="meaning of the metrics: metrics_version is 1 there and 999 now"):
+        with pytest.raises(
+            RunError, match="definition of the metrics: metrics_version is 1 there and 999 now"
+        ):
             Sweep(mamba, run).measure(_candidates(mamba)[:1], some_windows(2, 20))
 
 
@@ -159,13 +161,13 @@ def test_anytime_goes_on_while_the_ranking_is_not_settled(tmp_path) -> None:
         assert result.windows == 6
 
 
-def test_a_folder_that_is_no_run_says_so(tmp_path) -> None:
-    with pytest.raises(RunError, match="holds no run; make one with: kl-lens measure"):
+def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
+    with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
         Run.open(tmp_path)
     (tmp_path / "run.sqlite").write_text(
         "something else entirely, and long enough to be no database header at all"
     )
-    with pytest.raises(RunError, match="is no journal of KL Lens"):
+    with pytest.raises(RunError, match="is not a KL Lens journal"):
         Run.open(tmp_path)
     with pytest.raises(RunError, match="is a file"):
         Run.create(tmp_path / "run.sqlite")

@@ -1,4 +1,4 @@
-"""Mixtures that everybody knows, and what the targets say about themselves."""
+"""Stock recipes such as Q4_K_M, and what the targets say about themselves."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_txt_file_is_one_document(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "a.txt", b"One.\n\nTwo.\n")) == ["One.\n\nTwo.\n"]
 
 
-def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.")) == ["One."]
     assert texts(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "One."}')) == ["One."]
 
@@ -173,7 +173,7 @@ def test_missing_file_empty_folder_and_unknown_name(tmp_path: Path) -> None:
         TextError, match="wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"
     ):
         open_text("wikitext3")
-    with pytest.raises(TextError, match="asks for split test, but train was asked for as well"):
+    with pytest.raises(TextError, match="two different splits, test and train"):
         open_text("wikitext2:test", "train")
 
 

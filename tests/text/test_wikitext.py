@@ -42,7 +42,7 @@ def test_every_document_is_one_article() -> None:
     assert wikitext2("test").documents[0].name == "wikitext2:test, article 1 (Robert Boulter)"
 
 
-def test_a_table_legend_is_no_title() -> None:
+def test_a_table_legend_is_not_a_title() -> None:
     lines = [" \n", " = Hockey = \n", " \n", " Legend : GP \n", " = Games ; A = \n", " Assists \n", " \n"]
     assert split_articles(lines) == [("Hockey", [lines[1], *lines[3:6]])]
 

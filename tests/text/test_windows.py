@@ -161,7 +161,7 @@ def test_senseless_sizes_are_refused(source: TextSource, tokenizer: Tokenizer) -
             evaluation_windows(source, tokenizer, **wrong)
     with pytest.raises(TextError, match="stride 20 is longer than the window of 10"):
         evaluation_windows(source, tokenizer, length=10, stride=20)
-    with pytest.raises(TextError, match="cannot be asked for split test"):
+    with pytest.raises(TextError, match="so split test cannot be chosen"):
         draw_windows(source, tokenizer, split="test")
 
 

@@ -46,7 +46,7 @@ def test_a_recipe_is_the_text_that_files_hold_and_comes_back_from_another_proces
         ("int5", "unknown format 'int5'; known: fp16"),
         ("int4+magic", "unknown method 'magic'; known: rtn"),
         ("int4@0123", "unknown format 'int4@0123'"),
-        ("int4+", "names no method behind the \\+"),
+        ("int4+", "names no method after the \\+"),
         ("", "unknown format ''"),
     ],
 )

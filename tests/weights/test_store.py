@@ -149,7 +149,7 @@ def test_what_was_learnt_is_bound_to_its_statistics(
     weight: torch.Tensor, tmp_path: Path, doubling: type[Doubling]
 ) -> None:
     store = WeightStore(GivenWeights({NAME: weight}), folder=tmp_path)
-    with pytest.raises(FormatError, match="learns from text and this model has no statistics"):
+    with pytest.raises(FormatError, match="needs statistics and this model has none"):
         store.quantized(NAME, DOUBLED)
     store.learn_from(Known("aa", 1.0))
     twice = store.digest(NAME, DOUBLED)
@@ -174,9 +174,7 @@ def test_the_store_says_what_recipes_are_made_from(weight: torch.Tensor, doublin
     store.learn_from(Known("bb", 0.0))
     assert store.learnt_by([INT8, DOUBLED]) == "bb"
     assert store.learnt_by([DOUBLED], expected="bb") == "bb"
-    with pytest.raises(
-        FormatError, match="made from statistics aa, and those at hand are bb; make the plan again"
-    ):
+    with pytest.raises(FormatError, match="made with statistics aa, but the run has bb; make the plan again"):
         store.learnt_by([DOUBLED], expected="aa")
 
 
@@ -209,7 +207,7 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
         assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
     assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(FormatError, match="nothing is known of its inputs"):
+    with pytest.raises(FormatError, match="there are no statistics of its inputs"):
         WeightStore(GivenWeights({NAME: weight})).output_error(NAME, Recipe("int4-g64"))
 
 

@@ -1,4 +1,4 @@
-"""Calibration: what text shows of every component's inputs, gathered once and kept in the run folder."""
+"""Calibration: statistics of every component's inputs on a text, gathered once and stored in the run folder."""
 
 from kl_lens.calibration.gathering import gather
 from kl_lens.calibration.in_order import gather_in_order

@@ -1,7 +1,7 @@
-"""Gathers the second moments of every component's inputs, block by block through the chain.
+"""Gathers the second moments of every component's inputs, block by block.
 
-All windows go through a block before the next begins, so memory holds the states of the windows and the moments of
-one block (and those of weights that later blocks share). What a killed gathering had stored is not watched again.
+All windows go through a block before the next begins, so memory holds the states of all windows and the moments of one
+block (and of weights that later blocks share). An interrupted gathering is resumed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def gather(
     *,
     progress: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> StoredStatistics:
-    """The statistics of all quantizable components on these windows, kept under `run`.
+    """The statistics of all quantizable components on these windows, stored under `run`.
 
     Args:
-        model: what to watch, on whatever device it is.
+        model: the model, on any device.
         windows: the calibration text.
-        run: the run's folder; `statistics/` in it holds the result. Taken up again where an earlier call stopped.
+        run: the run folder; results go to `statistics/` in it, and an earlier call is resumed.
         progress: called with (blocks done, blocks).
 
     Raises:
         RunError: the folder holds statistics of another model or text.
-        CheckpointError: activations that are not finite, with the component and the window.
+        CheckpointError: activations are not finite; names the component and the window.
     """
     stored = StoredStatistics.begun(run, model, windows)
     missing = [c for c in model.anatomy.candidates if c.name not in stored]
@@ -71,7 +71,7 @@ class _Gathering:
                 for number, call in enumerate(calls):
                     with watch(number):
                         states[number] = self._chain.run(states[number], call, index, index + 1)
-                    self._check_states(states[number].hidden, f"behind block {index}", number)
+                    self._check_states(states[number].hidden, f"after block {index}", number)
                 done = [c for c in self._missing if c.blocks and c.blocks[-1] == index]
                 self._store(f"block-{index:03d}.safetensors", done)
             progress(index + 1, len(self._chain))
@@ -79,7 +79,7 @@ class _Gathering:
             self._outside(calls, states)
 
     def _outside(self, calls: Sequence[BlockCalls], states: Sequence[States]) -> None:
-        """What sits around the blocks: the head, and whatever else a model has there."""
+        """The head and other components outside the blocks."""
         anatomy = self._model.anatomy
         outside = [c for c in self._missing if not c.blocks]
         looked_up = [c for c in outside if c.name == anatomy.embedding != anatomy.head]
@@ -87,8 +87,8 @@ class _Gathering:
         watch = self._watch(multiplied)
         for number, (call, state) in enumerate(zip(calls, states, strict=True)):
             with watch(number):
-                final = self._chain.finish(state, call)  # stops where the head would run
-            self._check_states(final, "in front of the head", number)
+                final = self._chain.finish(state, call)  # stops before the head
+            self._check_states(final, "before the head", number)
             if anatomy.head in self._moments:
                 self._moments[anatomy.head].add(final)
         self._store("outside.safetensors", multiplied)
@@ -113,11 +113,7 @@ class _Gathering:
         for component in components:
             moments = self._moments.pop(component.name)
             if moments.in_parts or not any(moments.tokens):
-                note = (
-                    "no product with it was seen"
-                    if not moments.in_parts
-                    else "it is multiplied with in parts"
-                )
+                note = "used only in parts" if moments.in_parts else "never used in a matrix product"
                 if moments.stacked and not moments.in_parts:
                     note = "no token of this text was routed to its experts"
                 self._stored.add_without_moments(component.name, note, None, 0)
@@ -131,7 +127,7 @@ class _Gathering:
                 str(e) for e, n in enumerate(moments.tokens) if n < moments.columns and moments.stacked
             ]:
                 notes[component.name] = (
-                    f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the mean of all"
+                    f"experts {', '.join(few)} saw fewer tokens than they have columns: filled up with the overall mean"
                 )
         self._stored.add(file, statistics, notes, self._weights_of(components))
 
@@ -144,7 +140,7 @@ class _Gathering:
             )
 
     def _place(self, inputs: torch.Tensor, number: int) -> str:
-        """`in window 3`, or the windows of the batch where tokens have left their order."""
+        """`in window 3`, or the windows of the batch if tokens were reordered."""
         first = sum(len(ids) for ids in self._batches[:number])
         count = len(self._batches[number])
         if inputs.shape[0] == count:
@@ -161,7 +157,7 @@ def in_batches(windows: Windows, chain: Chain) -> list[torch.Tensor]:
 
 
 def mean_moments(moments: Moments) -> torch.Tensor:
-    """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up to that with the mean of all."""
+    """E[x xᵀ] in float32; an expert with fewer tokens than columns is filled up with the mean over all experts."""
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
     overall = moments.sums.sum(0) / tokens.sum()
     lacking = (moments.columns - tokens).clamp_min(0) if moments.stacked else torch.zeros_like(tokens)
@@ -171,7 +167,7 @@ def mean_moments(moments: Moments) -> torch.Tensor:
 
 @contextmanager
 def experts_one_by_one(model: Any) -> Iterator[None]:
-    """Within the block transformers multiplies with each expert's slice: its faster ways gather copies of them."""
+    """Makes transformers multiply with each expert's slice; its faster ways copy the experts."""
     before = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if before in (None, "eager") or not hasattr(model, "set_experts_implementation"):
         yield

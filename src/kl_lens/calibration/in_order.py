@@ -1,13 +1,14 @@
-"""In order: what the quantized part of a plan really gives to what comes behind it, and what that can make up for.
+"""Quantizing in order: each component sees the inputs that the quantized components before it give, and corrects for
+their errors.
 
-Components are taken as the forward pass meets them. With x the inputs of one in the original and x̃ those behind
-everything that is stored already, H̃ = E[x̃ x̃ᵀ] and the weight is corrected by
+Components are taken in the order of the forward pass. With x the inputs of one in the original and x̃ its inputs after
+everything quantized so far, H̃ = E[x̃ x̃ᵀ] and the weight is corrected by
 
     Δ = E[d x̃ᵀ] (H̃ + ρ I)⁻¹,    d = W (x − x̃)
 
-what its outputs lack. Where they are added straight to what the block gives (seen by moving the weight a little), d is
-all that the block's output lacks, so that errors of earlier blocks are made up for as well. The method `ordered` rounds
-W + Δ with error feedback on H̃. ρ holds the correction back: d is mostly what no linear map of x̃ can give.
+where d is what its outputs lack. If the outputs are added directly to the block's output (tested by changing the weight
+a little), d is all that the block's output lacks, so that errors of earlier blocks are corrected too. The method
+`ordered` rounds W + Δ with error feedback on H̃. ρ limits the correction: no linear map of x̃ can give most of d.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from kl_lens.records import Component
 from kl_lens.text import Windows
 from kl_lens.weights.store import Statistics
 
-RIDGE = 1.0  # ρ, of the mean square of the inputs
-_MOVED = 0.1  # by how much a weight is moved, of itself
-_STRAIGHT = 0.01  # what its outputs may leave unexplained of the change where they are added straight
+RIDGE = 1.0  # ρ, relative to the mean square of the inputs
+_MOVED = 0.1  # relative change of a weight in the test
+_STRAIGHT = 0.01  # unexplained share of the change that still counts as direct
 
 
 def plan_key(assignment: Mapping[str, str]) -> str:
@@ -50,14 +51,14 @@ def gather_in_order(
     *,
     progress: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> StoredStatistics:
-    """The statistics that a plan's `ordered` recipes learn from, kept under `run`; the model's weights know them.
+    """The statistics for a plan's `ordered` recipes, stored under `run`; the model's weight store uses them.
 
     Args:
-        plain: what is used of components that cannot be put in order (looked up, shared by blocks, experts).
-        recipes: of a plan's components; those that learn are `ordered`.
+        plain: statistics of components that cannot be done in order (embedding, shared by blocks, experts).
+        recipes: component → recipe; those that learn are `ordered`.
         progress: called with (blocks done, blocks).
     """
-    model.require_memory("putting a plan in order")
+    model.require_memory("quantizing in order")
     stored = StoredStatistics.begun(run / IN_ORDER, model, windows, plan_key(recipes))
     model.weights.learn_in_order(stored)
     with experts_one_by_one(model.model):
@@ -66,7 +67,7 @@ def gather_in_order(
 
 
 class Inputs:
-    """The inputs of one weight, batch by batch: what `ProductWatch` fills."""
+    """The inputs of one weight, batch by batch; `ProductWatch` fills it."""
 
     def __init__(self, name: str, columns: int, seen: list[str]) -> None:
         self.columns, self.in_parts = columns, False
@@ -93,7 +94,7 @@ class _Ordering:
         self._recipes = recipes
         self._components = {c.name: c for c in model.anatomy.candidates if c.name in self._recipes}
         self._batches = in_batches(windows, self._chain)
-        self._placed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # with the original of each
+        self._placed: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameter, original values
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         calls = [self._chain.calls(ids) for ids in self._batches]
@@ -123,7 +124,7 @@ class _Ordering:
         own_calls: Sequence[BlockCalls],
         own: Sequence[States],
     ) -> tuple[list[States], list[States]]:
-        """Puts a block's components in order; what leaves it in the original, and in the quantized part."""
+        """Quantizes a block's components in order; returns its output in the original and in the quantized model."""
         here = [c for c in self._components.values() if c.blocks and c.blocks[0] == index]
         with self._as_it_was():
             inputs, after = self._watched(index, here, calls, states)
@@ -139,7 +140,7 @@ class _Ordering:
         return recipe.quantizer.of_a_plan and component.name not in self._stored
 
     def _fits(self, component: Component, inputs: Inputs, states: Sequence[States]) -> bool:
-        """One matrix of one block, met once for every position."""
+        """One matrix of one block, used once per position."""
         positions = [state.hidden.shape[:-1].numel() for state in states]
         whole = [len(rows) for rows in inputs.rows] == positions and not inputs.in_parts
         return whole and len(component.shape) == 2 and len(component.blocks) == 1
@@ -181,7 +182,8 @@ class _Ordering:
     def _added_straight(
         self, component: Component, index: int, rows: torch.Tensor, given: States, calls: BlockCalls, own: States
     ) -> float | None:  # fmt: skip
-        """By which factor a component's outputs are part of what the block gives; None where they go elsewhere too."""
+        """The factor with which a component's outputs are added to the block's output; None if they go elsewhere
+        too."""
         parameter = self._model.model.get_parameter(component.weight)
         if parameter.shape[0] != given.hidden.shape[-1]:
             return None
@@ -220,14 +222,14 @@ class _Ordering:
         self, component: Component, rows: Sequence[torch.Tensor], lacking: Sequence[torch.Tensor],
         weight: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Stores H̃ and Δ; `lacking` are inputs (then through the weight) or outputs."""
+        """Stores H̃ and Δ; `lacking` holds inputs (to be multiplied by the weight) or outputs."""
         tokens = sum(len(part) for part in rows)
         moments = sum(part.T.double() @ part.double() for part in rows) / tokens
         cross = sum(d.T.double() @ part.double() for d, part in zip(lacking, rows, strict=True)) / tokens
         assert isinstance(moments, torch.Tensor) and isinstance(cross, torch.Tensor)  # noqa: PT018
         ridge = RIDGE * moments.diagonal().mean()
         if not bool(ridge > 0):
-            return  # nothing entered it: as without order
+            return  # all inputs are zero
         identity = torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
         linear = torch.linalg.solve(moments + ridge * identity, cross.T).T.float()
         correction = linear if weight is None else weight @ linear
@@ -235,11 +237,13 @@ class _Ordering:
         self._stored.add(f"{component.name}.safetensors", {component.name: found}, {})
 
     def _place(self, component: Component) -> None:
-        """From here on the model computes with the component as the plan stores it."""
+        """Replaces the component by its quantized values."""
         name, recipe = component.name, self._recipes[component.name]
         if recipe.quantizer.of_a_plan and name not in self._stored:
             self._stored.add(
-                f"{name}.safetensors", {name: self._plain.of(name)}, {name: "not put in order: as without"}
+                f"{name}.safetensors",
+                {name: self._plain.of(name)},
+                {name: "not in order: uses the plain statistics"},
             )
         values = self._model.weights.values(name, recipe)
         for parameter in self._model.parameters_of(component):
@@ -248,7 +252,7 @@ class _Ordering:
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """The original again, for as long as it is asked what it does."""
+        """Restores the original weights within the block."""
         quantized = [(parameter, parameter.data) for parameter, _ in self._placed]
         try:
             for parameter, original in self._placed:

@@ -1,9 +1,9 @@
-"""Equivalent rescaling: columns that are hard to round are made smaller, and the norm in front of them larger.
+"""Equivalent rescaling: makes columns that are hard to round smaller, and the norm before them larger.
 
-Factors are powers of two, so that no weight loses a digit and the model computes what it did. Which vector of a
-block may be scaled against whose columns is not looked up but seen: the inputs of its readers follow it exactly, and
-the block gives the same once their columns have made up for it. Factors are 2^round(log₂ of the inputs' size, times an
-exponent), as AWQ has them, with the exponent that leaves the readers' own outputs the least error in a recipe.
+Factors are powers of two, so the weights stay exact and the model computes the same. Which vector of a block can be
+scaled against which columns is found by testing: the readers' inputs follow it exactly, and the block's output is the
+same once their columns compensate. Factors are 2^round(exponent × log₂ of the inputs' size), as in AWQ, with the
+exponent that gives the readers' outputs the smallest error in a recipe.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kl_lens.records import Component
 from kl_lens.weights.store import Statistics
 
 EXPONENTS = (0.25, 0.5, 0.75, 1.0)
-WORTH = 0.98  # of the error without: what saves less is left alone
-_SAME = 1e-4  # of the range of what is compared: rounding
+WORTH = 0.98  # smaller savings than this are not worth a change
+_SAME = 1e-4  # relative tolerance for rounding
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Rescaling:
 
     vector: str
     readers: tuple[str, ...]
-    exponent: float  # 0: left alone
-    error: float  # of the readers' outputs, of that without
+    exponent: float  # 0: unchanged
+    error: float  # of the readers' outputs, relative to no rescaling
     factors: torch.Tensor = field(repr=False)
 
 
 def rescalings(model: LoadedModel, statistics: Statistics, recipe: Recipe) -> list[Rescaling]:
-    """The best rescaling of every vector that can be, judged by a recipe; the model stays as it is."""
+    """The best rescaling of every vector, measured by a recipe's error; does not change the model."""
     model.require_memory("rescaling")
     return [_best(model, statistics, recipe, vector, readers) for vector, readers in pairs(model)]
 
 
 def changed_weights(model: LoadedModel, found: Sequence[Rescaling]) -> dict[str, torch.Tensor]:
-    """Parameter → what it becomes; proven on the model's own logits."""
+    """Parameter → new values; checked on the model's logits."""
     changed: dict[str, torch.Tensor] = {}
     for one in found:
         if one.exponent:
@@ -64,12 +64,12 @@ def changed_weights(model: LoadedModel, found: Sequence[Rescaling]) -> dict[str,
     with _in_place(model, changed):
         after = model.chain.full_logits(ids)
     if not _is_same(after, before):
-        raise CheckpointError(f"{model.name}: rescaling would change what it computes; nothing was written")
+        raise CheckpointError(f"{model.name}: rescaling would change its outputs; nothing was written")
     return changed
 
 
 def write_rescaled(model: LoadedModel, changed: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """The checkpoint's files with these weights in them, in the types that they had."""
+    """Writes the checkpoint with the changed weights, in the same data types."""
     files = sorted(model.folder.glob("*.safetensors"))
     places: dict[str, Path] = {}
     for file in files:
@@ -91,13 +91,13 @@ def write_rescaled(model: LoadedModel, changed: Mapping[str, torch.Tensor], fold
         for name in kept.keys() & changed.keys():
             stored = changed[name].to(kept[name].dtype).cpu().contiguous()
             if not torch.equal(stored.float(), changed[name].float().cpu()):
-                raise FormatError(f"{name}: {kept[name].dtype} does not hold it exactly once it is rescaled")
+                raise FormatError(f"{name}: {kept[name].dtype} cannot hold the rescaled values exactly")
             kept[name] = stored
         save_file(kept, folder / file.name, about)
 
 
 def pairs(model: LoadedModel) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every vector of a block that can be scaled against the columns of components, and those."""
+    """Yields each vector that can be scaled against columns of components, and those components."""
     chain, anatomy = model.chain, model.anatomy
     calls = chain.calls(_probe_ids(model))
     states = States(calls.hidden)
@@ -149,7 +149,7 @@ def _best(
 def _error(
     model: LoadedModel, known: InputStatistics, recipe: Recipe, readers: Sequence[str], factors: torch.Tensor
 ) -> float:
-    """E‖(W − Q) x‖² of the readers together, once their columns are multiplied and their inputs divided."""
+    """E‖(W − Q) x‖² of all readers, with their columns multiplied and their inputs divided."""
     moments = known.second_moments / factors[:, None] / factors
     total = 0.0
     for reader in readers:

@@ -1,7 +1,7 @@
-"""Statistics as files: `RUN/statistics/statistics.json` says what they are of, `*.safetensors` hold the moments.
+"""Statistics as files: `RUN/statistics/statistics.json` describes them, `*.safetensors` hold the moments.
 
-A file holds the components that are finished with one block, as upper triangles in float32; components with the same
-inputs (q, k and v of one attention) share one. Whatever was killed is whole or not there.
+A file holds the components finished with one block, as upper triangles in float32; components with the same inputs (q,
+k and v of one attention) share one. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kl_lens.text import Windows
 from kl_lens.writing import whole, write_text
 
 FOLDER = "statistics"
-IN_ORDER = "in-order"  # folder of a run: the statistics of one plan, gathered in order
-# Say here what changed when the same text begins to give other statistics.
+IN_ORDER = "in-order"  # folder in a run: the statistics of one plan, gathered in order
+# Raise it, with the reason, when the same text gives other statistics.
 VERSION = 1
 _INDEX = "statistics.json"
 _CORRECTION = "correction"
 
-LOOKED_UP = "looked up, never multiplied with: all columns count alike"
-NO_INPUT = "its inputs were all zero on this text: all columns count alike"
+LOOKED_UP = "a lookup table, not a matrix product: all columns count equally"
+NO_INPUT = "its inputs were all zero on this text: all columns count equally"
 
 
 class StoredStatistics:
@@ -51,19 +51,19 @@ class StoredStatistics:
 
     @classmethod
     def open(cls, run: Path, model: LoadedModel, windows: Windows | None = None) -> StoredStatistics:
-        """Those that a run holds; refused when they are of another model, or of another text than `windows`."""
+        """The statistics of a run. Raises if they are of another model, or of another text than `windows`."""
         stored = cls._of(run, identity_of(model, windows) if windows else _model_identity(model))
         missing = [c.name for c in model.anatomy.candidates if c.name not in stored._components]
         if missing:
             raise RunError(
-                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); go on with: "
+                f"{stored.folder}: gathering stopped before {missing[0]} (and {len(missing) - 1} more); continue with: "
                 f"kl-lens calibrate --run {run}"
             )
         return stored
 
     @classmethod
     def held_by(cls, run: Path) -> StoredStatistics | None:
-        """Whatever a run holds, whole or begun, of whatever model."""
+        """The statistics of a run, complete or not, of any model."""
         folder = run / FOLDER
         path = folder / _INDEX
         if not path.is_file():
@@ -76,18 +76,18 @@ class StoredStatistics:
 
     @classmethod
     def of_fingerprint(cls, run: Path, fingerprint: str | None) -> StoredStatistics:
-        """Those that a run holds, for a model that is not opened; refused when they are of another one."""
+        """The statistics of a run, for a model that is not opened. Raises if they are of another one."""
         return cls._of(run, {"version": VERSION, "model_fingerprint": fingerprint})
 
     def covers(self, model: LoadedModel) -> bool:
-        """Whether nothing of the model is missing."""
+        """Whether every component of the model is there."""
         return all(c.name in self._components for c in model.anatomy.candidates)
 
     @classmethod
     def begun(
         cls, run: Path, model: LoadedModel, windows: Windows, plan: str | None = None
     ) -> StoredStatistics:
-        """What there is already of this model and text (and plan, where it is put in order), to be added to."""
+        """The existing statistics of this model and text (and plan, for quantizing in order), to add to."""
         identity = identity_of(model, windows) | ({"plan": plan} if plan else {})
         stored = cls.held_by(run)
         if stored is None:
@@ -104,7 +104,7 @@ class StoredStatistics:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Component → what is to be known of its statistics, for those where something is."""
+        """Component → remark about its statistics."""
         return {name: entry["note"] for name, entry in self._components.items() if entry.get("note")}
 
     def __contains__(self, component: str) -> bool:
@@ -114,7 +114,7 @@ class StoredStatistics:
         entry = self._components.get(component)
         if entry is None:
             raise FormatError(
-                f"{component}: {self.folder} says nothing about it; gather it again with this model"
+                f"{component}: {self.folder} has no statistics of it; gather them again with this model"
             )
         tokens = tuple(entry["tokens"])
         if entry["file"] is None:
@@ -138,7 +138,7 @@ class StoredStatistics:
         notes: Mapping[str, str],
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Writes finished components to a file of their own and then into the index; `weights`: see `add_weights`."""
+        """Writes finished components to a file, then to the index; `weights`: see `add_weights`."""
         tensors: dict[str, torch.Tensor] = {}
         for name, statistics in moments.items():
             packed = _packed(statistics.second_moments)
@@ -151,7 +151,7 @@ class StoredStatistics:
                 "tokens": list(statistics.tokens), "note": notes.get(name),
                 "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
-            if statistics.correction is not None:  # alone in its file
+            if statistics.correction is not None:  # one component per file
                 self._components[name]["corrected"] = True
                 tensors[_CORRECTION] = statistics.correction.half()
         if tensors:
@@ -159,20 +159,20 @@ class StoredStatistics:
         self.add_weights(weights or {})
 
     def add_without_moments(self, component: str, note: str, columns: int | None, tokens: int) -> None:
-        """A component whose columns count alike (`columns` given), or of which nothing is known (None)."""
+        """Records a component whose columns count equally (`columns` given), or about which nothing is known (None)."""
         entry = {"file": None, "under": None, "columns": columns, "tokens": [tokens], "note": note}
         self._components[component] = entry
         self._write_index()
 
     def add_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """How the values of components are spread: nothing learns from it, the report shows it."""
+        """Stores the distribution of weights, for the report only."""
         for name, values in weights.items():
             if name in self._components:
                 self._components[name]["weights"] = _spread(values)
         self._write_index()
 
     def shown(self) -> dict[str, dict[str, Any]]:
-        """Component → its weights' spread and its inputs' largest columns, of those that have them."""
+        """Component → distribution of its weights and the largest columns of its inputs."""
         entries = {
             n: {k: e[k] for k in ("weights", "inputs") if e.get(k)} for n, e in self._components.items()
         }
@@ -182,15 +182,13 @@ class StoredStatistics:
     def _of(cls, run: Path, identity: Mapping[str, Any]) -> StoredStatistics:
         stored = cls.held_by(run)
         if stored is None:
-            raise RunError(
-                f"{run} holds no statistics; gather them with: kl-lens calibrate MODEL --run {run}"
-            )
+            raise RunError(f"{run} has no statistics; gather them with: kl-lens calibrate MODEL --run {run}")
         stored._require(identity)
         return stored
 
     def _require(self, identity: Mapping[str, Any]) -> None:
         meanings = {
-            "version": "another way of gathering",
+            "version": "another version of KL Lens",
             "model_fingerprint": "another model",
             "text_fingerprint": "another text",
             "plan": "another plan",
@@ -219,7 +217,7 @@ class StoredStatistics:
 
 
 class RunStatistics:
-    """The statistics that a run holds, opened when a recipe first learns from them: a `weights.Statistics`."""
+    """The statistics of a run, opened on first use: a `weights.Statistics`."""
 
     def __init__(self, run: Path, model: LoadedModel) -> None:
         self._run, self._model = run, model
@@ -242,7 +240,7 @@ class RunStatistics:
 
 
 class RunOrder:
-    """The statistics of a run's plan in order, opened when an `ordered` recipe is first met: `weights.Statistics`."""
+    """The statistics of a plan quantized in order, opened on first use: a `weights.Statistics`."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -252,7 +250,7 @@ class RunOrder:
         held = StoredStatistics.held_by(self._run / IN_ORDER)
         if held is None:
             raise UnlearntError(
-                f"{self._run} has no plan in order; make one with: kl-lens calibrate --run {self._run} --in-order PLAN"
+                f"{self._run} has no plan in order; make one: kl-lens calibrate --run {self._run} --in-order PLAN"
             )
         return held
 
@@ -265,7 +263,7 @@ class RunOrder:
 
 
 def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:
-    """What statistics are of: the way of gathering, the model, the text."""
+    """Version, model and text of the statistics."""
     text = windows.provenance()
     return {**_model_identity(model), "text": text, "text_fingerprint": windows.fingerprint}
 
@@ -283,7 +281,7 @@ def _largest_columns(moments: torch.Tensor, count: int = 8) -> dict[str, Any]:
 
 
 def _spread(weights: torch.Tensor, bars: int = 33, reach: float = 4.0) -> dict[str, Any]:
-    """Root mean square, the largest against it, and in thousandths what lies in each bar from −4 to 4 of it."""
+    """Root mean square (rms), the largest value in rms, and a histogram from −4 to 4 rms in thousandths."""
     values = weights.detach().float().flatten()
     rms = values.square().mean().sqrt().clamp_min(1e-30)
     counts = torch.histc(values / rms, bars, -reach, reach)

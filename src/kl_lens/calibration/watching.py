@@ -1,8 +1,8 @@
-"""Sees the inputs of every product with a watched weight, whoever multiplies.
+"""Watches the inputs of every matrix product with given weights.
 
 Hooks on modules miss projections that a model multiplies by their weight (Mamba-1's `dt_proj`) and experts that are
-slices of one parameter. So the products themselves are watched: a product whose operand lies in a watched weight's
-memory is that weight's, and the other operand holds its inputs.
+slices of one parameter. So this watches the products themselves: if an operand lies in a weight's memory, the other
+operand holds its inputs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 
 
 class Sink(Protocol):
-    """What takes the inputs of one weight."""
+    """Receives the inputs of one weight."""
 
     columns: int
-    in_parts: bool  # met a product with some of the columns only
+    in_parts: bool  # a product used only some of the columns
 
     def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
-        """Takes these inputs, (…, columns); False when they are not all finite."""
+        """Adds inputs of shape (…, columns); False if they are not all finite."""
 
 
 class Moments:
-    """Sums of x xᵀ over the inputs of one weight, for each expert where there are several.
+    """Sums of x xᵀ over the inputs of one weight, per expert.
 
-    Products of one call are float32; they are added up in float64, so that the number of windows costs no precision.
+    Each product is float32; sums are float64, so that many windows cost no precision.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device) -> None:
@@ -44,10 +44,10 @@ class Moments:
         size = (self.experts, self.columns, self.columns)
         self.sums = torch.zeros(size, dtype=torch.float64, device=device)
         self.tokens = [0] * self.experts
-        self.in_parts = False  # met a product with some of the columns only: the moments are not whole
+        self.in_parts = False  # a product used only some of the columns: the moments are incomplete
 
     def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
-        """Counts these inputs, (…, columns); False, and nothing counted, when they are not all finite."""
+        """Adds inputs of shape (…, columns); False, and nothing added, if they are not all finite."""
         rows = inputs.reshape(-1, self.columns).float()
         product = rows.T @ rows
         if not bool(torch.isfinite(product.diagonal().sum())):
@@ -60,7 +60,7 @@ class Moments:
 class ProductWatch(TorchFunctionMode):
     """Within the block, every product with a watched weight adds its inputs to that weight's moments.
 
-    `place(inputs)` says in words where inputs that are not finite come from.
+    `place(inputs)` says where inputs that are not finite come from.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ProductWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, inputs: torch.Tensor, operand: torch.Tensor, *, transposed: bool) -> bool:
-        """Counts the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
+        """Adds the inputs if the operand is (part of) a watched weight, (rows, columns) or its transpose."""
         owner = self._owner(operand)
         if owner is None:
             return False
@@ -107,7 +107,7 @@ class ProductWatch(TorchFunctionMode):
         return True
 
     def _owner(self, operand: torch.Tensor) -> tuple[str, int | None] | None:
-        """The weight in whose memory the operand lies, and which expert of it (None: not one whole expert)."""
+        """The weight whose memory holds the operand, and its expert (None: not one whole expert)."""
         at = operand.data_ptr()
         index = bisect.bisect_right(self._starts, at) - 1
         if index < 0:

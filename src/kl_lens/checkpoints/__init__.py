@@ -1,4 +1,4 @@
-"""Opening a model, finding what it is made of, and running any part of it."""
+"""Opens a model, finds its components, and runs any part of it."""
 
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import BlockCalls, Chain

@@ -1,4 +1,4 @@
-"""What a model is made of: one record per weight, what may be quantized, and why the rest may not."""
+"""The components of a model: one record per weight, whether it may be quantized, and why not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from kl_lens.checkpoints.chain import Chain
+from kl_lens.checkpoints.norms import groups_of
 from kl_lens.checkpoints.products import summed_along_last_axis
 from kl_lens.errors import CheckpointError
 from kl_lens.records import Component
 
-# Siblings that runtimes fuse into one matmul: members of one group, in one parent module, share a format.
+# Siblings that runtimes fuse into one matmul. Members of a group in one parent module share a format.
 FUSED_GROUPS = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
     frozenset({"query", "key", "value"}),
@@ -24,35 +25,35 @@ FUSED_GROUPS = (
 
 REASONS = {
     "conv1d": "short convolution: a few weights per channel, runtimes need it in full precision",
-    "conv2d": "two-dimensional convolution: formats hold matrices",
+    "conv2d": "two-dimensional convolution: formats are for matrices",
     "A_log": "state decay: acts through exp(exp(.)), runtimes need it in full precision",
     "D": "skip weights of the state-space layer: one per channel",
     "dt_bias": "time-step bias: acts through softplus, one per channel",
     "norm": "normalisation weights: one per channel",
     "bias": "bias: one per channel",
     "router": "expert router: tiny, and decides which experts run",
-    "vector": "no matrix: one number per channel",
+    "vector": "not a matrix: one number per channel",
     "input_major": "stored input-major (in × out); per-row formats do not apply",
-    "table": "a table that is looked up, not multiplied",
-    "unseen": "in no matrix product that was seen in a forward",
+    "table": "a lookup table, not a matrix product",
+    "unseen": "not used in any matrix product of a forward",
 }
 
 
 def component_name(parameter: str, dimensions: int) -> str:
-    """The component that a parameter belongs to: the module's name for matrices, else the parameter's own."""
+    """The component of a parameter: the module's name for matrices, else the parameter's own."""
     owner, _, leaf = parameter.rpartition(".")
     return owner if leaf == "weight" and dimensions >= 2 else parameter
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Every weight of a model, each once, in the order in which the model uses them."""
+    """Every weight of a model, each once, in the order the model uses them."""
 
     model_type: str
     components: tuple[Component, ...]
     blocks: int
-    embedding: str  # name of the component that holds the embedding; empty where nothing is looked up
-    head: str  # name of the component that holds the head; the embedding's when the two are tied
+    embedding: str  # component that holds the embedding; empty if there is none
+    head: str  # component that holds the head; the embedding if they are tied
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,11 +69,11 @@ class Anatomy:
         for candidate in self.components:
             if candidate.name == name or name in candidate.tied_with:
                 return candidate
-        raise CheckpointError(f"no component is called {name!r}; `kl-lens inspect` lists them all")
+        raise CheckpointError(f"there is no component {name!r}; `kl-lens inspect` lists them all")
 
 
 def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
-    """Finds every weight of the model; a weight under several names is one component, tied to the others."""
+    """Finds every weight of the model. A weight with several names is one component."""
     names_of: dict[int, list[str]] = defaultdict(list)
     parameter_of: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,11 +96,11 @@ def anatomy_of(model: nn.Module, chain: Chain) -> Anatomy:
 
 
 class _Describer:
-    """Makes the record of one weight from where it sits in the module tree."""
+    """Makes the record of a weight from its place in the module tree."""
 
     def __init__(self, model: nn.Module, chain: Chain) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's own name says nothing.
+        # `GraniteMoeHybridAttention` is attention, not a mixture of experts: the model's name does not count.
         self.model_prefix = type(model).__name__.partition("For")[0]
         self.blocks_name = chain.blocks_name
         embedding = chain.task.embedding(model)
@@ -112,7 +113,7 @@ class _Describer:
         self.summed = {_identity(loose[name]): answer for name, answer in summed.items()}
 
     def _is_loose(self, name: str, parameter: nn.Parameter) -> bool:
-        """A matrix, or a stack of them, that is no `Linear`'s: whether it lies the right way round must be seen."""
+        """A matrix, or a stack of them, outside a `Linear`: its orientation must be found by watching a forward."""
         owner, leaf = _place(name)
         if parameter.dim() < 2 or leaf in ("A_log", "A", "D") or leaf.endswith("bias"):
             return False
@@ -147,7 +148,7 @@ class _Describer:
             yield int(name[len(prefix) :].split(".", 1)[0])
 
     def _classify(self, parameter: nn.Parameter, owner: str, leaf: str) -> tuple[str, str, str | None]:
-        """(kind, family, reason why it is left alone or None)."""
+        """(kind, family, why it is not quantizable or None)."""
         identity = _identity(parameter)
         if identity == self.embedding_weight:
             return "embedding", "embedding", None
@@ -177,7 +178,7 @@ class _Describer:
         return kind.removesuffix("_weight"), family, _why_not(module, parameter, along_last)
 
     def _family(self, owner: str, kind: str) -> str:
-        """Judged by the nearest module around it that is plainly a state-space, attention or MLP layer."""
+        """From the nearest enclosing module that is clearly a state-space, attention or MLP layer."""
         path = owner
         while path:
             module = self.modules[path]
@@ -199,7 +200,7 @@ class _Describer:
 
 
 def _why_not(module: nn.Module, parameter: nn.Parameter, along_last: bool | None) -> str | None:
-    """Why a parameter of no `Linear` is left alone; None for a matrix, or a stack of them, that formats can hold."""
+    """Why a parameter outside a `Linear` is not quantizable, or None."""
     if max(parameter.shape, default=0) == parameter.numel():
         return REASONS["vector"]
     if isinstance(module, nn.Embedding):
@@ -210,16 +211,16 @@ def _why_not(module: nn.Module, parameter: nn.Parameter, along_last: bool | None
 
 
 def _sized(reason: str, parameter: nn.Parameter) -> str:
-    return f"{REASONS[reason]}; its {parameter.numel():,} numbers stay as they are"
+    return f"{REASONS[reason]}; its {parameter.numel():,} values are not quantized"
 
 
 def _identity(parameter: Any) -> int:
-    """The same number for two names of one weight, whether they share the object or only the storage."""
+    """Equal for two names of one weight, whether they share the object or only the storage."""
     return parameter.data_ptr() if parameter.device.type != "meta" else id(parameter)
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Where a parameter sits, and what it is called there: in `mixer.A_log.0` a list stands between the two."""
+    """Module and name of a parameter; list indices are skipped, as in `mixer.A_log.0`."""
     owner, _, leaf = name.rpartition(".")
     if leaf.isdigit():
         owner, _, leaf = owner.rpartition(".")
@@ -227,7 +228,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _last_word(path: str) -> str:
-    """`layers.3.mixer.in_proj` → `in_proj`; list indices are no words: `adapter_list.0` → `adapter_list`."""
+    """`layers.3.mixer.in_proj` → `in_proj`; list indices are skipped: `adapter_list.0` → `adapter_list`."""
     words = [part for part in path.split(".") if not part.isdigit()]
     return words[-1] if words else path
 
@@ -247,7 +248,7 @@ def _with_siblings(components: Sequence[Component]) -> list[Component]:
 
 
 def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
-    """Embedding, blocks in order, then what comes behind them; stable inside a block."""
+    """Embedding, blocks in order, then the rest; stable inside a block."""
 
     def place(component: Component) -> int:
         if component.kind == "embedding":
@@ -260,9 +261,8 @@ def _in_order(components: Sequence[Component], blocks: int) -> list[Component]:
 
 
 def _notes(config: object) -> Iterator[str]:
-    groups = getattr(config, "n_groups", 1)
-    if getattr(config, "model_type", "") == "mamba2" and isinstance(groups, int) and groups > 1:
+    if (groups := groups_of(config)) > 1:
         yield (
-            f"n_groups is {groups}: transformers' Mamba-2 normalises the gated output over all channels, "
-            "mamba_ssm and llama.cpp per group; KL Lens measures what transformers computes"
+            f"The gated norm is computed in {groups} groups, as the model's authors and llama.cpp compute it. "
+            "transformers would normalise over all groups at once."
         )

@@ -1,10 +1,10 @@
-"""The model as a chain: embedding → blocks → final norm → head, found by watching one forward, not listed.
+"""The model as a chain: embedding → blocks → final norm → head, found by watching one forward.
 
-The blocks are the `ModuleList` whose members run once each, in order, each taking what the one before gave.
-Everything around them stays the model's own code: to learn the arguments of each block, or to get from the last
-block to the logits, the model's own `forward` runs with its blocks bypassed. So masks, rotary embeddings, meta
-tokens, shared blocks, logit scaling and whatever a new architecture brings come out right without being known.
-What blocks hand to each other besides the hidden states is carried along (`linking.py`).
+The blocks are the `ModuleList` whose members run once each, in order, each taking the output of the one before.
+Everything around them stays the model's own code: to get the arguments of each block, or to get from the last block to
+the logits, the model's own `forward` runs with its blocks bypassed. So masks, rotary embeddings, meta tokens, shared
+blocks, logit scaling and whatever a new architecture has come out right without being known. What blocks pass on
+besides the hidden states is carried along (`linking.py`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from kl_lens.checkpoints.patching import patched, without_weights
 from kl_lens.checkpoints.tasks import LanguageTask, Task
 from kl_lens.errors import CheckpointError, one_line
 
-# How far the chain's logits may be from the model's own, of the largest: two orders of one float32 computation.
+# Allowed difference of the chain's logits from the model's own, relative to the largest: rounding of two orders of one
+# computation.
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_ROUNDING = 3e-2
 
 
 class _Stop(Exception):
-    """Ends a forward early, once what was wanted has been seen."""
+    """Ends a forward early."""
 
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """For one batch of ids: what enters the first block, and every block's other call arguments."""
+    """For one batch of ids: the input of the first block, and every block's other arguments."""
 
     ids: torch.Tensor  # (batch, time), or (windows, images)
     hidden: torch.Tensor  # (batch, positions, width): positions may exceed time (meta tokens)
@@ -61,7 +62,7 @@ class BlockCalls:
 
 
 class Chain:
-    """Runs any stretch of a model's blocks from given hidden states.
+    """Runs any range of a model's blocks from given hidden states.
 
     Example:
         >>> calls = chain.calls(ids)
@@ -85,7 +86,7 @@ class Chain:
     # -- finding the chain ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A small forward shows the blocks, what they return and the boards that they write to."""
+        """Finds the blocks, their outputs and the boards they write to, in a small forward."""
         ids = self.task.sample(self.model, 2, 5).to(self.device)
         self.blocks_name, self.blocks = find_blocks(
             self.model, lambda: self._first_forward(ids), self.task.lists, self.head
@@ -93,7 +94,7 @@ class Chain:
         calls, outputs, self._boards = self._record(ids)
         check_linked(self.model, self.blocks_name, calls, outputs)
         hidden = [_hidden(*call) for call in calls]
-        self.state_size = sum(map(self.task.state_size, hidden))  # numbers of a row in what enters all blocks
+        self.state_size = sum(map(self.task.state_size, hidden))  # values per row in the inputs of all blocks
         last = outputs[-1][0] if isinstance(outputs[-1], (tuple, list)) else outputs[-1]
         self._reshapes = len({states.shape for states in (*hidden, last)}) > 1
         self._outputs = [pytree.tree_flatten(output) for output in outputs]
@@ -102,14 +103,14 @@ class Chain:
     def _first_forward(self, ids: torch.Tensor) -> None:
         try:
             self._forward(ids)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise CheckpointError(
                 f"{type(self.model).__name__}: the model's own forward fails on {ids.shape[1]} {self.task.unit} "
-                f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit each other"
+                f"({type(error).__name__}: {one_line(error)}); config.json and code do not fit together"
             ) from error
 
     def _record(self, ids: torch.Tensor) -> tuple[list[Arguments], list[Any], frozenset[str]]:
-        """Each block's call and output in a full forward, and the dictionaries among arguments that blocks fill."""
+        """Each block's call and output in a full forward, and the dictionary arguments that blocks write to."""
         calls: list[Arguments] = []
         outputs: list[Any] = []
         before: list[dict[str, dict[Any, Any]]] = []
@@ -131,10 +132,10 @@ class Chain:
         return calls, outputs, frozenset(boards)
 
     def _batched_arguments(self, ids: torch.Tensor) -> tuple[tuple[bool, ...], ...]:
-        """For every argument of every block: does its first axis follow the batch?
+        """For every argument of every block: is its first axis the batch?
 
-        Learnt by comparing a batch of two with a batch of three at the length in use: a mask of a sliding window, say,
-        is only there when the text is longer than the window.
+        Found by comparing a batch of two with a batch of three at the length in use: the mask of a sliding window, for
+        example, exists only if the text is longer than the window.
         """
         length = ids.shape[1]
         if length not in self._batched:
@@ -150,13 +151,13 @@ class Chain:
         return self._batched[length]
 
     def _find_head_scale(self, ids: torch.Tensor) -> float | None:
-        """The factor between the head's output and the logits; None when it is no plain factor."""
+        """The factor between the head's output and the logits; None if it is not a plain factor."""
         seen: list[torch.Tensor] = []
         with self.head.register_forward_hook(lambda _m, _a, output: seen.append(output)):
             logits = self._forward(ids)
         if len(seen) != 1 or (given := self.task.by_row(seen[0], ids)).shape != logits.shape:
             return None
-        given, logits = given.float(), logits.float()  # models may widen what their head gives
+        given, logits = given.float(), logits.float()  # models may convert the head's output
         largest = int(given.abs().argmax())
         scale = float(logits.flatten()[largest] / given.flatten()[largest])
         for candidate in (1.0, scale):
@@ -167,10 +168,10 @@ class Chain:
     # -- trusting it ------------------------------------------------------------------------------------
 
     def doubt(self, ids: torch.Tensor) -> str | None:
-        """Why this model cannot be run in parts on windows of this length; None once it is proven that it can.
+        """Why this model cannot be run in parts on windows of this length; None if it can.
 
-        Proven on the first window, once per length: in two parts, and stacked from the middle on, the chain has to give
-        the logits of the model's own forward.
+        Tested on the first window, once per length: run in two parts, and stacked from the middle on, the chain must
+        give the logits of the model's own forward.
         """
         length = ids.shape[1]
         if length not in self._doubts:
@@ -186,17 +187,17 @@ class Chain:
             logits = self.logits(self.finish(self.run(half, calls, middle), calls)).float()
             stacked = self.run(half.repeated(2), calls, middle)
             copies = self.logits(self.finish(stacked, calls)).float()
-        except Exception as error:  # whatever a block raises when it does not get what it expects
+        except Exception as error:  # a block may raise anything for unexpected arguments
             return f"its blocks cannot be run in parts ({type(error).__name__}: {one_line(error)})"
         scale = float(expected.abs().max())
         limit = ROUNDING.get(next(self.model.parameters()).dtype, _HALF_ROUNDING) * scale
         off = float((logits - expected).abs().max())
-        # In a larger batch products round otherwise, and a token may go to another expert: most rows must agree.
+        # A larger batch rounds differently, and a token may go to another expert, so only most rows must agree.
         off_stacked = float((copies - expected).abs().amax(-1).median())
         if max(off, off_stacked) <= limit:
             return None
         return (
-            f"run in parts, its blocks give logits that are off by {max(off, off_stacked):.1e} "
+            f"run in parts, its logits are off by {max(off, off_stacked):.1e} "
             f"where the largest is {scale:.1e}"
         )
 
@@ -208,7 +209,7 @@ class Chain:
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """Our fast kernels inside the model's layers, when this chain uses them."""
+        """Uses our fast kernels inside the model's layers, if enabled."""
         with fast_kernels(self.model, self._replaceable) if self.fast else nullcontext():
             yield
 
@@ -225,25 +226,25 @@ class Chain:
         return self._forward(ids.to(self.device))
 
     def final_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """What enters the head in the model's own forward: (batch, time, width)."""
+        """The inputs of the head in the model's own forward: (batch, time, width)."""
         with _stopping_at(self.head) as seen:
             self._forward(ids.to(self.device))
         return self.task.by_row(seen[0], ids)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
-        """What enters the first block for these ids, and the other arguments of every block."""
+        """The input of the first block for these ids, and the other arguments of every block."""
         ids = ids.to(self.device)
         calls: list[Arguments] = []
         given: dict[int, Given] = {}
-        states: list[torch.Tensor] = []  # kept, so that no other tensor gets the id of one of them
+        states: list[torch.Tensor] = []  # kept alive, so that their ids stay unique
 
         def bypass(args: Any, kwargs: Any) -> torch.Tensor:
             hidden = _hidden(args, kwargs)
             calls.append(marked((args, kwargs), given, self._boards))
             states.append(hidden)
-            if self._reshapes and len(calls) == len(self):  # what follows wants states of another shape
+            if self._reshapes and len(calls) == len(self):  # the model's next step needs another shape
                 raise _Stop
-            passed = hidden.view_as(hidden)  # the same states, yet to be told from those that entered
+            passed = hidden.view_as(hidden)  # the same states as a distinct object
             given[id(passed)] = Given(len(calls) - 1, 0)
             states.append(passed)
             return passed
@@ -255,10 +256,10 @@ class Chain:
     def run(
         self, states: States | torch.Tensor, calls: BlockCalls, start: int, stop: int | None = None
     ) -> States:
-        """Blocks `start` to `stop` (exclusive) on the states that enter block `start`.
+        """Runs blocks `start` to `stop` (exclusive) on the states that enter block `start`.
 
-        `states` may stack k copies of the batch along the first axis: the arguments are repeated to fit. Bare hidden
-        states will do where nothing else passes between blocks, and for the first block.
+        `states` may stack k copies of the batch along the first axis; the arguments are repeated to fit. A plain tensor
+        will do for the first block, or if nothing else passes between blocks.
         """
         stop = len(self) if stop is None else stop
         if isinstance(states, torch.Tensor):
@@ -266,7 +267,7 @@ class Chain:
         copies, remainder = divmod(states.hidden.shape[0], calls.hidden.shape[0])
         if remainder or not copies:
             raise ValueError(
-                f"{states.hidden.shape[0]} sequences are no multiple of the batch of {calls.batch}"
+                f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.batch}"
             )
         with torch.inference_mode(), self.kernels():
             for index in range(start, stop):
@@ -311,7 +312,7 @@ class Chain:
         return pytree.tree_unflatten(repeated, structure)
 
     def finish(self, states: States | torch.Tensor, calls: BlockCalls) -> torch.Tensor:
-        """From the last block's output to what enters the head: (batch, time, width)."""
+        """From the last block's output to the head's input: (batch, time, width)."""
         hidden = states.hidden if isinstance(states, States) else states
         ids = calls.ids.repeat(hidden.shape[0] // calls.hidden.shape[0], 1)
         with self._blocks_bypassed(lambda args, kwargs: hidden), _stopping_at(self.head) as seen:
@@ -319,12 +320,12 @@ class Chain:
         return self.task.by_row(seen[0], ids)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits of states that enter the head, (…, width) → (…, vocabulary)."""
+        """Logits of head inputs, (…, width) → (…, vocabulary)."""
         with torch.inference_mode():
             if self.head_scale is not None:
                 logits = self.head(states)
                 return logits if self.head_scale == 1.0 else logits.mul_(self.head_scale)
-            # Something else follows the head: let the model's own code do it, on these states.
+            # Something follows the head: use the model's own code on these states.
             rows = states.reshape(1, -1, states.shape[-1])
             ids = self.task.blank(*rows.shape[:2]).to(self.device)
             given = self.head.register_forward_pre_hook(lambda _module, _args: (self.task.at_head(rows),))
@@ -335,7 +336,7 @@ class Chain:
     def _blocks_bypassed(
         self, hidden_for: Callable[[Any, Any], torch.Tensor]
     ) -> AbstractContextManager[None]:
-        """Within, each block returns `hidden_for(args, kwargs)` and marks in place of the rest that it would give."""
+        """Within the block, each block returns `hidden_for(args, kwargs)`, and marks for its other outputs."""
 
         def stand_in(index: int) -> Callable[..., Any]:
             leaves, structure = self._outputs[index]
@@ -353,7 +354,7 @@ class Chain:
 
 @contextmanager
 def _stopping_at(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Within the block, a forward ends where `module` would run; what would have entered it is yielded."""
+    """Within the block, a forward stops at `module`; yields its inputs."""
     seen: list[torch.Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -368,6 +369,6 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     hidden = hidden_of(args, kwargs)
     if hidden is None:
         raise CheckpointError(
-            "a block was called without hidden states (batch, positions, width), or an image's"
+            "a block was called without hidden states (batch, positions, width) or (batch, channels, height, width)"
         )
     return hidden

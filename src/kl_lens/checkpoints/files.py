@@ -1,4 +1,4 @@
-"""Looks at a checkpoint's files before anything is loaded, so that what is wrong is said in one line."""
+"""Checks a checkpoint's files before anything is loaded, so that errors are one line."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kl_lens.errors import CheckpointError, one_line
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-# Settings that count layers, each of which has a tensor at least, and settings that are the length of some axis.
+# Settings that count layers, which have at least one tensor each, and settings that are the length of an axis.
 _LAYER_COUNT = re.compile(r"^n(um)?_(\w+_)?layers?$")
 _AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
-_PICKLED_TENSOR = 256  # bytes that a pickle needs for a tensor, at the very least
-_ALWAYS_FINE = 1000  # nothing is large below this
+_PICKLED_TENSOR = 256  # least bytes of a tensor in a pickle
+_ALWAYS_FINE = 1000  # sizes below this are never refused
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dictionary, with counts and sizes that the weights beside it can have."""
+    """Reads and checks config.json."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} is no model: it has no config.json; give a Hugging Face model folder"
+            f"{folder} is not a model: it has no config.json; give a Hugging Face model folder"
         )
     config = _read_json(path)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object; download it again")
+        raise CheckpointError(f"{path} is not a JSON object; download it again")
     classes = config.get("auto_map", {})
     if not isinstance(classes, dict) or not all(isinstance(each, (str, list)) for each in classes.values()):
         raise CheckpointError(
-            f"{path}: auto_map must say which classes the checkpoint brings, not {config['auto_map']!r}; remove it"
+            f"{path}: auto_map must name the checkpoint's own classes, not {config['auto_map']!r}; remove it"
         )
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, safetensors before pickles; every one of them exists, and lies in the folder."""
+    """The weight files, safetensors before pickles. Raises if one is missing or outside the folder."""
     for name in _INDEXES:
         index = folder / name
         if index.is_file():
@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, path: Path) -> Path:
-    """A link may lead to the hub's cache, whose content lies in `blobs`, and nowhere else outside the folder."""
+    """Raises for a link out of the folder, except to the hub's cache (`blobs`)."""
     place = path.resolve()
     if not place.is_relative_to(folder.resolve()) and place.parent.name != "blobs":
         raise CheckpointError(f"{path} is a link to {place}, outside its folder; copy the weights there")
@@ -65,7 +65,7 @@ def _inside(folder: Path, path: Path) -> Path:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Refuses a missing shard and a truncated or foreign safetensors file."""
+    """Raises for a missing shard or a damaged safetensors file."""
     for path in weight_files(folder):
         _count_tensors(path)
 
@@ -75,7 +75,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def check_sizes(folder: Path, config: dict[str, Any]) -> None:
-    """Refuses counts and sizes that weights of this size cannot have: a library would try to build them."""
+    """Raises for counts and sizes that cannot fit weights of this size; a library would try to allocate them."""
     tensors = sum(_count_tensors(path) for path in weight_files(folder))
     stored = weight_bytes(folder)
     pickled = any(path.suffix != ".safetensors" for path in weight_files(folder))
@@ -86,12 +86,12 @@ def check_sizes(folder: Path, config: dict[str, Any]) -> None:
             continue
         if _LAYER_COUNT.match(name) and value > most_layers:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, and the weights hold {tensors} tensors in all; "
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {tensors} tensors; "
                 "weights and config.json do not belong together"
             )
         if _AXIS.match(name) and value > max(stored, _ALWAYS_FINE):
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value}, and the weights hold {stored} bytes in all; "
+                f"{folder / 'config.json'}: {name} is {value}, but the weights have only {stored} bytes; "
                 "weights and config.json do not belong together"
             )
 
@@ -104,20 +104,20 @@ def _count_tensors(path: Path) -> int:
             return len(file.keys())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no complete safetensors file ({one_line(error)}); download it again"
+            f"{path} is not a complete safetensors file ({one_line(error)}); download it again"
         ) from error
 
 
 def _read_json(path: Path) -> Any:
     def refuse_nan(constant: str) -> float:
-        if constant == "NaN":  # infinities are in use: Mamba-2's time_step_limit
-            raise ValueError("a number in it is NaN")
+        if constant == "NaN":  # infinity is fine: Mamba-2's time_step_limit
+            raise ValueError("it contains NaN")
         return float(constant)
 
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_nan)
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
-        raise CheckpointError(f"{path} is no valid JSON ({one_line(error)}); download it again") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
+        raise CheckpointError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
 
 
 def _shards(index: Path) -> list[Path]:
@@ -125,7 +125,7 @@ def _shards(index: Path) -> list[Path]:
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not places or "metadata" not in content:
         raise CheckpointError(
-            f"{index} is no valid shard index: it needs metadata and a weight_map; download it again"
+            f"{index} is not a valid shard index: it needs metadata and a weight_map; download it again"
         )
     names = sorted({str(name) for name in places.values()})
     for name in names:

@@ -16,7 +16,7 @@ from kl_lens.errors import CheckpointError
 def find_blocks(
     model: nn.Module, forward: Callable[[], Any], kinds: tuple[type[nn.Module], ...], head: nn.Module
 ) -> tuple[str, Sequence[nn.Module]]:
-    """The longest-reaching list whose members run once each and in order, before the head; outer lists win."""
+    """The list with the most parameters whose members run once each, in order, before the head."""
     lists: list[tuple[str, Any]] = [
         (name, m) for name, m in model.named_modules() if isinstance(m, kinds) and head not in m.modules()
     ]
@@ -38,14 +38,14 @@ def find_blocks(
         raise CheckpointError(
             f"{type(model).__name__}: found no chain of blocks (a ModuleList whose members run once each, "
             f"in order) among {[name for name, _ in lists] or 'no lists at all'}; "
-            "KL Lens needs embedding → blocks → norm → head"
+            "KL Lens needs a model of the form embedding → blocks → norm → head"
         )
     name, members = lists[best[1]]
     return name, list(members)
 
 
 def check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: list[Any]) -> None:
-    """Each block must take exactly what the one before it gave; otherwise a suffix could not be run alone."""
+    """Raises if a block does not take exactly the output of the one before: then it could not be run alone."""
     for index, (call, output) in enumerate(zip(calls[1:], outputs[:-1], strict=True)):
         given = output[0] if isinstance(output, (tuple, list)) else output
         taken = hidden_of(*call)
@@ -53,11 +53,11 @@ def check_linked(model: nn.Module, name: str, calls: list[Arguments], outputs: l
             continue
         config = getattr(model, "config", None)
         hint = (
-            "; it halves them now and then for half precision's sake (rescale_every): open it in float32"
+            "; it rescales them for half precision (rescale_every): open it in float32"
             if getattr(config, "rescale_every", 0)
             else ""
         )
         raise CheckpointError(
-            f"{name}.{index + 1} does not take what {name}.{index} gives: {type(model).__name__} changes the hidden "
-            f"states between blocks, so its blocks form no chain that KL Lens can run in parts{hint}"
+            f"{name}.{index + 1} does not take the output of {name}.{index}: {type(model).__name__} changes the hidden "
+            f"states between blocks, so KL Lens cannot run its blocks in parts{hint}"
         )

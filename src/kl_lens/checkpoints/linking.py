@@ -1,9 +1,8 @@
 """What passes from block to block besides the hidden states: router states, shared keys and values.
 
-Nothing is listed by architecture. While the blocks are bypassed each gives a *mark* in the place of every further
-tensor that it returns; the model's own code hands the marks on, and where a mark turns up among a later block's
-arguments, there that tensor belongs. A dictionary that blocks write into is a *board*: each run gets one of its own,
-filled with what stood on it at that place.
+Nothing is listed by architecture. While the blocks are bypassed, each returns a *mark* in place of every further
+tensor. The model's own code passes the marks on; where one appears among a later block's arguments, that tensor
+belongs. A dictionary that blocks write to is a *board*: each run gets its own copy, with the contents of that place.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 
 class _Hidden:
-    """Marks the place of the hidden states in a recorded call."""
+    """Marks the hidden states in a recorded call."""
 
     def __repr__(self) -> str:
         return "<hidden states>"
@@ -29,7 +28,7 @@ HIDDEN = _Hidden()
 
 @dataclass(frozen=True)
 class Given:
-    """Marks a tensor that block number `block` returns as the leaf `leaf` of its output; 0 are its hidden states."""
+    """Marks leaf number `leaf` of the output of block `block`; leaf 0 is its hidden states."""
 
     block: int
     leaf: int
@@ -37,7 +36,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Board:
-    """Marks a dictionary that blocks read from and write to; `name` is the argument's."""
+    """Marks a dictionary that blocks read and write; `name` is the argument's."""
 
     name: str
     empty: MutableMapping[Any, Any] = field(compare=False, repr=False)
@@ -50,18 +49,18 @@ class Board:
 
 @dataclass(frozen=True)
 class States:
-    """What enters a block: the hidden states, and what earlier blocks gave that it or later ones take."""
+    """The input of a block: hidden states, and outputs of earlier blocks that it or later ones take."""
 
     hidden: torch.Tensor  # (batch, positions, width), or (batch, channels, height, width)
-    carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # tensor, or a board's contents
+    carried: Mapping[Given | Board, Any] = field(default_factory=dict)  # a tensor, or a board's contents
 
     def repeated(self, copies: int) -> States:
-        """The batch so many times over, along the first axis of everything."""
+        """The batch repeated along the first axis."""
         return States.stacked([self] * copies)
 
     @staticmethod
     def stacked(parts: Sequence[States]) -> States:
-        """Several batches that are at the same place, as one."""
+        """Joins several batches at the same block."""
         hidden = torch.cat([part.hidden for part in parts])
         trees = [pytree.tree_flatten(dict(part.carried)) for part in parts]
         structure = trees[0][1]
@@ -82,7 +81,7 @@ def is_hidden(value: Any, axes: int = 3) -> bool:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The hidden states among a block's arguments: (batch, positions, width), or failing that an image's four axes."""
+    """The hidden states among a block's arguments: (batch, positions, width), else an image with four axes."""
     for axes in (3, 4):
         if args and is_hidden(args[0], axes):
             return args[0]
@@ -95,7 +94,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | N
 
 
 def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) -> Arguments:
-    """A call with marks for the hidden states, for those of earlier blocks (by id) and for boards."""
+    """A call with marks for hidden states, outputs of earlier blocks (by id) and boards."""
     args, kwargs = call
     hidden = hidden_of(args, kwargs)
 
@@ -109,7 +108,7 @@ def marked(call: Arguments, given: Mapping[int, Given], boards: frozenset[str]) 
 
 
 def marks_in(arguments: Sequence[Arguments]) -> dict[Given, int]:
-    """Every tensor that a block takes from an earlier one, with the last block that does."""
+    """Every tensor that a block takes from an earlier one → the last block that takes it."""
     return {
         leaf: index
         for index, call in enumerate(arguments)
@@ -119,7 +118,7 @@ def marks_in(arguments: Sequence[Arguments]) -> dict[Given, int]:
 
 
 def written_boards(before: Arguments, contents: Mapping[str, Mapping[Any, Any]]) -> set[str]:
-    """The named arguments of a call that hold other things now than `contents`, which was taken before the call."""
+    """The arguments whose contents differ from `contents`, taken before the call."""
     now = board_contents(before)
     return {
         name

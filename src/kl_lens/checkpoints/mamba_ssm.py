@@ -1,8 +1,7 @@
-"""The layout of the `state-spaces/*` originals, made by the mamba_ssm package: their names, our classes.
+"""The layout of the original `state-spaces/*` checkpoints, made by the mamba_ssm package.
 
-Their config.json has `d_model`, `n_layer` and `ssm_cfg` and no `model_type`; the vocabulary is padded to a
-multiple; there is no tokenizer inside. The weights are those of transformers' Mamba and Mamba-2 under nearly
-the same names.
+Their config.json has `d_model`, `n_layer` and `ssm_cfg` and no `model_type`; the vocabulary is padded to a multiple;
+there is no tokenizer. The weights are those of transformers' Mamba and Mamba-2 under nearly the same names.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def is_layout(config: dict[str, Any]) -> bool:
 
 def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     """A transformers model with the folder's weights."""
-    with torch.device("meta"):  # no memory is taken before the weights are known to fit
+    with torch.device("meta"):  # takes no memory until the shapes are checked
         model: Any = empty_model(folder, config)
     weights = _read_weights(folder)
     if "lm_head.weight" not in weights and config.get("tie_embeddings", True):
@@ -38,15 +37,15 @@ def load(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.M
 
 
 def empty_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
-    """The transformers model that a configuration describes, without the folder's weights."""
+    """The transformers model for a configuration, without weights."""
     _refuse_what_transformers_lacks(folder, config)
     try:
         if (config.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2":
             return transformers.Mamba2ForCausalLM(mamba2_config(config))
         return transformers.MambaForCausalLM(mamba1_config(config))
-    except Exception as error:  # what a library raises over a strange setting can be anything
+    except Exception as error:  # a library may raise anything for a strange setting
         raise CheckpointError(
-            f"{folder / 'config.json'} describes no model: {type(error).__name__}: {one_line(error)}"
+            f"{folder / 'config.json'} does not describe a model: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
@@ -94,17 +93,13 @@ def _of_both(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _refuse_what_transformers_lacks(folder: Path, config: dict[str, Any]) -> None:
-    """Settings of mamba_ssm for which transformers' classes would compute another function."""
+    """Raises for settings of mamba_ssm that transformers' classes would compute differently."""
     settings = config.get("ssm_cfg") or {}
     refused = {
         "attention layers (attn_layer_idx)": bool(config.get("attn_layer_idx")),
         "MLP layers (d_intermediate)": bool(config.get("d_intermediate")),
         "LayerNorm (rms_norm false)": config.get("rms_norm", True) is False,
         f"layer {settings.get('layer')!r}": settings.get("layer", "Mamba1") not in ("Mamba1", "Mamba2"),
-        f"{settings.get('ngroups')} groups (transformers normalises over all of them at once)": settings.get(
-            "ngroups", 1
-        )
-        != 1,
         "a gate after the norm (norm_before_gate)": bool(settings.get("norm_before_gate")),
         "no gated norm (rmsnorm false)": settings.get("rmsnorm", True) is False,
         "one D per channel (D_has_hdim)": bool(settings.get("D_has_hdim")),
@@ -125,10 +120,10 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
             continue
         try:
             weights.update(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        except Exception as error:  # the unpickler raises many kinds
+        except Exception as error:  # the unpickler raises many kinds of errors
             raise CheckpointError(
-                f"{path} holds more than tensors or is damaged, and pickles are only opened safely "
-                f"({one_line(error, 80)}); convert it to safetensors with the tool that made it"
+                f"{path} is damaged or holds more than tensors ({one_line(error, 80)}); convert it to safetensors with "
+                "the tool that made it"
             ) from error
     return {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()}
 
@@ -139,7 +134,7 @@ def _check_shapes(folder: Path, wanted: dict[str, torch.Tensor], weights: dict[s
         raise CheckpointError(f"{folder}: the weights lack {missing[0]}; config.json and weights do not fit")
     extra = sorted(set(weights) - set(wanted))
     if extra:
-        raise CheckpointError(f"{folder}: the weights hold {extra[0]}, which config.json has no place for")
+        raise CheckpointError(f"{folder}: the weights have {extra[0]}, which config.json does not describe")
     for name, tensor in wanted.items():
         if tuple(weights[name].shape) != tuple(tensor.shape):
             raise CheckpointError(

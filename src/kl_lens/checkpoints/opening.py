@@ -1,4 +1,4 @@
-"""Opens a model from where it is: a folder, a hub id, `reference:NAME`, or a `mamba_ssm` folder."""
+"""Opens a model: a folder, a hub id, `reference:NAME`, or a `mamba_ssm` folder."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.norms import groups_of, normalise_per_group
 from kl_lens.checkpoints.residency import (
     AUTO,
     DISK,
@@ -59,29 +60,32 @@ _LOADERS: dict[str, Any] = {
     TEXT: transformers.AutoModelForCausalLM,
     IMAGE: transformers.AutoModelForImageClassification,
 }
-_LARGEST_TOKEN = 2**24  # sixty times the largest vocabulary known
+_LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 @dataclass
 class LoadedModel:
-    """An opened model: its name, the transformers model, its tokenizer, and what it is made of."""
+    """An opened model with its tokenizer, chain of blocks, anatomy and weight store."""
 
     name: str
     folder: Path
     model: torch.nn.Module
     tokenizer: Any | None
     layout: str = "transformers"
-    source: str = ""  # what load() was given: with it the model can be opened again
+    source: str = ""  # argument of load() that opens it again
     tokenizer_source: str | None = None
     fast: bool = field(default=True, repr=False)
-    classifier: ImageTask | None = field(default=None, repr=False)  # of a model that is given images
-    residency: Residency | None = field(default=None, repr=False)  # of a model whose weights stay on disk
-    not_on_disk: str = field(default="", repr=False)  # why they could not stay there, though they should have
+    classifier: ImageTask | None = field(default=None, repr=False)  # of an image classifier
+    residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
+    not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
+
+    def __post_init__(self) -> None:
+        normalise_per_group(self.model)
 
     @property
     def task(self) -> Task:
-        """What this model is asked: what its batches are, and what is right."""
+        """What its batches are, and what is right."""
         return self.classifier or LanguageTask(self.tokenizer, self.name)
 
     @cached_property
@@ -94,15 +98,15 @@ class LoadedModel:
 
     @cached_property
     def weights(self) -> WeightStore:
-        """The quantized weights of this model: where everything that needs one takes it."""
+        """The quantized weights of this model, for every use."""
         return WeightStore(ModelWeights(self))
 
     def with_store(self, **store: Any) -> LoadedModel:
-        """The same model with a weight store of its own; `store`: what `WeightStore` takes besides the source.
+        """The same model with its own weight store; `store`: arguments of `WeightStore` besides the source.
 
-        One opened model serves several runs this way, and none changes what another one computes with.
+        So one opened model can serve several runs without affecting each other.
         """
-        assert self.anatomy  # found once, for both
+        assert self.anatomy  # computed once, for both
         twin = copy(self)
         twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **store)
         return twin
@@ -114,6 +118,11 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the configuration's shape and of every weight: two models with one fingerprint are one."""
+        # A run that was measured with transformers' norm over all groups is a run of another model.
+        return self._weights_digest + ("-grouped-norm" if groups_of(self.config) > 1 else "")
+
+    @property
+    def _weights_digest(self) -> str:
         if self.residency is not None:
             return self.residency.fingerprint
         digest = hashlib.blake2b(digest_size=16)
@@ -123,23 +132,24 @@ class LoadedModel:
         return digest.hexdigest()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter's values by its name, read from disk where they are not in memory."""
+        """A parameter's values, read from disk if they are not in memory."""
         parameter = self.model.get_parameter(name)
         return parameter.detach() if self.residency is None else self.residency.original(parameter)
 
     def present(self, module: torch.nn.Module) -> AbstractContextManager[None]:
-        """Within, the weights of a block are in memory, or those around the blocks where it is the whole model's."""
+        """Within the block, the weights of `module` are in memory: a block's, or for the whole model those outside the
+        blocks."""
         return nullcontext() if self.residency is None else self.residency.present(module)
 
     def require_memory(self, what: str) -> None:
-        """Raises where the weights are not in memory as a whole, as `what` needs them."""
+        """Raises if the weights are not all in memory; `what` needs them."""
         if self.residency is not None:
             raise CheckpointError(
                 f"{self.name}: {what} needs the weights in memory; open it with weights='memory'"
             )
 
     def parameters_of(self, component: Component) -> list[torch.nn.Parameter]:
-        """Every parameter object that holds this weight: one, unless a library ties by storage and not by object."""
+        """Every parameter object with this weight: one, unless a library ties by storage."""
         suffix = component.weight.removeprefix(component.name)
         names = [component.weight, *(other + suffix for other in component.tied_with)]
         unique = {id(p): p for p in (self.model.get_parameter(name) for name in names)}
@@ -162,7 +172,7 @@ class ModelWeights:
     def weight(self, component: str) -> torch.Tensor:
         entry = self._model.anatomy.component(component)
         if not entry.quantizable:
-            raise FormatError(f"{component} is not to be quantized: {entry.reason}")
+            raise FormatError(f"{component} cannot be quantized: {entry.reason}")
         return self._model.tensor(entry.weight)
 
     def state(self, component: str) -> Hashable:
@@ -189,20 +199,20 @@ def load(
 
     Args:
         source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
-        dtype: what to compute in. float32, unless you know why not: 8-bit damage drowns in half precision.
-        device: where to put it; `auto`: on the GPU where there is one and the model fits.
-        revision: branch, tag or commit of a hub id.
-        tokenizer: folder, `tokenizer.json` or hub id, when the model has none or another one is wanted.
-        trust_remote_code: run Python code that comes with the checkpoint. Off unless you read that code.
+        dtype: data type for computing. Use float32: half precision hides the damage of 8 bits in its own noise.
+        device: where to compute; `auto`: the GPU if there is one and the model fits.
+        revision: branch, tag or commit on the hub.
+        tokenizer: folder, `tokenizer.json` or hub id, if the model has none or you want another.
+        trust_remote_code: run the Python code that comes with the checkpoint. Off unless you read that code.
         fast: use KL Lens's own CPU kernels inside the runner.
-        task: `text` or `image`; what config.json says, when not given.
-        images: a folder of images for a classifier, where a function that wants some is given none.
-        weights: `memory`; `disk`: they stay there, and go through memory a block at a time; `auto`: `disk` for a
-            language model that does not fit. For measuring, statistics and quantizing: nothing else knows of it.
-        memory_budget: bytes that have to suffice for such a model; what is free, when not given.
+        task: `text` or `image` (default: from config.json).
+        images: default folder of images for a classifier.
+        weights: `memory`; `disk`: read one block at a time; `auto`: `disk` for a language model that does not fit.
+            `disk` works for measuring, statistics and quantizing only.
+        memory_budget: bytes for such a model (default: free memory).
 
     Raises:
-        CheckpointError: one line that says what is wrong and what to do.
+        CheckpointError: says in one line what is wrong and what to do.
 
     Example:
         >>> model = load("reference:mamba")
@@ -221,7 +231,7 @@ def load(
     residency: Residency | None = None
     not_on_disk = ""
     if weights not in PLACES:
-        raise CheckpointError(f"weights can be in {', '.join(PLACES)}, not in {weights!r}")
+        raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
             residency, model = _leave_on_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
@@ -241,7 +251,7 @@ def load(
         model = model.to(place).eval().requires_grad_(False)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CheckpointError(
-            f"{name} cannot be put on {place}: {one_line(error)}; use --device cpu"
+            f"{name} cannot be moved to {place}: {one_line(error)}; use --device cpu"
         ) from error
     return LoadedModel(
         name=name,
@@ -259,32 +269,32 @@ def load(
 
 
 def own_images(source: str | Path) -> str | None:
-    """The images that come with a model, by the name that it was opened by."""
+    """The images that ship with a model."""
     return DIGITS if str(source) == "reference:vision" else None
 
 
 def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
-    """The local folder that holds the model; downloads a hub id when it is not in the cache."""
+    """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
     if text.startswith("reference:"):
         name = text.partition(":")[2]
         if name not in REFERENCES:
-            raise CheckpointError(f"no reference model is called {name!r}; there are {', '.join(REFERENCES)}")
+            raise CheckpointError(f"there is no reference model {name!r}; known are {', '.join(REFERENCES)}")
         return reference_path(name)
     path = Path(
         os.path.expanduser(text)
-    )  # pathlib raises for an unknown user, and for a name that is too long
+    )  # pathlib would raise for an unknown user or a name that is too long
     if os.path.isdir(path):
         return path
     if os.path.isfile(path):
-        raise CheckpointError(f"{text} is a file; give the folder that holds config.json and the weights")
+        raise CheckpointError(f"{text} is a file; give the folder with config.json and the weights")
     if not _HUB_ID.match(text) or text.startswith((".", "/")):
-        raise CheckpointError(f"{text}: no such folder, and no hub id either (those look like owner/name)")
+        raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
     return _download(text, revision)
 
 
 def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
-    """The hub's snapshot folder, with weights: safetensors when the repository has them, else its .bin files."""
+    """The hub's snapshot folder, with safetensors if the repository has them, else its .bin files."""
 
     def snapshot(patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -297,7 +307,7 @@ def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
         return folder
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{repo}{at} is no folder here, is not in the local hub cache, and the hub cannot be reached; "
+            f"{repo}{at} is not a folder, is not in the local hub cache, and the hub cannot be reached; "
             "check the spelling, go online once, or give a folder"
         ) from error
     except GatedRepoError as error:
@@ -311,7 +321,9 @@ def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
             f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {one_line(error)}") from error
+        raise CheckpointError(
+            f"{repo}{at} could not be downloaded from the hub: {one_line(error)}"
+        ) from error
 
 
 def _leave_on_disk(
@@ -322,7 +334,7 @@ def _leave_on_disk(
     trust_remote_code: bool,
     budget: int | None,
 ) -> tuple[Residency, torch.nn.Module]:
-    """A model whose matrices come from disk when they are needed."""
+    """A model whose matrices are read from disk when needed."""
     if mamba_ssm.is_layout(config):
         with without_weights():
             model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
@@ -361,17 +373,17 @@ def _load_transformers(
 def _parsed(
     folder: Path, config: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool, task: str
 ) -> Any:
-    """The configuration as the library reads it; refused where it does not describe what the files hold."""
+    """The configuration as transformers reads it. Raises if it does not fit the files."""
     kind = config.get("model_type", TIMM if is_timm(config) else None)
     if "auto_map" in config and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{folder} brings its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
+            f"{folder} has its own Python code ({config['auto_map'].get('AutoModelForCausalLM', 'auto_map')}); "
             "read it, then allow it with --trust-remote-code"
         )
     if "auto_map" not in config and kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} knows no model_type {kind!r}; "
-            "update transformers, or use a checkpoint that brings its own code (--trust-remote-code)"
+            f"{folder / 'config.json'}: transformers {transformers.__version__} does not know model_type {kind!r}; "
+            "update transformers, or use a checkpoint with its own code (--trust-remote-code)"
         )
     try:
         parsed = transformers.AutoConfig.from_pretrained(
@@ -383,16 +395,14 @@ def _parsed(
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_more_than_the_files_hold(folder, empty)
     if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
-        # RWKV halves its hidden states every few blocks, and its weights with them, lest float16 overflow.
-        parsed.rescale_every = 0  # the same function, with the weights as they are in the file
+        # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
+        parsed.rescale_every = 0  # the same function with the weights of the file
     return parsed
 
 
 def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> str:
-    """One line about what a library raised over a checkpoint's configuration or weights."""
-    if isinstance(
-        error, KeyError
-    ):  # a table of names, such as that of activation functions, has no such name
+    """One line about a library's error over a checkpoint."""
+    if isinstance(error, KeyError):  # an unknown name, for example of an activation function
         for name, value in config.items():
             if isinstance(value, str) and error.args == (value,):
                 return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
@@ -400,17 +410,17 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
 
 
 def _refuse_more_than_the_files_hold(folder: Path, empty: torch.nn.Module) -> None:
-    """Before memory is taken for it: no checkpoint stores a parameter in less than two bits."""
+    """Raises before memory is allocated: no checkpoint stores a parameter in less than two bits."""
     wanted, stored = sum(p.numel() for p in empty.parameters()), weight_bytes(folder)
     if wanted > 4 * stored:
         raise CheckpointError(
-            f"{folder}: config.json asks for {wanted:,} parameters, and the weights hold {stored:,} bytes; "
+            f"{folder}: config.json describes {wanted:,} parameters, but the weights have only {stored:,} bytes; "
             "weights and config.json do not belong together"
         )
 
 
 def _refuse_broken_numbers(folder: Path, model: torch.nn.Module) -> None:
-    """A NaN spreads, or worse, is computed away; either way nothing that is measured would be true."""
+    """Raises for NaN or infinity: every measurement would be wrong."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -421,7 +431,7 @@ def _refuse_broken_numbers(folder: Path, model: torch.nn.Module) -> None:
 
 
 def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
-    """transformers fills what is missing with random numbers and goes on; a measuring tool must not."""
+    """transformers fills missing tensors with random numbers and continues; we must not."""
     mismatched = sorted(info.get("mismatched_keys") or ())
     if mismatched:
         name, in_file, in_model = mismatched[0]
@@ -438,25 +448,25 @@ def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
     unused = sorted(name for name in info.get("unexpected_keys") or () if not _HARMLESS.search(name))
     if unused:
         raise CheckpointError(
-            f"{folder}: the weights hold {unused[0]}{_and_more(unused)}, which config.json has no place for; "
+            f"{folder}: the weights have {unused[0]}{_and_more(unused)}, which config.json does not describe; "
             "weights and config.json do not belong together"
         )
 
 
 def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code: bool) -> Any | None:
-    """The tokenizer of a checkpoint's folder, or the one at `override`: a folder, a tokenizer.json, a hub id."""
+    """The tokenizer of a checkpoint, or the one at `override`: a folder, a tokenizer.json, a hub id."""
     place = Path(override) if override is not None else folder
     if os.path.isfile(place):
         try:
             return _reasonable(transformers.PreTrainedTokenizerFast(tokenizer_file=str(place)), place)
         except Exception as error:  # as below
-            raise CheckpointError(f"{place} is no tokenizer.json: {one_line(error)}") from error
+            raise CheckpointError(f"{place} is not a tokenizer.json: {one_line(error)}") from error
     if override is not None and not os.path.isdir(place):
-        place = _download(str(override), None, weights=False)  # of a model that may have gigabytes of them
+        place = _download(str(override), None, weights=False)  # weights may be gigabytes
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
             raise CheckpointError(
-                f"{override} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
+                f"{override} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)"
             )
         return None
     try:
@@ -469,15 +479,15 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
 
 
 def _reasonable(tokenizer: Any, place: Path) -> Any:
-    """Tokenizers fill every gap below the largest id as soon as they are asked for anything: gigabytes for one line."""
+    """Raises for a huge token id: tokenizers fill all gaps below it, which takes gigabytes."""
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest > _LARGEST_TOKEN:
-        raise CheckpointError(f"{place} names a token {largest}, more than any vocabulary has")
+        raise CheckpointError(f"{place} has a token with the id {largest}, larger than any vocabulary")
     return tokenizer
 
 
 def _chosen_device(folder: Path, dtype: torch.dtype, weights: str) -> torch.device:
-    """The GPU, unless there is none or the model has to be there as a whole and does not fit."""
+    """The GPU, unless there is none or the whole model does not fit."""
     gpu = torch.device("cuda")
     if not torch.cuda.is_available() or (
         weights == MEMORY and belongs_on_disk(folder, dtype, gpu, AUTO, None)
@@ -487,7 +497,7 @@ def _chosen_device(folder: Path, dtype: torch.dtype, weights: str) -> torch.devi
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """A device of torch that is there."""
+    """A torch device that exists."""
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
@@ -496,7 +506,7 @@ def _device(device: str | torch.device) -> torch.device:
             f"--device {device}: torch has no such device here ({one_line(error, 120)}); use cpu"
         ) from error
     if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)  # Triton starts its kernels on the current one
+        torch.cuda.set_device(chosen)  # Triton uses the current device
     return chosen
 
 
@@ -505,9 +515,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
         return dtype
     named = getattr(torch, dtype, None)
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise CheckpointError(
-            f"no floating-point dtype is called {dtype!r}; use float32, bfloat16 or float16"
-        )
+        raise CheckpointError(f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
     return named
 
 

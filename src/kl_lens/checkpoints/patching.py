@@ -1,4 +1,4 @@
-"""The one way to give modules another `forward` for a while."""
+"""Replaces the `forward` of modules temporarily."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ Forward = Callable[..., Any]
 
 @contextmanager
 def patched(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within the block each module runs the forward beside it; what it had before comes back whatever happens.
+    """Within the block each module runs the forward given with it; afterwards the old one is restored.
 
-    The pairs are taken one by one, so a forward may be made from the module's present one. Blocks nest: the inner one
-    gives back what the outer one put there.
+    The pairs are taken one by one, so a forward may be made from the module's present one. Blocks may be nested.
     """
     before: list[tuple[nn.Module, Forward | None]] = []
     try:
@@ -34,23 +33,23 @@ def patched(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
 
 
 def without_weights(forward: Forward) -> Forward:
-    """Marks a forward that stands in for a module's own and computes with none of its weights."""
+    """Marks a replacement forward that uses none of the module's weights."""
     forward.without_weights = True  # type: ignore[attr-defined]
     return forward
 
 
 def needs_no_weights(module: nn.Module) -> bool:
-    """The forward that the module has now is marked so."""
+    """Whether the module's present forward is marked `without_weights`."""
     return getattr(vars(module).get("forward"), "without_weights", False)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Nobody else (us, or accelerate's hooks) has put something in the place of the module's forward."""
+    """Whether neither we nor accelerate's hooks have replaced the module's forward."""
     return "forward" not in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """A copy of a function in which these module-level names stand for something else; its module is not touched."""
+    """A copy of a function with other values for these module-level names; its module is not changed."""
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, **names},

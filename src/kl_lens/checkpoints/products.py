@@ -1,7 +1,7 @@
-"""Along which axis a model multiplies its parameters, seen in one forward.
+"""Finds the axis along which a model multiplies its parameters, by watching one forward.
 
-Formats quantize along the last axis, which has to be the one that a product sums over. For a `Linear` that is known. A
-parameter that a module multiplies by itself (`self.x_proj_weight @ x`) may lie either way round.
+Formats quantize along the last axis, which must be the one that a product sums over. For a `Linear` that is known. A
+parameter that a module multiplies itself (`self.x_proj_weight @ x`) may be either way round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Name of the function → places of its left and its right matrix among the arguments.
+# Function name → positions of its left and right matrix among the arguments.
 _PRODUCTS = {
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), (0, 1)),
     "__rmatmul__": (1, 0),
@@ -44,7 +44,7 @@ class _Watcher(TorchFunctionMode):
             return
         place = tensor.data_ptr()
         for name, parameter in self._parameters.items():
-            # Where it is now: weights that stay on disk are somewhere else each time, or of no size.
+            # Compare present addresses: weights on disk are somewhere else each time, or have no size.
             if (
                 0
                 <= place - parameter.data_ptr()
@@ -57,7 +57,7 @@ class _Watcher(TorchFunctionMode):
 def summed_along_last_axis(
     forward: Callable[[], Any], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, bool | None]:
-    """For each parameter: do all products of it, or of a view of it, sum over its last axis? None: there is none."""
+    """For each parameter: do all products of it, or of its views, sum over its last axis? None: no product."""
     if not parameters:
         return {}
     with _Watcher(parameters) as watcher:

@@ -1,9 +1,9 @@
-"""More model than memory: matrices stay on disk and are there while the part of the model that holds them runs.
+"""Models larger than memory: matrices stay on disk and are loaded while their part of the model runs.
 
-A block's matrices are read when it is entered and let go when it is left; those of the next block are read meanwhile.
-Vectors, and what stands around the blocks where there is room for it, stay. So every forward of the model is right
-by itself, and whoever takes many states through a block before the next one begins (`present`) reads it once. A matrix
-that is not there is full of NaN: what is forgotten is seen.
+A block's matrices are read when it is entered and released when it is left; the next block's are read meanwhile.
+Vectors, and what is outside the blocks if there is room, stay in memory. So every forward is right by itself, and code
+that takes many states through a block before the next one (`present`) reads it once. A matrix that is not there is full
+of NaN: what is forgotten is seen.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ _TYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_AT_ONCE = (
-    16 << 20
-)  # bytes of one read: several threads are needed for the speed of memory, or of a good disk
-# What may hold weights that stay: of the memory that there is at the beginning, and of a budget.
+_AT_ONCE = 16 << 20  # bytes per read: a fast disk needs several threads
+# Shares of free GPU memory, and of a budget, for weights that stay.
 _SHARE_OF_CARD, _SHARE_OF_BUDGET = 0.5, 1 / 3
-BLOCKS_AT_ONCE = 3  # the one that is left, the one that runs, the one that comes
-_FITS = 0.6  # a model in memory leaves the rest of it to states
+BLOCKS_AT_ONCE = 3  # the previous, the current and the next one
+_FITS = 0.6  # the rest is for states
 
 
 class DiskTensors(CheckpointTensors):
-    """The weights of a folder of safetensors, read by place and never mapped: what is mapped counts as memory, and ends
-    the process when the file is cut short."""
+    """The weights of a folder of safetensors, read with pread and never mapped: mapped pages count as memory, and the
+    process dies if the file is truncated."""
 
     def __init__(self, folder: Path, model_type: str, *, pinned: bool = False) -> None:
         check_weight_files(folder)
@@ -56,14 +54,14 @@ class DiskTensors(CheckpointTensors):
         pickled = next((path for path in self._files if path.suffix != ".safetensors"), None)
         if pickled is not None:
             raise CheckpointError(
-                f"{pickled}: weights can stay on disk as safetensors alone; convert it, or use --weights memory"
+                f"{pickled}: only safetensors can stay on disk; convert it, or use --weights memory"
             )
         self._pinned = pinned
         self._readers = ThreadPoolExecutor(min(8, processors()), thread_name_prefix="kl-lens-file")
         self._handles = [os.open(path, os.O_RDONLY) for path in self._files]
         self._closing = weakref.finalize(
             self, _close, self._handles
-        )  # a model that is forgotten closes its files
+        )  # also if the model is garbage-collected
         self._seen = [_state(handle) for handle in self._handles]
         self._tables = [_header(path) for path in self._files]
         self.aliases = {}
@@ -110,8 +108,8 @@ class DiskTensors(CheckpointTensors):
             raise CheckpointError(f"{self._files[index]} cannot be read ({one_line(error)})") from error
         if not untouched:
             raise CheckpointError(
-                f"{self._files[index]} was changed while {name} was read from it; put it back and run it again: "
-                "what was measured is kept"
+                f"{self._files[index]} was changed while {name} was read from it; restore it and run the command "
+                "again: measurements are kept"
             )
 
 
@@ -126,7 +124,7 @@ def _state(handle: int) -> tuple[int, int]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """A safetensors file's table, with places counted from the beginning of the file."""
+    """A safetensors file's table, with offsets from the start of the file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         table = json.loads(file.read(length))
@@ -137,16 +135,16 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
-    """Ties a language model's embedding and head where they are the same matrix stored twice, as in checkpoints of
-    Mamba-2 whose config.json does not say that they are tied. The same function, and one matrix less in every file.
+    """Ties embedding and head if the same matrix is stored twice, as in Mamba-2 checkpoints whose config.json does not
+    say so. The same function with one matrix less in every file.
 
     Args:
-        same: whether the parameters of these names hold the same.
+        same: whether the parameters of these names are equal.
     """
     try:
         modules = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     except NotImplementedError:
-        return  # code of others need not say which they are; then the two stay two components
+        return  # foreign code may not say which they are; then they stay two components
     first, second = (getattr(module, "weight", None) for module in modules)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if (
@@ -156,12 +154,12 @@ def join_twins(model: nn.Module, same: Callable[[str, str], bool]) -> None:
     ):
         modules[1].weight = first
         config: Any = model.config
-        config.tie_word_embeddings = True  # for whoever stores it again
+        config.tie_word_embeddings = True  # for saving it again
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Models made within have real buffers, and parameters that take no memory."""
+    """Models made within the block have real buffers, and parameters that take no memory."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -179,7 +177,7 @@ def without_weights() -> Iterator[None]:
 def belongs_on_disk(
     folder: Path, dtype: torch.dtype, device: torch.device, place: str, budget: int | None
 ) -> bool:
-    """Whether a model does not fit: into the budget where one is given, else into the memory that is free."""
+    """Whether a model does not fit into the budget if given, else into free memory."""
     if place != AUTO:
         return place == DISK
     room = budget
@@ -191,7 +189,7 @@ def belongs_on_disk(
 
 
 def _numbers(folder: Path, dtype: torch.dtype) -> int:
-    """How many numbers the files hold; of pickles, as many as if they were stored in this type."""
+    """Number of values in the files; for pickles, as if stored in this type."""
     return sum(
         sum(math.prod(entry["shape"]) for entry in _header(path).values())
         if path.suffix == ".safetensors"
@@ -202,11 +200,11 @@ def _numbers(folder: Path, dtype: torch.dtype) -> int:
 
 @dataclass(eq=False)
 class _Matrix:
-    """One matrix that comes and goes."""
+    """One matrix that is loaded and released."""
 
     parameter: nn.Parameter
     name: str  # on disk
-    absent: torch.Tensor  # NaN, in the shape of the matrix and of no size
+    absent: torch.Tensor  # NaN in the matrix's shape, taking no memory
     loaded: torch.Tensor | None = None
     holders: int = 0
 
@@ -224,11 +222,11 @@ class _Arrival:
 
 
 class Residency:
-    """Says which of a model's matrices are in memory, and brings them.
+    """Loads and releases a model's matrices.
 
     Example:
         >>> with model.residency.present(model.chain.blocks[3]):
-        ...     states = [model.chain.run(s, calls, 3, 4) for s in states]      # one reading of the block
+        ...     states = [model.chain.run(s, calls, 3, 4) for s in states]      # reads the block once
     """
 
     def __init__(
@@ -240,18 +238,18 @@ class Residency:
         device: torch.device,
         budget: int | None,
     ) -> None:
-        """Gives a model made `without_weights` its vectors and as many matrices as stay."""
+        """Gives a model made `without_weights` its vectors and the matrices that stay."""
         self.device, self.dtype = device, dtype
         self.tensors = DiskTensors(folder, model_type, pinned=device.type == "cuda")
         self._folder = folder
         self._model = model
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kl-lens-read")
         self._ahead: dict[nn.Module, Future[dict[str, _Arrival]]] = {}
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._left: torch.cuda.Event | None = None
         self._host_room = 0
         self._matrices: dict[int, _Matrix] = {}  # by id of the parameter
-        self.kept: dict[str, torch.Tensor] = {}  # of a GPU: as stored, on the card or in the host's memory
+        self.kept: dict[str, torch.Tensor] = {}  # for a GPU: stored form, on the card or in host memory
         self._units: dict[nn.Module, list[_Matrix]] = {}
         self._next: dict[nn.Module, nn.Module] = {}
         join_twins(model, self.tensors.is_twice)
@@ -262,7 +260,7 @@ class Residency:
     # -- opening ----------------------------------------------------------------------------------------------
 
     def _place_parameters(self) -> None:
-        """Vectors and buffers are read; matrices get what stands for them."""
+        """Reads vectors and buffers; matrices get placeholders."""
         model, shapes = self._model, self.tensors.shapes
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -287,13 +285,13 @@ class Residency:
         model.to(self.device)  # buffers; parameters are there
 
     def _place(self, names: list[str], shape: tuple[int, ...]) -> str:
-        """The name on disk of a parameter that the model has under these."""
+        """The name on disk of a parameter with these names in the model."""
         name = next((n for n in names if n in self.tensors.shapes), None)
         if name is not None and self.tensors.shapes[name] == shape:
             return name
         found = "no such tensor" if name is None else f"one of shape {self.tensors.shapes[name]}"
         raise CheckpointError(
-            f"{self._folder}: {names[0]} should have shape {shape}, and the files have {found}; use --weights memory, "
+            f"{self._folder}: {names[0]} should have shape {shape}, but the files have {found}; use --weights memory, "
             "or check that config.json belongs to these weights"
         )
 
@@ -306,7 +304,7 @@ class Residency:
         return parameter
 
     def _checked(self) -> str:
-        """The fingerprint that the model would have in memory; no number may be NaN or infinite. One reading of all."""
+        """The fingerprint the model would have in memory; raises for NaN or infinity. Reads everything once."""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
             matrix = self._matrices.get(id(tensor))
@@ -327,7 +325,7 @@ class Residency:
         return digest.hexdigest()
 
     def _divide(self, budget: int | None) -> None:
-        """What stays and what comes and goes: the blocks, and what stands around them where it is too much."""
+        """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
         if self.device.type == "cuda":
             free = free_memory(self.device)
             room = int(_SHARE_OF_CARD * (free if budget is None else min(free, budget)))
@@ -359,7 +357,7 @@ class Residency:
             self._host_room = available_memory() // 2
             names = {m.name for block in blocks for m in self._of(block)}
             stored = sum(map(self.tensors.stored_bytes, names))
-            if stored <= room:  # in half precision, say: all of them stay there
+            if stored <= room:  # for example in half precision: all stay on the card
                 self.kept = {name: self.tensors.read(name).to(self.device) for name in sorted(names)}
 
     def _of(self, module: nn.Module) -> list[_Matrix]:
@@ -382,12 +380,12 @@ class Residency:
             lambda block, *_: None if needs_no_weights(block) else self._leave(block), always_call=True
         )
 
-    # -- coming and going ---------------------------------------------------------------------------------------
+    # -- loading and releasing ---------------------------------------------------------------------------------------
 
     @contextmanager
     def present(self, module: nn.Module) -> Iterator[None]:
-        """Within, the matrices of a block are there, and the next block's are read; of the whole model: all that stands
-        around the blocks."""
+        """Within the block, the matrices of `module` are loaded and the next block's are being read; for the whole
+        model: everything outside the blocks."""
         around = [m for m in self._units if m not in self._blocks] if module is self._model else [module]
         with ExitStack() as held:
             for unit in around:
@@ -397,14 +395,14 @@ class Residency:
             yield
 
     def original(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a parameter holds, or would if it were there."""
+        """A parameter's values, loaded or not."""
         matrix = self._matrices.get(id(parameter))
         if matrix is None or not matrix.is_absent:
             return parameter.detach()
         return self._brought(self._stored(matrix.name))
 
     def is_untouched(self, parameter: torch.Tensor) -> bool:
-        """Whether it holds what is on disk, there or not; not what somebody has put in its place."""
+        """Whether its values, loaded or not, are those on disk."""
         matrix = self._matrices.get(id(parameter))
         if matrix is None:
             return False
@@ -438,21 +436,21 @@ class Residency:
             if matrix.parameter.data_ptr() == matrix.loaded.data_ptr():
                 matrix.parameter.data = matrix.absent
             matrix.loaded = None
-        if self._beside is not None and module in self._next:
+        if self._copy_stream is not None and module in self._next:
             self._left = torch.cuda.Event()
             self._left.record(torch.cuda.current_stream(self.device))
 
     def _fetched(self, matrices: list[_Matrix], left: torch.cuda.Event | None) -> dict[str, _Arrival]:
-        """Matrices as they are computed with. A GPU gets them beside what it computes, yet not before it has `left` an
-        earlier block: the host is ahead of it, and would fill it with blocks."""
-        if self._beside is None:
+        """Reads matrices. A GPU gets them while it computes, but not before it has `left` an earlier block: the host
+        runs ahead and would fill it with blocks."""
+        if self._copy_stream is None:
             return {m.name: _Arrival(self._brought(self._stored(m.name))) for m in matrices}
         if left is not None:
             left.synchronize()
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._copy_stream):
             brought = {m.name: self._brought(self._stored(m.name)) for m in matrices}
             there = torch.cuda.Event()
-            there.record(self._beside)
+            there.record(self._copy_stream)
         return {name: _Arrival(tensor, there) for name, tensor in brought.items()}
 
     def _handed_over(self, arrival: _Arrival) -> torch.Tensor:
@@ -463,7 +461,7 @@ class Residency:
         return arrival.tensor
 
     def _stored(self, name: str) -> torch.Tensor:
-        """As it is stored: on the card, or beside it, where it stays while there is room; else from disk."""
+        """The stored form: kept on the card or in host memory while there is room, else from disk."""
         if name in self.kept:
             return self.kept[name]
         with torch.inference_mode(False):
@@ -483,6 +481,6 @@ class Residency:
 
 
 def _largest_list(model: nn.Module) -> list[nn.Module]:
-    """The members of the list that holds most of the model: its blocks."""
+    """The list with most of the parameters: the blocks."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))

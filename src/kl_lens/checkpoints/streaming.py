@@ -1,7 +1,7 @@
-"""Weights one tensor at a time: of a model in memory, or of a checkpoint on disk that is never there as a whole.
+"""Reads weights one tensor at a time: from a model in memory, or from a checkpoint on disk that never is.
 
-Both speak transformers' parameter names, which are the names of components. Checkpoints on disk often use older
-names or store each expert apart; `CheckpointTensors` translates, so that nothing behind it has to know.
+Both use transformers' parameter names, from which component names are made. Checkpoints on disk often use older names
+or store each expert apart; `CheckpointTensors` translates.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from kl_lens.errors import CheckpointError, one_line
 
 
 class TensorSource(ABC):
-    """Named tensors that can be read one by one; `weight` makes it a `WeightSource`."""
+    """Named tensors, read one by one; `weight` makes it a `WeightSource`."""
 
     device = torch.device("cpu")
     aliases: dict[str, str]  # second name of a tied weight → its first
-    shapes: dict[str, tuple[int, ...]]  # every tensor, each weight once: a tied head has no entry of its own
+    shapes: dict[str, tuple[int, ...]]  # each weight once: a tied head has no entry
 
     @cached_property
     def _parameters(self) -> dict[str, str]:
         return {component_name(name, len(shape)): name for name, shape in self.shapes.items()}
 
     def place(self, name: str) -> int:
-        """Tensors with the same number are near each other and best read together."""
+        """Tensors with the same number are best read together."""
         return 0
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the CPU, in the type it is stored in."""
+        """The tensor on the CPU in its stored type."""
 
     def weight(self, component: str) -> torch.Tensor:
         if component not in self._parameters:
@@ -52,15 +52,15 @@ class TensorSource(ABC):
         return self.read(self._parameters[component])
 
     def state(self, component: str) -> Hashable:
-        """Files do not change while they are read."""
+        """Files are assumed not to change."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - what is in memory needs no closing
-        """Let go of open files."""
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Closes open files."""
 
 
 class ModelTensors(TensorSource):
-    """The weights of a transformers model that is in memory."""
+    """The weights of a transformers model in memory."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -86,7 +86,29 @@ _RENAMES = (
     (re.compile(r"\.block_sparse_moe\.output_linear\.weight$"), ".block_sparse_moe.experts.down_proj"),
     (re.compile(r"\.block_sparse_moe\.router\.layer\.weight$"), ".block_sparse_moe.router.weight"),
 )
-_NEMOTRON_BACKBONE = re.compile(r"^backbone\.")
+# The same for one family: some of these patterns mean something else elsewhere.
+_OF_FAMILY = {
+    "nemotron_h": ((re.compile(r"^backbone\."), "model."),),
+    "kimi_linear": (
+        (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+        (re.compile(r"\.self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+    ),
+    "bailing_hybrid": (
+        (re.compile(r"^model\.word_embeddings\."), "model.embed_tokens."),
+        (re.compile(r"\.attention\."), ".self_attn."),
+        (re.compile(r"\.self_attn\.(f_proj|dt_bias|A_log)"), r".self_attn.forget_gate.\1"),
+        (re.compile(r"\.self_attn\.dense\."), ".self_attn.o_proj."),
+        (re.compile(r"\.gate\.expert_bias$"), ".gate.e_score_correction_bias"),
+    ),
+    # Published Qwen3.5 checkpoints hold a vision tower too.
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), ((re.compile(r"^model\.language_model\."), "model."),)
+    ),
+}
+_NOT_READ = re.compile(
+    r"^(mtp|model\.visual)\."
+)  # extra heads and vision towers: no part of the language model
+_CONVOLUTION = re.compile(r"^(.*\.)([qkv])_conv1d\.weight$")
 _ONE_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight$")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's names for them, and LFM2's
 
@@ -102,7 +124,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Assembly:
-    """A transformers parameter, made from what is stored."""
+    """A transformers parameter made from stored tensors."""
 
     parts: tuple[_Stored, ...]
     shape: tuple[int, ...]
@@ -110,7 +132,7 @@ class _Assembly:
 
 
 class CheckpointTensors(TensorSource):
-    """The weights of a checkpoint folder, never more than one file of it open."""
+    """The weights of a checkpoint folder, with one file open at a time."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         check_weight_files(folder)
@@ -138,12 +160,12 @@ class CheckpointTensors(TensorSource):
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
-        after the other, so that never both are in memory."""
+        at a time, so that both are never in memory."""
         one, two = self._assemblies.get(name), self._assemblies.get(other)
         return bool(one and two and one.shape == two.shape) and self._digest(name) == self._digest(other)
 
     def _digest(self, name: str) -> bytes:
-        """Of its values, whatever they are stored in: as an opened model compares them, to which −0 is 0."""
+        """Of its values as float32 with −0 as 0, so that it agrees with comparing an opened model."""
         digest = hashlib.blake2b()
         for rows in self.read(name).split(4096):
             digest.update((rows.float() + 0.0).contiguous().numpy().data)
@@ -164,11 +186,11 @@ class CheckpointTensors(TensorSource):
         stored: dict[str, _Stored] = {}
         for index in range(len(self._files)):
             for name, shape in self._list(index):
+                if _NOT_READ.match(name):
+                    continue
                 wanted = name
-                for pattern, replacement in _RENAMES:
+                for pattern, replacement in (*_RENAMES, *_OF_FAMILY.get(model_type, ())):
                     wanted = pattern.sub(replacement, wanted)
-                if model_type == "nemotron_h":
-                    wanted = _NEMOTRON_BACKBONE.sub("model.", wanted)
                 stored[wanted] = _Stored(index, name, shape)
         return stored
 
@@ -201,14 +223,14 @@ class CheckpointTensors(TensorSource):
 
 
 def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """What opening the model would find: weights that config.json has other shapes for."""
+    """Raises for shapes that differ from config.json, as opening the model would."""
     try:
         with torch.device("meta"):
             wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     except Exception as error:  # what a library raises over a strange setting can be anything
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(
-            f"{folder}: config.json makes no model ({reason}); download it again"
+            f"{folder}: config.json does not describe a model ({reason}); download it again"
         ) from error
     for name, shape in shapes.items():
         if name in wanted and tuple(wanted[name].shape) != shape:
@@ -219,14 +241,23 @@ def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]
 
 
 def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
-    """One assembly per transformers parameter; experts that are stored apart become one stack."""
+    """One assembly per transformers parameter; separate experts are stacked."""
     assemblies: dict[str, _Assembly] = {}
     experts: dict[str, dict[str, dict[int, _Stored]]] = defaultdict(lambda: defaultdict(dict))
+    convolutions: dict[str, dict[str, _Stored]] = defaultdict(dict)
     for name, item in stored.items():
         if match := _ONE_EXPERT.match(name):
             experts[match[1]][_MIXTRAL.get(match[3], match[3])][int(match[2])] = item
+        elif match := _CONVOLUTION.match(name):
+            convolutions[match[1]][match[2]] = item
         else:
             assemblies[name] = _Assembly((item,), item.shape, lambda parts: parts[0])
+    for owner, kernels in convolutions.items():
+        ordered_kernels = tuple(kernels[part] for part in sorted(kernels, key="qkv".index))
+        channels = sum(kernel.shape[0] for kernel in ordered_kernels)
+        assemblies[f"{owner}conv1d.weight"] = _Assembly(
+            ordered_kernels, (channels, *ordered_kernels[0].shape[1:]), lambda parts: torch.cat(list(parts))
+        )
     for owner, kinds in experts.items():
         ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
         if "gate_proj" in ordered:
@@ -241,7 +272,7 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
 
 def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
     if sorted(items) != list(range(len(items))):
-        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} are not numbered without gaps")
+        raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
     return [items[index] for index in range(len(items))]
 
 

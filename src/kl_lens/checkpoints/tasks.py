@@ -1,8 +1,8 @@
-"""What a model is asked, and what is right: the one place that knows a language model from an image classifier.
+"""The task of a model: the only place that distinguishes language models from image classifiers.
 
-Everybody else meets batches of ids, (windows, rows), and logits, (windows, rows, classes): a row is a token and its
-class the next token, or an image and its class what it shows. KL compares the rows' distributions; damage is what the
-true class loses.
+All other code sees batches of ids, (windows, rows), and logits, (windows, rows, classes). A row is a token and its
+class the next token, or an image and its class what it shows. KL compares the rows' distributions; damage is the loss
+of likelihood of the true class.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Source = TextSource | ImageSource | str
 
 
 class Task(ABC):
-    """What a batch is, what the head gives, what damage is."""
+    """Batches, head and targets of a model."""
 
     name: ClassVar[str]
-    unit: ClassVar[str]  # what the rows of a window are, for people
+    unit: ClassVar[str]  # name of a window's rows
     head_kind: ClassVar[str]
-    window_length: ClassVar[int]  # rows of a window, unless somebody says otherwise
-    judged_length: ClassVar[int]  # the same for evaluation
-    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # what blocks are kept in
-    generates: ClassVar[bool]  # whether it can go on from what it gave: samples and timing in use need that
+    window_length: ClassVar[int]  # default rows of a window
+    judged_length: ClassVar[int]  # default for evaluation
+    lists: ClassVar[tuple[type[nn.Module], ...]] = (nn.ModuleList,)  # containers of blocks
+    generates: ClassVar[bool]  # whether it generates text
 
     @property
     @abstractmethod
@@ -54,7 +54,7 @@ class Task(ABC):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run has to remember of it, besides the model."""
+        """What a run stores about it, besides the model."""
         return {}
 
     # -- what a batch is -----------------------------------------------------------------------------------
@@ -81,30 +81,30 @@ class Task(ABC):
         limit: int | None = None,
         split: str | None = None,
     ) -> Windows:
-        """Windows from the beginning on."""
+        """Windows from the beginning."""
 
     @abstractmethod
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
-        """Ids of noise, by which a model is watched."""
+        """Random ids, to watch a model with."""
 
     @abstractmethod
     def blank(self, windows: int, rows: int) -> torch.Tensor:
-        """Ids that are all the same."""
+        """Ids that are all equal."""
 
     @property
     @abstractmethod
     def rows_at_once(self) -> int:
-        """Rows of one forward: enough for products to run at full speed, few enough for the caches."""
+        """Rows per forward: enough for fast products, few enough for the caches."""
 
     @abstractmethod
     def id_limit(self, classes: int) -> int:
-        """What ids lie below, for a model of so many classes."""
+        """Upper limit of ids."""
 
     # -- what the head gives -------------------------------------------------------------------------------
 
     @abstractmethod
     def embedding(self, model: nn.Module) -> nn.Module | None:
-        """The table that ids are looked up in."""
+        """The embedding table, if any."""
 
     @abstractmethod
     def head(self, model: nn.Module) -> nn.Module:
@@ -116,26 +116,26 @@ class Task(ABC):
 
     @abstractmethod
     def by_row(self, at_head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """What enters or leaves the head, as (windows, rows, width)."""
+        """Inputs or outputs of the head as (windows, rows, width)."""
 
     @abstractmethod
     def at_head(self, rows: torch.Tensor) -> torch.Tensor:
-        """(1, rows, width) in the shape that the head is given."""
+        """(1, rows, width) in the head's shape."""
 
     @abstractmethod
     def state_size(self, hidden: torch.Tensor) -> int:
-        """Numbers of a row in the states of a block."""
+        """Values per row in the states of a block."""
 
     # -- what damage is ------------------------------------------------------------------------------------
 
     @abstractmethod
     def targets(self, ids: torch.Tensor) -> torch.Tensor:
-        """(windows, rows): the true class of each row, −1 where there is none."""
+        """(windows, rows): the true class of each row, −1 if unknown."""
 
 
 @dataclass(frozen=True)
 class LanguageTask(Task):
-    """Token ids in; behind each the next token's distribution."""
+    """Token ids in, the next token's distribution out."""
 
     tokenizer: Any = None
     model_name: str = "the model"
@@ -228,21 +228,21 @@ class LanguageTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class ImageTask(Task):
-    """Images in; for each the distribution over classes. There is no next token."""
+    """Images in, a distribution over classes out."""
 
     preparation: Preparation
     classes: int
     label_names: Mapping[str, int] = field(default_factory=dict)
-    images: str | None = None  # where images come from when a verb names none
+    images: str | None = None  # default source of images
 
     name, unit, head_kind = IMAGE, "images", "head"
     window_length = judged_length = 16
-    lists = (nn.ModuleList, nn.Sequential)  # timm's manner
+    lists = (nn.ModuleList, nn.Sequential)  # as in timm
     generates = False
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], images: str | None = None) -> ImageTask:
-        """From what lies beside the weights, of a checkpoint or of an exported file."""
+        """From the files next to the weights, of a checkpoint or of an exported model."""
         names = {str(label): int(number) for number, label in (config.get("id2label") or {}).items()}
         classes = len(names) or int(config.get("num_classes") or config.get("num_labels") or 1000)
         if names == {f"LABEL_{number}": number for number in range(classes)}:  # transformers' placeholders
@@ -265,9 +265,9 @@ class ImageTask(Task):
                 f"{source.label} is text, and this model classifies images; give a folder of images"
             )
         base, _, named = source.partition(":")
-        if base in KNOWN_NAMES:  # a verb's default: the split of that name, of the run's images
+        if base in KNOWN_NAMES:  # a command's default text: use that split of the run's images
             if self.images is None:
-                raise TextError("this model classifies images: say where some are with --images FOLDER")
+                raise TextError("this model classifies images: give some with --images FOLDER")
             source, split = self.images, named or split
         return open_images(source, split, for_evaluation=for_evaluation)
 
@@ -296,11 +296,11 @@ class ImageTask(Task):
         opened = self._opened(source, split, for_evaluation=True)
         if any(entry.label is None for entry in opened.entries):
             raise TextError(
-                f"{opened.label}: judging needs labels; sort the images into folders by class, or give a labels.csv"
+                f"{opened.label}: evaluation needs labels; sort the images into folders by class, or give a labels.csv"
             )
         length = length or self.judged_length
         if stride not in (None, length):
-            raise TextError(f"{opened.label}: windows of images do not overlap; --stride is for text")
+            raise TextError(f"{opened.label}: windows of images do not overlap; --stride works only for text")
         return images_from_start(
             opened, self.preparation, self.label_names, self.classes, length=length, limit=limit
         )
@@ -371,12 +371,12 @@ def _text(source: Source) -> TextSource | str:
 
 
 def is_timm(config: Mapping[str, Any]) -> bool:
-    """A folder as timm saves it, without a model_type; transformers opens it, where timm is installed."""
+    """A folder saved by timm, without a model_type; transformers opens it if timm is installed."""
     return "pretrained_cfg" in config and "architecture" in config
 
 
 def task_of(config: Mapping[str, Any], wanted: str | None = None) -> str:
-    """`text` or `image`: what was asked for, or what config.json's architectures say."""
+    """`text` or `image`: `wanted`, or from config.json's architectures."""
     if wanted is not None:
         return wanted
     given = config.get("architectures")

@@ -1,4 +1,4 @@
-"""`kl-lens benchmark`: speed, memory and size, and how near they are to the machine's limit."""
+"""`kl-lens benchmark`: speed, memory and size, and how close they are to the machine's limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.pipeline.settings import spell_layers
 from kl_lens.records import Profile, Quartiles
-from kl_lens.reporting.answer import libraries, unmeasurable
+from kl_lens.reporting.answer import faster_libraries, libraries, unmeasurable
+from kl_lens.reporting.names import subject_title
 from kl_lens.units import human_bytes, human_seconds
 
 
@@ -94,20 +95,22 @@ def _recommended(curve: profiling.Curve) -> str:
     best = curve.best
     flag = f"--{curve.setting.replace('_', '-')} {_value(curve, best)}"
     return (
-        f"Recommended: {flag} ({best.tokens_per_second.median:.1f} tokens/s, {human_bytes(best.peak_memory_bytes)} at "
-        f"most; {human_bytes(curve.free_memory_bytes)} are free)."
+        f"Recommended: {flag} ({best.tokens_per_second.median:.1f} tokens/s, peak "
+        f"{human_bytes(best.peak_memory_bytes)}; {human_bytes(curve.free_memory_bytes)} free)."
     )
 
 
 def use_table(profiles: list[Profile]) -> Table:
     lengths = profiles[0].settings["prompt_lengths"]
     numbers = ("size", "load s", *(f"first token ms @{n}" for n in lengths), "ms/token", "tokens/s",
-               "× FP16", "peak memory", "of it model", "bound tokens/s", "share")  # fmt: skip
-    table = new_table("In use: median (quartiles; of × FP16 the 95 % interval)", ("artifact",), numbers)
+               "× FP16", "peak memory", "of it model", "limit tokens/s", "share of limit")  # fmt: skip
+    table = new_table(
+        "Speed and memory: median (quartiles; for × FP16 the 95 % interval)", ("file",), numbers
+    )
     for p in profiles:
         ratio = profiling.ratio_of(p, "tokens_per_second")
         table.add_row(
-            p.subject.label,
+            subject_title(p.subject),
             human_bytes(p.file_bytes),
             f"{p.timings['load_seconds'].median:.2f}",
             *(f"{1e3 * p.timings[f'first_token_seconds@{n}'].median:.1f}" for n in lengths),
@@ -124,12 +127,12 @@ def use_table(profiles: list[Profile]) -> Table:
 
 def _app_table(profiles: list[Profile]) -> Table:
     numbers = ("size", "median ms", "average ms", "min ms", "max ms", "inferences/s", "× FP16",
-               "iterations", "seconds", "share of bound")  # fmt: skip
-    table = new_table("benchmark_app, the published protocol", ("artifact", "one inference"), numbers)
+               "iterations", "seconds", "share of limit")  # fmt: skip
+    table = new_table("benchmark_app, the published protocol", ("file", "one inference"), numbers)
     for p in profiles:
         s = p.settings
         table.add_row(
-            p.subject.label,
+            subject_title(p.subject),
             s["signature"],
             human_bytes(p.file_bytes),
             f"{p.timings['latency_ms'].median:.2f}",
@@ -147,7 +150,7 @@ def _app_table(profiles: list[Profile]) -> Table:
 
 def _latency_table(latency: profiling.LatencyProfile) -> Table:
     numbers = ("predicted per token", "measured", "predicted / measured")
-    table = new_table(f"Latency table {latency.name}", ("artifact",), numbers)
+    table = new_table(f"Latency table {latency.name}", ("file",), numbers)
     for check in latency.checks:
         predicted, measured = check["predicted"], check["measured"]
         told = ("not in the table", human_seconds(measured), "")
@@ -161,40 +164,40 @@ def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]
     machine = report.machine
     cache = machine.last_level_cache
     lines = [
-        f"Machine, measured just before: reads {machine.bandwidth.best / 1e9:.1f} GB/s with "
+        f"This machine reads {machine.bandwidth.best / 1e9:.1f} GB/s with "
         f"{machine.bandwidth.threads} thread(s) (median {machine.bandwidth.median / 1e9:.1f}), multiplies "
         f"{machine.matmul_rate / 1e9:.0f} GFLOP/s in float32"
         + (f", last-level cache {human_bytes(cache)}." if cache else ".")
     ]
     if slower := machine.bandwidth_at_threads:
         lines.append(
-            f"With {slower.threads} thread(s) it reads {slower.best / 1e9:.1f} GB/s; shares are of all threads."
+            f"With {slower.threads} thread(s) it reads {slower.best / 1e9:.1f} GB/s; the limit is that of all threads."
         )
     if any(p.bound.get("fits_in_cache") for p in report.profiles):
         lines.append(
-            "Some models fit into the last-level cache, so their weights need not come from memory: their share of "
-            "the bound may exceed 1 and says little."
+            "Some files fit into the last-level cache: their weights need not come from memory, and their share of the "
+            "limit may exceed 1."
         )
     if not_fp16 := sorted(
         {p.settings["ratios_to"] for p in used + timed if not p.settings["ratios_to_fp16"]}
     ):
-        lines.append(f"* no FP16 artifact was there: ratios are to {', '.join(not_fp16)}.")
+        lines.append(f"* no FP16 file was there: ratios are to {', '.join(not_fp16)}.")
     if used:
         first = used[0]
         base = human_bytes(first.settings["memory"]["base_bytes"])
         lines.append(
-            f"Text was generated after {first.settings['generated_after']} tokens, {first.settings['new_tokens']} at a "
-            f"time; {first.settings['repeats']} round(s); {first.settings['interleaving']}. Peak memory is that of a "
-            f"fresh process; interpreter and libraries take {base} of it before the model is loaded."
+            f"{first.settings['new_tokens']} tokens generated after {first.settings['generated_after']}; "
+            f"{first.settings['repeats']} round(s); {first.settings['interleaving']}. Peak memory is of a fresh "
+            f"process, {base} of it before the model is loaded."
         )
         if shares := [
             f"{first.load[name]:.0%} {name}" for name in ("stolen", "others") if name in first.load
         ]:
-            lines.append(f"Of the processors' time meanwhile: {', '.join(shares)}.".replace("%", " %"))
+            lines.append(f"Processor time lost meanwhile: {', '.join(shares)}.".replace("%", " %"))
     lines += unmeasurable(used)
-    lines += libraries(used)
+    lines += [*libraries(used), *faster_libraries(used)]
     if any(p.settings["quick"] for p in report.profiles):
-        lines.append("--quick: too short to publish, and the records say so.")
+        lines.append("--quick: too short to publish; the records say so.")
     if report.csv is not None:
         lines.append(f"Written: {report.csv}; logs in {report.csv.parent / 'log/benchmark_log'}.")
     return lines

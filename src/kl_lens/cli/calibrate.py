@@ -1,4 +1,4 @@
-"""`kl-lens calibrate`: what was gathered, and what to do with it."""
+"""`kl-lens calibrate`: what was gathered, and the next command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show(result: CalibrateResult) -> None:
         verdict = (
             f"kept as plan {done.plan.name}"
             if done.accepted
-            else "not below the plan's own, so nothing was kept"
+            else "not lower than before, so nothing was kept"
         )
         out.print(f"In order: KL on held-out text {change}: {verdict}", soft_wrap=True)
         return
@@ -45,9 +45,8 @@ def show(result: CalibrateResult) -> None:
         pay = [one for one in result.rescaled if one.exponent]
         least = min((one.error for one in pay), default=1.0)
         out.print(
-            f"Rescaled: {len(pay)} of {len(result.rescaled)} norms; error of the components behind them down to "
-            f"{least:.2f} of what it was"
-            + ("" if pay else ": nothing to gain, so no checkpoint was written"),
+            f"Rescaled {len(pay)} of {len(result.rescaled)} norms; the error of the components after them falls to "
+            f"{least:.2f} times at best" + ("" if pay else ". Nothing to gain, so no checkpoint was written"),
             soft_wrap=True,
         )
     command = ["measure", result.model, "--run", str(result.folder), "--formats", "int4-g64,int8"]

@@ -1,4 +1,4 @@
-"""`kl-lens doctor`: one row for each part, and what to do."""
+"""`kl-lens doctor`: one row for each part, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def as_json(result: DoctorResult) -> dict[str, Any]:
 
 def show(result: DoctorResult) -> None:
     out = console()
-    table = new_table("", ("part", "what is there", "well?"))
+    table = new_table("", ("part", "found", "problem"))
     for name, health in result.parts.items():
-        table.add_row(name, "\n".join([health.runtime or "nothing", *health.facts]), health.problem or "yes")
+        table.add_row(name, "\n".join([health.runtime or "nothing", *health.facts]), health.problem or "none")
     out.print(table)
     mends = dict.fromkeys(health.mend for health in result.parts.values() if health.problem and health.mend)
     for command in mends:
-        out.print(f"To mend it: {command}", markup=False, soft_wrap=True)
+        out.print(f"To fix it: {command}", markup=False, soft_wrap=True)
     if not mends:
-        out.print("All is well.")
+        out.print("No problems found.")

@@ -13,6 +13,7 @@ from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOA
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.pipeline.evaluating import EvaluateResult
 from kl_lens.records import Estimate, Score, Subject
+from kl_lens.reporting.names import subject_title
 
 
 def as_json(result: EvaluateResult) -> dict[str, Any]:
@@ -43,29 +44,30 @@ def show(result: EvaluateResult) -> None:
     if tasks:
         out.print(_tasks(tasks, limit))
         out.print(
-            "Drop: the original's accuracy less this one's, in percentage points, paired by example; "
-            "verdicts on acc, by the drop's 95 % interval."
+            "Drop: the original's accuracy minus this one's, in percentage points, paired by example; verdicts by the "
+            "95 % interval of the drop of acc."
         )
     for agreement in outcome.agreements:
         if agreement.verdict == DISAGREES:
             labels = {"cross_entropy": "cross-entropy", "kl_mean": "KL from the original"}
             changes = [f"{labels[name]} by {estimate(c, '.2g')}" for name, c in agreement.differences.items()]
+            one, other = subject_title(agreement.subject), subject_title(agreement.compared_with)
             out.print(
-                f"[bold red]{agreement.subject.label} DISAGREES with {agreement.compared_with.label}[/] on the same "
-                f"windows: {', '.join(changes)} nats per token. What ships is not what was measured: export it again."
-                " (An arithmetic that is not modelled, on a GPU say, can look the same.)",
+                f"[bold red]{one} DISAGREES with {other}[/] on the same windows: {', '.join(changes)} nats per token. "
+                "The file is not what was measured: export it again. "
+                "(Arithmetic that is not modelled, for example on a GPU, can look the same.)",
                 soft_wrap=True,
             )
     if any(a.verdict == AS_DEPLOYED for a in outcome.agreements):
         out.print(
-            "As deployed: the file holds the weights that were measured; the runtime also rounds activations, and "
-            "PyTorch agrees once it rounds them too.",
+            "As deployed: the file has the weights that were measured. The runtime also rounds activations; PyTorch "
+            "agrees when it rounds them too.",
             soft_wrap=True,
         )
     if any(a.verdict == IN_FLOAT32 for a in outcome.agreements):
         out.print(
-            "In float32: the file holds the weights that were measured; the runtime's own arithmetic is coarser, and "
-            "agrees with PyTorch when told to compute in float32.",
+            "In float32: the file has the weights that were measured. The runtime's default arithmetic is coarser; in "
+            "float32 it agrees with PyTorch.",
             soft_wrap=True,
         )
     for note in [*result.notes, *(f"Written: {path}" for path in result.written)]:
@@ -93,7 +95,7 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
         return estimate(_times(of[name], factor), spec) if name in of else ""
 
     for score in scores:
-        row = [score.subject.label]
+        row = [subject_title(score.subject)]
         for _, name, factor, decimals in columns:
             row.append(shown(score.values, name, factor, f".{decimals}f"))
             row.append(shown(score.values, f"{name}_change", factor, f"+.{decimals}f"))
@@ -129,7 +131,7 @@ def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
     for score in scores:
         values = score.values
         table.add_row(
-            score.subject.label,
+            subject_title(score.subject),
             *(
                 estimate(values[name], ".4g")
                 for name in ("kl_mean", "kl_median", "kl_p99", "kl_p999", "kl_max")
@@ -147,7 +149,7 @@ def _tasks(scores: list[Score], limit: float | None) -> Table:
         percents = {name: _percent(value) for name, value in score.values.items()}
         row = [
             score.what,
-            score.subject.label,
+            subject_title(score.subject),
             str(score.tokens),
             *(estimate(percents.get(name), ".2f") for name in ("acc", "acc_norm")),
             *(estimate(percents.get(f"{name}_drop"), "+.2f") for name in ("acc", "acc_norm")),

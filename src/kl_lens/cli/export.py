@@ -1,4 +1,4 @@
-"""`kl-lens export`: what was written, and what is not as planned."""
+"""`kl-lens export`: what was written, and what differs from the plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.exporting import ExportResult
 from kl_lens.recipes import FP16
 from kl_lens.records import Artifact
+from kl_lens.reporting.names import runtime_title
 from kl_lens.units import human_bytes
 
 
@@ -17,11 +18,13 @@ def as_json(result: ExportResult) -> list[dict[str, Any]]:
 
 
 def show(result: ExportResult) -> None:
-    table = new_table("Exported", ("plan", "target"), ("planned", "on disk"), ("not as planned", "folder"))
+    table = new_table(
+        "Exported", ("plan", "for"), ("planned", "on disk"), ("differs from the plan", "folder")
+    )
     for folder, artifact in result.artifacts:
         table.add_row(
             artifact.plan,
-            artifact.target,
+            runtime_title(artifact.target),
             human_bytes(artifact.planned_bytes),
             human_bytes(artifact.realised_bytes),
             _lowered(artifact),

@@ -128,7 +128,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise KLLensError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise KLLensError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise KLLensError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -1,4 +1,4 @@
-"""What becomes of an error that nobody foresaw: one line for the user, the rest in a file to report it with."""
+"""An unexpected error: one line for the user, the traceback in a file to report it with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unexpected(error: BaseException, words: Sequence[str]) -> str:
             )
             file.write_text(_report(error, words), encoding="utf-8", errors="backslashreplace")
             return f"{line}; please report it with {file}"
-    return f"{line}; please report it (no place was found for its traceback: --debug shows it)"
+    return f"{line}; please report it (the traceback could not be written: --debug shows it)"
 
 
 def _folders(words: Sequence[str]) -> list[Path]:

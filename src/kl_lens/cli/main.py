@@ -29,26 +29,25 @@ from kl_lens.version import __version__  # noqa: E402
 # In the order of the pipeline. The settings are in `kl_lens.pipeline`; the file here has show(result) and, for --json,
 # as_json(result). The help stands here so that `kl-lens --help` need not load every library.
 VERBS = {
-    "run": "everything in order, on the embedded model or on yours, with a report at the end",
-    "inspect": "look inside a model: blocks, components, bytes, what is left alone and why",
-    "calibrate": "gather what a text shows of every component's inputs, for methods that learn from it",
-    "measure": "quantize one component at a time and measure what the output distribution loses",
-    "merge": "join what several processes measured, each into a folder of its own",
-    "rank": "measure real damage on held-out text and say which metric predicts it",
-    "plan": "choose a format for every component: for a target, exact budgets, rivals, the paper's points",
-    "export": "write a plan as OpenVINO IR or GGUF, with the very integers that were measured",
-    "evaluate": "prove it: perplexity, divergence from the original and tasks, of plans and of exported files",
-    "benchmark": "time exported models as they are used, and by the published protocol",
-    "generate": "generate text with an exported model",
-    "report": "write the run as one HTML file, or several runs side by side",
+    "run": "make smaller files of a model: measure, plan, export, test and report",
+    "inspect": "show a model's blocks, components and sizes",
+    "calibrate": "gather statistics of every component's inputs, for GPTQ and importance matrices",
+    "measure": "quantize one component at a time and measure the KL of the output",
+    "merge": "join the measurements of several processes",
+    "rank": "compare metrics: which one predicts the loss on held-out text",
+    "plan": "choose a format for every component, for a size or a loss",
+    "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
+    "evaluate": "measure perplexity, KL from the original and task accuracy of plans and files",
+    "benchmark": "measure speed and memory of exported files",
+    "generate": "generate text with an exported file",
+    "report": "write a run, or several side by side, as one HTML page",
     "import-legacy": "read published sensitivity files into a run",
-    "doctor": "say what is installed, what is slow here, and the one command that mends it",
-    "runtime": "put a faster llama.cpp in place: built for this processor, or from a folder",
+    "doctor": "check what is installed and what is slow, and say how to fix it",
+    "runtime": "install a faster llama.cpp: built for this processor, or from a folder",
 }
 
 
-# The flags that `kl-lens VERB --help` shows: what people use. `--help-all` shows the others too. (Verbs that are not
-# here have few.)
+# The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
     "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --threads --without",
     "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
@@ -76,8 +75,8 @@ def build_parser(
     """
     parser = _Parser(
         prog="kl-lens",
-        description="Measure, plan, export and prove mixed-precision quantization of state-space and hybrid "
-        "language models.",
+        description="Makes Mamba and hybrid language models smaller: finds out which weights can drop to 4 or 8 bits, "
+        "writes GGUF and OpenVINO files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
     )
     parser.add_argument("--version", action="version", version=f"kl-lens {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
@@ -94,25 +93,25 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str, everything: bool)
     from kl_lens.cli.flags import add_arguments
 
     if verb in USUAL:
-        parser.add_argument("--help-all", action="help", help="show every flag, the rare ones too")
+        parser.add_argument("--help-all", action="help", help="show every flag")
     usual = USUAL[verb].split() if verb in USUAL and not everything else None
     if left_out := add_arguments(parser, settings_of(verb), usual):
-        parser.epilog = f"{left_out} more flags: kl-lens {verb} --help-all"
+        parser.epilog = f"kl-lens {verb} --help-all shows {left_out} more flags."
     if hasattr(_shown_by(verb), "as_json"):
-        parser.add_argument("--json", action="store_true", help="print records as JSON instead of a table")
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     if verb == "run":
         parser.add_argument(
-            "--verbose", action="store_true", help="show what every stage says and finds, not only in the log"
+            "--verbose", action="store_true", help="show the output of every stage, not only in the log"
         )
         parser.add_argument(
-            "--config", metavar="FILE", help="YAML with the same names as the flags; flags win"
+            "--config", metavar="FILE", help="settings as YAML, named like the flags; flags win"
         )
         parser.add_argument(
             "--write-config",
             nargs="?",
             const="-",
             metavar="FILE",
-            help="write the settings as YAML (to the screen, or to FILE) and do nothing else",
+            help="write the settings as YAML (to the screen, or to FILE) and stop",
         )
 
 
@@ -163,7 +162,7 @@ def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
     else:
         shown_by.show(result)
     for subject, reason in getattr(result, "failures", {}).items():
-        terminal.warn(reason if reason.startswith(subject) else f"{subject}: {reason}")
+        terminal.fail(reason if reason.startswith(subject) else f"{subject}: {reason}")
 
 
 def _write_config(settings: Settings, place: str) -> None:
@@ -177,7 +176,7 @@ def _write_config(settings: Settings, place: str) -> None:
 
 
 def _quiet_libraries() -> None:
-    """transformers' progress bars and advice are about its own speed; ours comes from elsewhere."""
+    """Libraries' own progress bars and advice would mix with ours."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # For when it loads later, if at all: `generate` runs on small devices and does without it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -191,7 +190,7 @@ def _quiet_libraries() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. Whatever happens is at most one line on standard error, a traceback only with --debug."""
+    """The exit code. An error is one line on standard error; a traceback comes with --debug only."""
     words = sys.argv[1:] if argv is None else argv
     program = " ".join(["kl-lens", *_verb(words)])
     try:
@@ -204,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SystemExit, GeneratorExit):  # argparse has said what is wrong
         raise
     except KeyboardInterrupt as stop:
-        print(f"\n{program}: {stop or 'stopped; give the same command again'}", file=sys.stderr)
+        print(f"\n{program}: {stop or 'stopped; run the same command to continue'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `kl-lens … | head`
         _drop_output()
@@ -229,8 +228,8 @@ def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return KLLensError.exit_code, line
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         return KLLensError.exit_code, (
-            f"the GPU's memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept: give the "
-            "same command a smaller --memory-budget, or --weights disk"
+            f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
+            "command with a smaller --memory-budget, or with --weights disk"
         )
     return EXIT_CODE, unexpected(error, words)
 

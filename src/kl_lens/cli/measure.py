@@ -43,14 +43,14 @@ def show(result: MeasureResult | EstimateResult) -> None:
     out.print(table)
     out.print(
         f"{sweep.candidates} candidates × {sweep.windows} windows ({sweep.tokens:,} {result.unit} each); "
-        f"{sweep.measured} candidate-windows measured in {sweep.seconds:.1f} s, {sweep.reused} were there already. "
-        f"Noise floor of the measuring: KL {result.noise:.1e}{products}."
+        f"{sweep.measured} candidate × window pairs measured in {sweep.seconds:.1f} s, {sweep.reused} reused. "
+        f"Noise floor: KL {result.noise:.1e}{products}."
     )
     if sweep.settled is not None:
-        out.print(f"The ranking is {sweep.settled}, after {sweep.tokens:,} {result.unit}.")
+        out.print(f"The ranking is {sweep.settled} after {sweep.tokens:,} {result.unit}.")
     if result.shard is not None:
         out.print(
-            f"This is share {result.shard}. When all are there: kl-lens merge {result.folder.parent.parent}"
+            f"This is share {result.shard}. When all are done: kl-lens merge {result.folder.parent.parent}"
         )
     else:
         out.print(f"Next: kl-lens plan --run {result.folder}")
@@ -60,13 +60,13 @@ def _show_estimate(result: EstimateResult) -> None:
     numbers = (
         "workers",
         "time",
-        "starting, opening",
+        "start, load",
         "original model",
         "efficiency",
-        "memory of each",
+        "memory each",
         "disk",
     )
-    title = f"What {result.candidates} candidates × {result.windows} windows would take"
+    title = f"Estimate for {result.candidates} candidates × {result.windows} windows"
     table = new_table(title, (), numbers)
     here, threads = result.here or (None, 0)
     for e in [*([here] if here else []), *result.estimates]:
@@ -81,7 +81,5 @@ def _show_estimate(result: EstimateResult) -> None:
         )
     out = console()
     out.print(table)
-    shared = f", but for those that share it, with {threads} of its threads each" if here else ""
-    out.print(
-        f"Of this machine as busy as it is now; of workers, each on a machine like it{shared}. Nothing was measured."
-    )
+    shared = f" Those that share it have {threads} threads each." if here else ""
+    out.print(f"For machines like this one, as busy as it is now.{shared} Nothing was measured.")

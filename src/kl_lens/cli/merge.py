@@ -1,4 +1,4 @@
-"""`kl-lens merge`: what came from where."""
+"""`kl-lens merge`: how much came from each folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_json(result: MergeResult) -> dict[str, Any]:
 def show(result: MergeResult) -> None:
     out = console()
     table = new_table(
-        "Joined, in candidate-windows", ("from",), ("new", "there already", "there with other numbers")
+        "Joined candidate × window pairs", ("from",), ("new", "already there", "already there, different")
     )
     for j in result.joined:
         table.add_row(str(j.source), str(j.taken), str(j.known), str(j.differing))
@@ -27,7 +27,7 @@ def show(result: MergeResult) -> None:
         out.print(table)
     if result.missing:
         out.print(
-            f"{result.missing} candidate-windows are still missing; `kl-lens measure` without --shard measures them."
+            f"No shard has measured {result.missing} candidate × window pairs. Measure them without --shard."
         )
     elif result.joined:
         out.print(f"Next: kl-lens plan --run {result.folder}")

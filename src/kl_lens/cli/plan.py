@@ -1,4 +1,4 @@
-"""`kl-lens plan`: plans side by side, or the frontier they lie on."""
+"""`kl-lens plan`: plans side by side, or the best plan of every size."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _show_differences(plans: Sequence[Plan], differences: Sequence[planning.Diff
     view = new_table("Where they differ", ("component", *(plan.name for plan in plans)))
     for difference in differences:
         view.add_row(difference.component, *difference.recipes)
-    console().print(view if differences else "They are the same.")
+    console().print(view if differences else "The plans are the same.")
 
 
 def _show_frontier(table: SensitivityTable, frontier: planning.Frontier) -> None:
@@ -77,20 +77,18 @@ def _show_frontier(table: SensitivityTable, frontier: planning.Frontier) -> None
     view = new_table(title, right=("size", "predicted KL"))
     for point in frontier.thinned(SHOWN_POINTS):
         view.add_row(human_bytes(point.bytes), human_kl(point.kl))
-    merged = f"Merged: each plan is within ×{frontier.within:.3f} of the optimum."
+    merged = f"Approximate: each plan is within ×{frontier.within:.3f} of the optimum."
     out = console()
     out.print(view)
     out.print("Complete." if frontier.complete else merged)
-    out.print(
-        f"{SHOWN_POINTS} of them shown; --json gives all. Any budget between is one command: --max-bytes SIZE."
-    )
+    out.print(f"{SHOWN_POINTS} of them shown; --json gives all. For any size between: --max-bytes SIZE.")
 
 
 def _show_surface(table: SensitivityTable, surface: Sequence[planning.SurfacePoint]) -> None:
-    title = f"{table.model}: plans of which no other is as small, as good and as fast"
+    title = f"{table.model}: plans that no other beats in size, KL and speed at once"
     view = new_table(title, right=("size", "predicted KL", "time per token", "tokens/s"))
     for point in surface:
         speed = f"{1 / point.seconds:.1f}" if point.seconds else ""
         view.add_row(human_bytes(point.bytes), human_kl(point.kl), human_seconds(point.seconds), speed)
     console().print(view)
-    console().print("Any of them is one command: --max-bytes SIZE --max-latency TIME.")
+    console().print("To make one: --max-bytes SIZE --max-latency TIME.")

@@ -1,4 +1,4 @@
-"""`kl-lens rank`: which metric predicts the damage."""
+"""`kl-lens rank`: which metric predicts the loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show(ranking: Ranking) -> None:
             f"{r.format}, {head} the head: spread of the damage {r.spread:.2e} nats, "
             f"median error {r.median_error:.1e}, split-half τ {r.split_half_tau:.3f}"
             + (
-                ": the error bars are large against the spread, so τ is limited by noise; raise --evaluation-windows"
+                ": errors are large compared with the spread, so noise limits τ; raise --evaluation-windows"
                 if r.is_noisy
                 else "."
             )

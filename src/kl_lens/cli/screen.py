@@ -1,92 +1,78 @@
-"""`kl-lens run` on the screen: one line for each stage. What the stages say and show is in the run's log file."""
+"""`kl-lens run` on the screen: one line for each stage. What the stages say and find is in the run's log."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_lens.cli.progress import TITLE_WIDTH, TITLES, clock_time, shown_progress
 from kl_lens.cli.terminal import Terminal
 from kl_lens.errors import printable
 from kl_lens.pipeline.settings import Settings
+from kl_lens.reporting.names import runtime_title
 
 if TYPE_CHECKING:
     from kl_lens.sensitivity.sweep import Progress
 
 LINE_INTERVAL = 60.0  # seconds between two lines of progress where there is no terminal
-WARNINGS = 2  # of one stage that are shown; the log has all
-# What each stage is for.
-PURPOSES = {
-    "inspect": "what the model is made of",
-    "plan": "which recipe each component gets",
-    "export": "plans become files",
-    "measure": "what each component loses in each recipe",
-    "rank": "which metric predicts real damage",
-    "evaluate": "what the files lose on text that decided nothing",
-    "samples of text": "what original and recommendation write",
-    "benchmark": "how fast the files are",
-    "report": "all of it on one page",
-}
 
 
 class Screen(Terminal):
-    """Stages with their purpose and time on standard error; everything else goes to `RUN/log/`."""
+    """Stages with their time on standard error; everything else goes to `RUN/log/`."""
 
     def __init__(self, verb: str, show: Callable[[Terminal, Any], None]) -> None:
         super().__init__(verb, show)
         self._log: Path | None = None
         self._early = ""  # said before there was a folder
-        self._stage, self._since, self._warnings, self._done_already = "", 0.0, 0, False
+        self._progress: Progress | None = None  # of the stage
+        self._done_already = False
 
     def keep_in(self, folder: Path) -> None:
         self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._write(self._early)
-        self._say(f"Everything that the stages say: {self._log}")
+        self._say(f"Log: {self._log}")
 
     def note(self, text: str) -> None:
         self._write(printable(text, kept="\n") + "\n")
 
     def warn(self, text: str) -> None:
         self.note(f"kl-lens {self.verb}: {text}")
-        self._warnings += 1
-        if self._warnings <= WARNINGS:
-            self._say(printable(f"kl-lens {self.verb}: {text}"))
 
     def fail(self, text: str) -> None:
-        self._warnings = min(self._warnings, WARNINGS - 1)  # never one of those that only the log has
         self.warn(text)
+        self._say(printable(f"kl-lens {self.verb}: {text}"))
 
     def heading(self, text: str) -> None:
         self.note(f"\n== {text}")
-        if text in PURPOSES:  # a stage that is no verb
-            self._say(f"{text:18}        {PURPOSES[text]}")
+        if not text.startswith("kl-lens "):  # a stage that is no verb
+            self._say(text.capitalize())
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
-        from kl_lens.cli.progress import sweep_progress
-
-        what = PURPOSES.get(self.verb)
-        same = not self._stage or title[:5] == self._stage[:5]  # measuring, of measure
-        name = (self._stage or title) if same else f"{self._stage}, {title}"
-        return sweep_progress(f"{name} ({what})" if what else name, LINE_INTERVAL)
+        if self._progress is None:  # before the first stage
+            return shown_progress(title.capitalize(), LINE_INTERVAL, details=False)
+        return nullcontext(self._progress)
 
     @contextmanager
     def stage(self, settings: Settings) -> Iterator[None]:
-        values = (getattr(settings, name, None) for name in ("target", "as_deployed"))
-        whose = next((f" {value}" for value in values if value), "")
-        self._stage, self._since, self._warnings = f"{settings.verb}{whose}", time.monotonic(), 0
-        self._done_already = False
-        with super().stage(settings):
-            yield
-        spent = "done" if self._done_already else f"{time.monotonic() - self._since:.0f} s"
-        self._say(f"{self._stage:18} {spent:>6} {PURPOSES.get(settings.verb, '')}")
-        if self._warnings > WARNINGS:
-            self._say(f"{'':18}        {self._warnings - WARNINGS} more remarks in the log")
-        self._stage, self._warnings = "", 0
+        target = next((t for n in ("target", "as_deployed") if (t := getattr(settings, n, None))), None)
+        begin, self._done_already = time.monotonic(), False
+        title = TITLES[settings.verb] + (f", {runtime_title(target)}" if target else "")
+        try:
+            with (
+                super().stage(settings),
+                shown_progress(title, LINE_INTERVAL, details=False) as self._progress,
+            ):
+                yield
+        finally:
+            self._progress = None
+        spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
+        self._say(f"{title:{TITLE_WIDTH}} {spent}")
 
     def result(self, result: object) -> None:
         self._done_already = result is None

@@ -34,9 +34,10 @@ class Terminal(Events):
             print(printable(text, kept="\n\t"), end="", flush=True)
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
-        from kl_lens.cli.progress import sweep_progress
+        from kl_lens.cli.progress import TITLES, shown_progress
 
-        return sweep_progress(title)
+        name = TITLES.get(self.verb, title)
+        return shown_progress(name if title[:5] == self.verb[:5] else f"{name}, {title}")
 
     def heading(self, text: str) -> None:
         print(f"\n== {text}", flush=True)
@@ -52,6 +53,6 @@ class Terminal(Events):
 
     def result(self, result: object) -> None:
         if result is None:
-            print("done already")
+            print("already done")
         else:
             self._show(self, result)

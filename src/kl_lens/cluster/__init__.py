@@ -1,1 +1,1 @@
-"""A sweep done by workers: processes on this machine, or those that Ray keeps, on its GPUs or on many machines."""
+"""Runs a sweep in several processes on this machine, or on a Ray cluster."""

@@ -1,8 +1,8 @@
-"""The one that gives pieces to workers and takes their results: whoever is free gets the largest piece left.
+"""Gives pieces of a sweep to workers and collects their results; a free worker gets the largest piece left.
 
-A worker that dies is replaced and its piece done again; a piece that fails on two workers, or takes several with it, is
-named, and the rest goes on. Nothing is kept here: whoever asked commits results as they arrive. Who keeps the workers,
-Ray or this machine, is a matter of `WorkerPool`.
+A worker that dies is replaced and its piece done again. A piece that fails on two workers, or kills several, is
+reported as failed, and the rest continues. Nothing is stored here: the caller commits results as they arrive.
+`WorkerPool` starts the workers, with Ray or on this machine.
 """
 
 from __future__ import annotations
@@ -22,53 +22,51 @@ from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import Found, Layout, Piece, key_of
 from kl_lens.version import __version__
 
-_FAILURES = 2  # on so many workers a piece fails before it is given up
-_HOPELESS = 3  # so many fail for the same reason before any is done: so would the others
-_DEATHS = 5  # so many workers may die over a piece: that may have nothing to do with it
-_LOST_STARTS = 5  # in a row, more than there are workers
-_PATIENCE = 30.0  # seconds between two lines about waiting
+_FAILURES = 2  # a piece that fails on this many workers is given up
+_HOPELESS = 3  # stop if this many fail for the same reason before any succeeds
+_DEATHS = 5  # a piece is given up after this many deaths, which may have other causes
+_LOST_STARTS = 5  # failed starts in a row, beyond one per worker
+_PATIENCE = 30.0  # seconds between messages about waiting
 
 
 class Lost(Exception):
-    """A worker is gone; the text says why."""
+    """A worker died; the message says why."""
 
 
 class WorkerPool(Protocol):
-    """Who keeps workers. A worker has one call at a time to answer; calls are looked up by themselves."""
+    """Starts and ends workers. A worker handles one call at a time."""
 
     @property
     def flag(self) -> str:
-        """What asked for them, for people."""
+        """The command-line flag, for messages."""
 
     def open(self, order: Order, workers: int | None) -> tuple[Order, int]:
-        """How many there will be, of those asked for, and what each is told."""
+        """Prepares `workers` workers; returns the completed order and their number."""
 
     def close(self) -> None:
-        """No worker is left."""
+        """Ends all workers."""
 
     def hire(self, order: Order) -> Any:
-        """A worker, which may have yet to start."""
+        """Requests a worker; it may not have started yet."""
 
     def call(self, worker: Any, method: str, *arguments: object) -> Any:
-        """A method of `Worker` is called there."""
+        """Calls a method of `Worker`."""
 
     def wait(self, calls: Sequence[Any], seconds: float) -> Any | None:
-        """One of the calls that is answered."""
+        """One of the calls that has an answer, or None after `seconds`."""
 
     def answer(self, call: Any) -> Any:
-        """Of a call that is answered; raises `Lost`."""
+        """The answer of a call; raises `Lost` if the worker died."""
 
     def dismiss(self, worker: Any) -> None:
-        """Ends it, whatever it does."""
+        """Ends a worker at once."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """One worker, from when it is asked for until it is gone."""
-
     worker: Any
     place: str = "a worker"
-    windows: tuple[int, ...] = ()  # whose teacher it has
+    windows: tuple[int, ...] = ()  # it has the teacher of these windows
     layout: Layout | None = None
     piece: Piece | None = None
 
@@ -90,7 +88,7 @@ class HiredCrew:
 
     def __enter__(self) -> Self:
         self._members: list[_Member] = []
-        self._waiting: dict[Any, _Member] = {}  # what each has to answer
+        self._waiting: dict[Any, _Member] = {}  # open call → member
         self._job: Any = None
         self._layout: Layout | None = None
         self._lost_starts = self._jobs = 0
@@ -114,7 +112,7 @@ class HiredCrew:
     def begin(
         self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
     ) -> Layout:
-        """Every worker is told; the first that has opened the model says how the sweep is taken."""
+        """Starts a sweep; the first worker that has opened the model decides the layout."""
         self.failures, self._layout = {}, None
         self._jobs += 1
         learnt = self._statistics(candidates)
@@ -137,7 +135,7 @@ class HiredCrew:
     # -- working ---------------------------------------------------------------------------------------
 
     def do(self, pieces: Iterable[Piece], message: Callable[[str], None]) -> Iterator[Found]:
-        """Results as they arrive, until no piece is left that somebody can do."""
+        """Yields results as they arrive, until no piece is left that can be done."""
         self._queue = sorted(pieces, key=lambda piece: -piece.work)
         self._again: list[Piece] = []
         self._failed: Counter[Piece] = Counter()
@@ -150,7 +148,7 @@ class HiredCrew:
             done = done or bool(found)
             if not done and max(self._reasons.values(), default=0) >= _HOPELESS:
                 raise KLLensError(self._reasons.most_common(1)[0][0])
-            self._give_out()  # before results are committed, so that nobody waits for that
+            self._give_out()  # before results are committed, so that workers do not wait for that
             yield from found
 
     def _give_out(self) -> None:
@@ -159,7 +157,7 @@ class HiredCrew:
                 self._give(member)
 
     def _give(self, member: _Member) -> None:
-        """The largest piece on the windows that the worker has; else of where the fewest work for what is left."""
+        """Gives the largest piece on the worker's current windows; else on those with the most work per worker."""
         pieces = self._queue or self._again
         if not pieces:
             return
@@ -177,7 +175,7 @@ class HiredCrew:
         self._call(member, "do", self._jobs, piece)
 
     def _hear(self, message: Callable[[str], None]) -> Sequence[Found]:
-        """Waits for one answer; what it brought, if it was a piece's."""
+        """Waits for one answer; returns its results if it was for a piece."""
         if not self._waiting:
             raise KLLensError(
                 "; ".join(dict.fromkeys(self._refusals)) or f"{self.pool.flag}: no worker is left"
@@ -185,7 +183,7 @@ class HiredCrew:
         call = self.pool.wait(list(self._waiting), _PATIENCE)
         if call is None:
             at_work = sum(member.piece is not None for member in self._members)
-            message(f"{at_work} of {self.workers} workers at work, waiting for them")
+            message(f"waiting: {at_work} of {self.workers} workers are busy")
             return []
         member = self._waiting.pop(call)
         try:
@@ -204,32 +202,32 @@ class HiredCrew:
         return found
 
     def _welcome(self, member: _Member, answer: Any) -> None:
-        """A worker that says who it is, or that it is ready."""
+        """Handles a worker's first answers: its version, and that it is ready."""
         if isinstance(answer, tuple):
             version, meaning, host, process = answer
             member.place = f"worker {process} on {host}"
             if (version, meaning) != (__version__, METRICS_VERSION):
                 answer = Failed(
-                    f"it has kl-lens {version} (metrics {meaning}), here it is {__version__} (metrics "
-                    f"{METRICS_VERSION}); install the same everywhere"
+                    f"it has kl-lens {version} (metrics {meaning}), this machine has {__version__} (metrics "
+                    f"{METRICS_VERSION}); install the same version everywhere"
                 )
             else:
                 self._call(member, "begin", self._job)
                 return
         if isinstance(answer, Ready):
             self._lost_starts = 0
-            if answer.job != self._jobs:  # it opened the model for an earlier sweep
+            if answer.job != self._jobs:  # it was ready for an earlier sweep
                 self._call(member, "begin", self._job)
                 return
             if self._layout is None:
                 self._layout = answer.layout
-                # Those who come later have this one's precision, and choose none.
+                # Later workers use the same precision.
                 self._job = replace(self._job, precision=answer.layout.precision)
             if answer.layout == self._layout:
                 member.layout = answer.layout
                 return
             answer = Failed(
-                "it would compute otherwise than the others: another kind of device, or less memory"
+                "it would compute differently from the others: another kind of device, or less memory"
             )
         reason = f"{member.place} is not used: {answer.reason}"
         self._refusals.append(reason)
@@ -237,33 +235,31 @@ class HiredCrew:
         self._dismiss(member)
 
     def _lose(self, member: _Member, reason: str) -> None:
-        """A worker that died: another takes its place, and its piece is done again."""
-        self._dismiss(member)  # one that is only out of reach must not go on
+        """Replaces a dead worker; its piece is done again."""
+        self._dismiss(member)  # an unreachable one must not continue
         piece, member.piece = member.piece, None
         if piece is None:
             self._lost_starts += 1
-            self._refusals.append(f"{member.place} died while it started: {reason}")
+            self._refusals.append(f"{member.place} died while starting: {reason}")
             if self._lost_starts >= _LOST_STARTS + (self.workers or 1):
                 return
         else:
             self._died[piece] += 1
             if self._died[piece] >= _DEATHS:
-                self._give_up(piece, f"{_DEATHS} workers died over it, the last one {member.place}")
+                self._give_up(piece, f"{_DEATHS} workers died on it, the last one {member.place}")
             else:
                 self._again.append(piece)
-        self.say(f"{member.place} died; another is asked for")
+        self.say(f"{member.place} died; starting another")
         self._ask_for_one()
 
     def _count_failure(self, member: _Member, piece: Piece, reason: str) -> None:
-        """The next try is on another worker: what failed here may be this process's fault."""
+        """The next try is on another worker, because this process may be at fault."""
         self._failed[piece] += 1
         self._reasons[reason] += 1
         if self._failed[piece] >= _FAILURES:
             self._give_up(piece, f"failed on {_FAILURES} workers: {reason}")
         else:
-            self.say(
-                f"{member.place}: {piece.named(self._candidates)}: {reason}; once more on another worker"
-            )
+            self.say(f"{member.place}: {piece.named(self._candidates)}: {reason}; trying another worker")
             self._again.append(piece)
         self._dismiss(member)
         self._ask_for_one()

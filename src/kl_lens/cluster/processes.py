@@ -1,8 +1,7 @@
-"""Workers that are processes on this machine, each with a share of its cores: no Ray needed.
+"""Workers as processes on this machine, each with a share of its cores. No Ray needed.
 
-Driver and worker are the two ends of a pipe and nothing else. A worker whose driver is gone reads the end of the pipe
-and ends at once, whatever it computes, so nothing is left however the driver ended. Light on purpose: a worker listens
-before it loads torch.
+Driver and worker are connected by a pipe. If the driver dies, the worker reads the end of the pipe and exits at once. A
+worker listens before it loads torch, so this module imports little.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from kl_lens.units import human_bytes
 if TYPE_CHECKING:
     from kl_lens.cluster.worker import Order
 
-MANY_CORES = 8  # on fewer, one process has work enough for all of them
+MANY_CORES = 8  # on fewer, one process keeps all of them busy
 LEAST_WORKERS = 4
-# A sweep has to have so many operations for each core, or starting costs more than is gained: on 16 cores a quarter of
-# them took one process 15.9 s, of which workers spared a third, and starting them took 17 s.
+# Operations per core below which starting workers costs more than it saves: on 16 cores a quarter of this took one
+# process 15.9 s, of which workers saved a third, and starting them took 17 s.
 LEAST_OPERATIONS = 1.5e12
-# What a process has in memory before it opens a model: Python, torch, transformers, compiled kernels.
+# Memory of a process before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6
-_MOST = 4  # workers for every processor; more would only wait for each other
-# …_NUM_THREADS, of libraries that read it when they are loaded
+_MOST = 4  # workers per processor; more would only wait for each other
+# prefixes of …_NUM_THREADS
 _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")
 
 
 def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
-    """How many processes a sweep on a CPU gets where nobody says; 1: this one alone, with all threads.
+    """The default number of processes for a sweep on a CPU; 1: only this one, with all threads.
 
-    Products of a small model are too small for many cores, but candidates do not need each other. So: workers of two
-    threads each, which on 16 cores were as fast as twice as many of one thread, for half the memory and half the
-    starting; where so many copies (weights, and the states of a batch) do not fit into the memory budget and into what
-    is free, half as many of twice the threads, and so on.
+    Products of a small model are too small for many cores, but candidates are independent. So the default is workers
+    with two threads each: on 16 cores they were as fast as twice as many with one thread, at half the memory and
+    starting time. If so many copies (weights, and the states of a batch) do not fit into the memory budget and free
+    memory, half as many with twice the threads, and so on.
     """
     if cores < MANY_CORES or operations < cores * LEAST_OPERATIONS:
         return 1
@@ -56,19 +55,19 @@ def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, oper
 
 
 def threads_here() -> int:
-    """Those that torch computes with: one for every core that this process may use, or what OMP_NUM_THREADS says."""
+    """The threads torch uses: one per core of this process, or OMP_NUM_THREADS."""
     import torch
 
     return min(processors(), torch.get_num_threads())
 
 
 class ProcessHands:
-    """One process for every worker: `WorkerPool` of a crew."""
+    """One process per worker: a `WorkerPool`."""
 
     flag = "--workers"
 
     def __init__(self, copy_bytes: int = 0, threads: int | None = None) -> None:
-        """`copy_bytes`: of one worker's model; `threads`: of each worker, if not its share of this process's."""
+        """`copy_bytes`: size of one worker's model; `threads`: per worker (default: an equal share)."""
         self._copy, self._threads = copy_bytes + PROCESS_BYTES, threads
         self._there: set[_Process] = set()
 
@@ -76,12 +75,12 @@ class ProcessHands:
         cores, count = processors(), workers or 1
         if count > _MOST * cores:
             raise KLLensError(
-                f"{self.flag} {count}: {cores} processors are here; ask for {_MOST * cores} at the most"
+                f"{self.flag} {count}: this machine has {cores} processors; use at most {_MOST * cores}"
             )
         if count * self._copy > (free := available_memory()):
             raise KLLensError(
-                f"{self.flag} {count}: so many copies of the model take {human_bytes(count * self._copy)}, and "
-                f"{human_bytes(free)} are free; ask for {max(1, free // self._copy)} at the most"
+                f"{self.flag} {count}: this many copies of the model need {human_bytes(count * self._copy)}, but "
+                f"{human_bytes(free)} are free; use at most {max(1, free // self._copy)}"
             )
         threads = self._threads or max(1, threads_here() // count)
         return replace(order, threads=threads, sharers=count), count
@@ -117,15 +116,15 @@ class ProcessHands:
 
 
 class _Process:
-    """A worker's process, and this end of its pipe."""
+    """A worker's process and our end of its pipe."""
 
     def __init__(self, order: Order) -> None:
         self.pipe, theirs = Pipe()
-        # Nameless: what libraries print there, of which one line may be told.
+        # What libraries print; its last line may explain a crash.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         environment = for_child() | {f"{name}_NUM_THREADS": str(order.threads) for name in _THREADS}
         with theirs:
-            # A session of its own: Ctrl-C is the driver's, and the end of the pipe is the worker's.
+            # Its own session, so that Ctrl-C reaches only the driver.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
@@ -134,19 +133,19 @@ class _Process:
         self.send(order)
 
     def send(self, message: object) -> None:
-        with suppress(OSError):  # gone: whoever waits for its answer reads the end of the pipe
+        with suppress(OSError):  # dead: `answer` reads the end of the pipe
             self.pipe.send(message)
 
     def reason(self) -> str:
-        """Why it is gone."""
+        """Why it died."""
         code = self._process.wait()
         if code == -signal.SIGKILL:
-            return "it was killed (SIGKILL), as the system does when memory is short"
+            return "it was killed (SIGKILL), probably because memory ran out"
         if code < 0:
             return f"it was ended by {signal.Signals(-code).name}"
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - 10_000))
         lines = [line for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip()[:500] if lines else f"it ended with {code}"
+        return lines[-1].strip()[:500] if lines else f"it ended with code {code}"
 
     def end(self) -> None:
         self._process.kill()
@@ -156,7 +155,7 @@ class _Process:
 
 
 def serve(pipe: Connection) -> None:
-    """A worker's life: an order, then calls of its methods, one after the other, each with an answer."""
+    """Runs a worker: receives its order, then answers calls one by one."""
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     from kl_lens.cluster.worker import Worker
@@ -172,7 +171,7 @@ def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
         while True:
             calls.put(pipe.recv_bytes())
     except (EOFError, OSError):
-        os._exit(0)  # nobody is there to take a result
+        os._exit(0)  # the driver is gone
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Workers that Ray keeps: on the GPUs of one machine, or on many machines."""
+"""Workers on a Ray cluster: the GPUs of one machine, or many machines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kl_lens.errors import KLLensError, one_line
 LOCAL = "local"
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Of workers on this machine: Ray's 15 leaves them next to nothing where anybody else computes.
+    # Ray's default niceness of 15 leaves workers almost no time if anything else runs.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Told on standard output, in a paragraph; our line says the same.
+    # Ray would print a paragraph; we print one line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
 }
 
 
 @dataclass
 class RayPool:
-    """Actors of a Ray cluster, or of one on this machine, one for every worker: `WorkerPool` of a crew."""
+    """One Ray actor per worker: a `WorkerPool`."""
 
     address: str
     gpus_per_worker: float | None = None
@@ -51,7 +51,7 @@ class RayPool:
             raise
 
     def close(self) -> None:
-        self._ray.shutdown()  # the actors are this driver's and go with it
+        self._ray.shutdown()  # this also ends the actors
 
     def _connect(self, order: Order, workers: int | None) -> tuple[Order, int]:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -64,9 +64,9 @@ class RayPool:
                 self._ray.init(address=self.address, **quiet)
         except KLLensError:
             raise
-        except SystemExit:  # Ray ends the process where a cluster does not answer
+        except SystemExit:  # Ray ends the process if a cluster does not answer
             raise KLLensError(f"{self.flag}: no Ray cluster answers there") from None
-        except Exception as error:  # of many kinds, a plain Exception among them
+        except Exception as error:  # Ray raises many kinds, even plain Exception
             raise KLLensError(f"{self.flag}: {one_line(error)}") from None
         there = self._ray.cluster_resources()
         cpus, gpus = int(there.get("CPU", 0)), there.get("GPU", 0.0)
@@ -78,9 +78,9 @@ class RayPool:
         if count > cpus or each * count > gpus:
             raise KLLensError(
                 f"{self.flag}: {count} workers need a CPU and {each:g} GPUs each; there are {cpus} CPUs and "
-                f"{gpus:g} GPUs; ask for other --workers"
+                f"{gpus:g} GPUs; use fewer --workers"
             )
-        # As many threads as leave room for all of them, each within one machine.
+        # As many threads as possible with each worker inside one machine.
         fitting = (t for t in range(cpus // count, 1, -1) if sum(cpu // t for cpu in nodes) >= count)
         return replace(order, threads=next(fitting, 1), gpus=each), count
 
@@ -108,20 +108,20 @@ class RayPool:
 
 
 def _why(error: Exception) -> str:
-    """Of Ray's paragraph, the sentence that tells."""
+    """The sentence of Ray's message that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "dead because" in line]
     return one_line(ValueError((telling or lines or ["no reason given"])[-1]))
 
 
 def require_reachable(address: str, seconds: float = 10.0) -> None:
-    """Ray itself tries for minutes."""
+    """Checks the connection first: Ray itself tries for minutes."""
     place = address.removeprefix("ray://")
     host, colon, port = place.rpartition(":")
     if place == "auto":
         return
     if not colon or not port.isdigit():
-        raise KLLensError(f"--ray {address}: write HOST:PORT of the cluster's head, auto, or {LOCAL}")
+        raise KLLensError(f"--ray {address}: give HOST:PORT of the cluster's head, auto, or {LOCAL}")
     try:
         socket.create_connection((host, int(port)), timeout=seconds).close()
     except (OSError, OverflowError) as error:

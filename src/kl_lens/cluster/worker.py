@@ -1,4 +1,4 @@
-"""What a worker does: opens the model once, then measures pieces. Each is in a process of its own."""
+"""A worker opens the model once, then measures pieces of a sweep, in its own process."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from kl_lens.version import __version__  # noqa: E402
 
 @dataclass(frozen=True)
 class Order:
-    """What every worker of a crew is told: the model, and how it is measured."""
+    """The model and how to measure it, the same for every worker."""
 
-    model: str  # opens it, wherever the worker is
+    model: str  # a name or path valid on every machine
     how: Mapping[str, Any]  # dtype, device, …
     fingerprint: str
     engine: str
     memory_budget: int
-    target: str | None  # as deployed there
-    run: Path  # its statistics, where recipes learn, must be seen from everywhere
+    target: str | None  # measure as this target computes
+    run: Path  # holds the statistics; must be readable by every worker
     threads: int = 1
     gpus: float = 0.0
-    sharers: int = 1  # workers that the memory budget is for
+    sharers: int = 1  # workers that share the memory budget
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Job:
     number: int
     candidates: tuple[tuple[str, Recipe], ...]
     ids: npt.NDArray[np.int64]
-    precision: str | None  # asked for
+    precision: str | None  # requested
     known: str | None  # the run's
-    statistics: str | None  # digest of what the candidates' recipes learn from
+    statistics: str | None  # digest of the statistics that recipes learn from
 
 
 @dataclass(frozen=True)
 class Ready:
-    """For which sweep, and how it is taken there."""
+    """The worker is ready for this sweep."""
 
     job: int
     layout: Layout
@@ -68,13 +68,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why something could not be done. (As a result: an error would reach the other side as Ray's, or not at all.)"""
+    """An error, returned as a value: an exception would arrive as Ray's, or not at all."""
 
     reason: str
 
 
 class Worker:
-    """Holds a model, and the teacher of the windows that it works on."""
+    """Holds a model and the teacher of its current windows."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -83,21 +83,21 @@ class Worker:
         self._job = -1
 
     def hello(self) -> tuple[str, int, str, int]:
-        """Version of the package and of the numbers' meaning, host, process."""
+        """Versions of package and metrics, host, process."""
         return __version__, METRICS_VERSION, platform.node(), os.getpid()
 
     def begin(self, job: Job) -> Ready | Failed:
-        """The model is opened for the first one."""
-        return _told(lambda: Ready(job.number, self._begin(job)))
+        """Prepares a sweep; opens the model the first time."""
+        return _or_failed(lambda: Ready(job.number, self._begin(job)))
 
     def do(self, number: int, piece: Piece) -> Sequence[Found] | Failed:
         runner = self._runner
         if runner is None or number != self._job:
-            return Failed("it was not told of this sweep")
-        return _told(lambda: list(runner.do(piece)))
+            return Failed("it was not prepared for this sweep")
+        return _or_failed(lambda: list(runner.do(piece)))
 
     def _begin(self, job: Job) -> Layout:
-        self._runner = None  # the last sweep's teacher goes before the next one comes
+        self._runner = None  # free the last sweep's teacher first
         model = self._opened()
         candidates = [Candidate(model.anatomy.component(name), recipe) for name, recipe in job.candidates]
         if job.statistics is not None:
@@ -115,14 +115,12 @@ class Worker:
             use_threads(self._order.threads)
             model = load(self._order.model, **self._order.how)
             if model.fingerprint != self._order.fingerprint:
-                raise RunError(
-                    f"{self._order.model} has other weights there than where the command was given"
-                )
+                raise RunError(f"{self._order.model} has other weights on the worker's machine than here")
             self._model = model
         return self._model
 
     def _memory(self, model: LoadedModel) -> int:
-        """Where workers share a GPU, each takes its part of what is free."""
+        """Workers that share a GPU divide its free memory."""
         budget, device = self._order.memory_budget, model.chain.device
         if device.type == "cuda" and budget == DEFAULT_MEMORY and self._order.gpus < 1:
             return int(memory_on(device, budget) * self._order.gpus)
@@ -132,23 +130,23 @@ class Worker:
         stored = StoredStatistics.held_by(self._order.run)
         if stored is None or stored.digest != digest:
             raise RunError(
-                f"{self._order.run} does not show the run's statistics there; put the run where every worker sees it, "
-                "or measure methods that learn nothing"
+                f"the worker cannot read the statistics in {self._order.run}; put the run on a shared disk, or measure "
+                "methods without statistics"
             )
         model.weights.learn_from(StoredStatistics.open(self._order.run, model))
 
 
-def _told(work: Callable[[], Any]) -> Any:
+def _or_failed(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except KLLensError as error:
         return Failed(str(error))
-    except Exception as error:  # whatever a library raises: one piece, or one worker, and not the sweep
+    except Exception as error:  # a library's error costs one piece or worker, not the sweep
         return Failed(f"{type(error).__name__}: {one_line(error)}")
 
 
 def use_threads(count: int) -> None:
-    """This process computes with so many from here on."""
+    """Sets the threads of torch and numba."""
     import numba
 
     torch.set_num_threads(count)

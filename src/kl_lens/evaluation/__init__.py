@@ -1,4 +1,4 @@
-"""Proof: perplexity, divergence from the original, and tasks, of plans in PyTorch and of the files that ship."""
+"""Perplexity, KL from the original and task accuracy, of plans in PyTorch and of exported files."""
 
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.evaluator import Evaluator, Outcome, evaluate_text

@@ -1,24 +1,24 @@
-"""Is what ships what was measured? An exported file against the same weights in PyTorch, on the same windows.
+"""Is the exported file what was measured? Compares it with the same weights in PyTorch, on the same windows.
 
-The rule. Both models read the very same tokens, so equal weights and equal arithmetic would give equal numbers on every
-window; how much the text varies has no part in it. Two differences are looked at, each paired by window:
+The rule. Both models read the same tokens, so equal weights and equal arithmetic would give equal numbers on every
+window; how much the text varies plays no part. Two differences are checked, paired by window:
 
-- of cross-entropy: it may be 0.001 nats per token (0.1 % of the perplexity);
-- of the KL from the original, where that was measured: it may be 2 % of PyTorch's KL plus 0.0001 nats. KL sees changes
-  that leave the perplexity alone, and it cannot cancel.
+- cross-entropy: at most 0.001 nats per token (0.1 % of the perplexity);
+- KL from the original, if measured: at most 2 % of PyTorch's KL plus 0.0001 nats. KL sees changes that leave the
+  perplexity alone, and it cannot cancel.
 
-Rounding that falls out differently on every token scatters around nothing: a difference within three of its own
-standard errors (more where there are few windows, by Student's t) is such scatter, and may be up to twenty times as
-large as said above. One window alone does not tell the two apart, and may differ that much.
+Rounding that differs from token to token scatters around zero. A difference within three of its own standard errors
+(more with few windows, by Student's t) is such scatter, and may be up to twenty times as large as the limits above. A
+single window cannot tell the two apart, and may also differ that much.
 
-If both hold, the file *agrees*. Runtimes however also round activations to 8 bits on the way into their integer
-kernels, which is a real and significant loss, and no fault of the file. So where the rule fails, PyTorch computes again
-with the activations that the runtime's kernels see (`Target.activations`); if the rule holds now, the file
-*agrees as deployed*: it holds the weights that were measured, and the difference to plain PyTorch is what this runtime
-costs. Where that does not settle it (half-precision arithmetic, kernels that are not modelled), a runtime that can is
-asked to compute the same file in float32; if the rule holds then, the file *agrees in float32*. Otherwise the file
-*DISAGREES*, and what ships is not what was measured. The models' own standard errors are shown beside the values but
-decide nothing: they are errors of the text, ten and more times larger than what a wrong scale does.
+If both hold, the file *agrees*. But runtimes also round activations to 8 bits for their integer kernels, which is a
+real and significant loss and not the file's fault. So if the rule fails, PyTorch computes again with the activations
+that the runtime's kernels see (`Target.activations`). If the rule holds now, the file *agrees as deployed*: it holds
+the measured weights, and the difference to plain PyTorch is the cost of this runtime. If that does not settle it
+(half-precision arithmetic, kernels that are not modelled), the runtime computes the same file in float32 if it can; if
+the rule holds then, the file *agrees in float32*. Otherwise it *DISAGREES*: the file is not what was measured. The
+models' own standard errors are shown but decide nothing: they are errors of the text, ten and more times larger than
+the effect of a wrong scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kl_lens.records import Estimate, Record, Subject
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
 KL_SHARE = 0.02
-SCATTER = 20.0  # how many times the above scatter may reach
+SCATTER = 20.0  # how many times larger scatter may be
 _THREE_SIGMA = 0.99865  # one-sided
 
 AGREES, AS_DEPLOYED, DISAGREES = "agrees", "agrees as deployed", "DISAGREES"
@@ -46,11 +46,11 @@ IN_FLOAT32 = "agrees in float32"
 
 @dataclass(frozen=True)
 class Agreement(Record):
-    """An artifact beside its PyTorch counterpart."""
+    """The comparison of an artifact with its PyTorch counterpart."""
 
     subject: Subject
     counterpart: Subject  # the same weights in PyTorch
-    compared_with: Subject  # what decided: the counterpart, that as deployed, or the file in float32
+    compared_with: Subject  # what decided: the counterpart, the same as deployed, or the file in float32
     what: str  # the text
     verdict: str
     differences: dict[str, Estimate]  # artifact minus counterpart: cross_entropy, kl_mean
@@ -59,7 +59,7 @@ class Agreement(Record):
 def differences(
     artifact: Sequence[WindowScore], counterpart: Sequence[WindowScore]
 ) -> dict[str, tuple[Estimate, float]]:
-    """Each difference, paired by window, and the largest that may be."""
+    """Each difference, paired by window, and its limit."""
     tokens = np.array([float(score.targets) for score in artifact])
 
     def paired(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
@@ -82,6 +82,6 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
 
 
 def _limit(change: Estimate, floor: float, windows: int) -> float:
-    if math.isnan(change.standard_error):  # one window does not tell scatter from a difference
+    if math.isnan(change.standard_error):  # one window cannot tell scatter from a difference
         return SCATTER * floor
     return min(max(floor, float(t.ppf(_THREE_SIGMA, windows - 1)) * change.standard_error), SCATTER * floor)

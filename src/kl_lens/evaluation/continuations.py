@@ -1,4 +1,4 @@
-"""A few words from the original and from exported files, side by side: what no number shows."""
+"""Text samples from the original and from exported files, for the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW_TOKENS = 32
 
 
 def likeliest(session: Session, tokenizer: Any, prompt: str) -> str:
-    """The continuation of a prompt, always the likeliest token; ends at the end of text."""
+    """Greedy continuation of a prompt; stops at the end of text."""
     session.reset()
     logits = session.prefill(tokenizer.encode(prompt, add_special_tokens=False))
     new: list[int] = []
@@ -31,9 +31,9 @@ def likeliest(session: Session, tokenizer: Any, prompt: str) -> str:
 def store_continuations(
     run: Run, model: LoadedModel, artifacts: Sequence[JudgedArtifact], prompts: Sequence[str]
 ) -> None:
-    """Continuations of each prompt by the original and by each artifact, into the run."""
+    """Stores continuations of each prompt by the original and by each artifact."""
     tokenizer = model.require_tokenizer()
-    # They are shown side by side: of one set of prompts, and of these subjects.
+    # Shown side by side, so all must have the same prompts.
     run.forget_results(GENERATION)
     for judged in (JudgedModel(model), *artifacts):
         session = judged.open()

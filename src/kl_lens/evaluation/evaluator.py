@@ -1,4 +1,4 @@
-"""Judges many subjects on a text, one after the other, and goes on when one of them cannot be judged."""
+"""Scores many subjects on a text; continues if one of them fails."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 from kl_lens.targets.session import Logits, Session
 
-_MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # a vocabulary, where no model says how large it is
+_MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
 
 
 @dataclass
 class Outcome:
-    """What came of judging some subjects."""
+    """Scores, comparisons and failures."""
 
     scores: list[Score] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # label → why it could not be judged
+    failures: dict[str, str] = field(default_factory=dict)  # label → why it failed
 
     def add(self, other: Outcome) -> None:
         self.scores += other.scores
@@ -42,12 +42,12 @@ class Outcome:
 
 
 class Evaluator:
-    """Perplexity and divergence of subjects, into a journal.
+    """Perplexity and KL of subjects, stored in a journal.
 
     Args:
-        journal: where every window goes as soon as it is done.
-        original: the original model: judged first, teacher of every divergence, base of every change. Without it
-            there are perplexities alone.
+        journal: stores every window as soon as it is done.
+        original: the original model: teacher of every KL and base of every change. Without it there are only
+            perplexities.
 
     Example:
         >>> outcome = Evaluator(ScoreJournal(run), JudgedModel(model)).judge_text(subjects, text)
@@ -60,7 +60,7 @@ class Evaluator:
         self.original = original
         self.progress = progress or Progress()
         self._teacher: Session | None = None
-        self._exact: dict[str, JudgedArtifact | None] = {}  # by identity; a file's digest takes time
+        self._exact: dict[str, JudgedArtifact | None] = {}  # by identity, because a file's digest takes time
 
     @property
     def model(self) -> LoadedModel | None:
@@ -74,12 +74,12 @@ class Evaluator:
         perplexity: bool = True,
         divergence: bool = True,
     ) -> Outcome:
-        """Scores of all subjects on one text; each artifact also beside its PyTorch counterpart, if that is there.
+        """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart.
 
-        Subjects whose files are damaged or vanish are named in `failures`; the others are judged all the same.
+        Subjects with damaged or missing files are named in `failures`; the others are still scored.
         """
         if divergence and self.original is None:
-            raise KLLensError("a divergence needs the original model: give --run or --model")
+            raise KLLensError("--divergence needs the original model: give --run or --model")
         outcome = Outcome()
         order = ([] if self.original is None else [self.original]) + [
             s for s in subjects if s is not self.original
@@ -90,7 +90,7 @@ class Evaluator:
             for window in self._known(judged, text, divergence and judged is not self.original).values()
         )
         self.progress.started(float(text.targets * len(order)), float(done))
-        if self.original is not None:  # what every other is compared with
+        if self.original is not None:  # all others are compared with it
             self._windows(self.original, text, divergence=False)
         self._side_by_side([j for j in order if isinstance(j, JudgedArtifact)], text, divergence)
         windows: dict[str, list[WindowScore]] = {}  # by identity
@@ -134,7 +134,7 @@ class Evaluator:
         return scores
 
     def _side_by_side(self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool) -> None:
-        """Puts into the journal what several files at once give; what is missing then, each is asked for alone."""
+        """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
         every, missing = range(len(text.items)), {}
         for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
             known = self._known(judged, text, divergence)
@@ -150,13 +150,13 @@ class Evaluator:
             try:
                 score = self.score_window(item.logits, text, item.window, divergence, item.seconds)
             except RUNTIME_ERRORS:
-                lane.drop(item.judged)  # it fails again when it is its turn, and is named
+                lane.drop(item.judged)  # it fails again on its own, and is reported then
                 continue
             self.journal.store(RUNTIME, item.judged, "", item.runtime)
             self._keep(item.judged, score, text, item.window)
 
     def _windows(self, judged: Judged, text: EvaluationText, divergence: bool) -> list[WindowScore]:
-        """The scores of all windows: those the journal has, and the others now."""
+        """The scores of all windows: from the journal, or computed now."""
         scores = self._known(judged, text, divergence)
         missing = [index for index in range(len(text.items)) if index not in scores]
         if missing:
@@ -168,7 +168,7 @@ class Evaluator:
                     begin = time.perf_counter()
                     logits = session.logits(text.items[index].ids)
                     seconds = time.perf_counter() - begin
-                    # A file that is gone or has changed may still be mapped in part: its numbers do not count.
+                    # A file that was deleted or changed may still be mapped in part: discard its numbers.
                     judged.check()
                     scores[index] = self.score_window(logits, text, index, divergence, seconds)
                     self._keep(judged, scores[index], text, index)
@@ -180,7 +180,7 @@ class Evaluator:
     def score_window(
         self, logits: Logits, text: EvaluationText, index: int, divergence: bool, seconds: float
     ) -> WindowScore:
-        """`seconds`: what the logits took."""
+        """`seconds`: time for the logits."""
         item, begin = text.items[index], time.perf_counter()
         teacher = self._teacher_session().logits(item.ids) if divergence else None
         score = score_logits(logits, item, teacher)
@@ -239,7 +239,7 @@ class Evaluator:
         subjects: dict[str, Subject],
         divergence: bool,
     ) -> Agreement | None:
-        """`windows` and `subjects` are those of all that was judged, by identity."""
+        """`windows` and `subjects`: of everything scored, by identity."""
         counterpart = self._counterpart(judged, windows)
         if counterpart is None or self.model is None:
             return None
@@ -265,22 +265,22 @@ class Evaluator:
     def _counterpart(
         self, judged: JudgedArtifact, windows: dict[str, list[WindowScore]]
     ) -> JudgedModel | None:
-        """The same weights in PyTorch, if those were judged."""
+        """The same weights in PyTorch, if they were scored."""
         try:
             counterpart = None if self.model is None else judged.counterpart(self.model)
-        except UnlearntError:  # its weights cannot be made here; who chose it has said so
+        except UnlearntError:  # its weights cannot be made here; `Selection` has said so
             return None
         return counterpart if counterpart is not None and counterpart.identity in windows else None
 
     def _doubtful(
         self, order: Sequence[Judged], windows: dict[str, list[WindowScore]]
     ) -> list[JudgedArtifact]:
-        """In float32, the files that will be asked for it: their own arithmetic is modelled nowhere."""
+        """The float32 versions that `_agreement` will need, so that they can run at the same time."""
         wanted = []
         for judged in order:
             if not isinstance(judged, JudgedArtifact) or judged.identity not in windows or self.model is None:
                 continue
-            with suppress(*RUNTIME_ERRORS):  # said when its agreement is looked for
+            with suppress(*RUNTIME_ERRORS):  # `_agreement` reports it
                 counterpart = self._counterpart(judged, windows)
                 if counterpart is None or judged.emulated(self.model) is not None:
                     continue
@@ -297,15 +297,17 @@ class Evaluator:
     def _compared_anew(
         self, judged: Judged, other: Judged, same_weights: Subject, text: EvaluationText, divergence: bool
     ) -> list[WindowScore]:
-        """The windows of what stands in for one side of a comparison that did not come out even."""
-        self.progress.message(f"{judged.label} differs from {same_weights.label}: looking at {other.label}")
+        """Scores of a replacement for one side of a comparison that failed."""
+        self.progress.message(
+            f"{judged.label} differs from {same_weights.label}: comparing with {other.label}"
+        )
         done = sum(window.targets for window in self._known(other, text, divergence).values())
         self.progress.started(float(text.targets), float(done))
         return self._windows(other, text, divergence)
 
 
 def evaluate_text(judged: Judged, text: EvaluationText, original: LoadedModel | None = None) -> Score:
-    """One model on one text, without a run; with the original, also the changes against it and the KL from it."""
+    """Scores one model on one text, without a run; with the original also the change and the KL."""
     with tempfile.TemporaryDirectory() as folder, Run.create(Path(folder)) as run:
         evaluator = Evaluator(ScoreJournal(run), None if original is None else JudgedModel(original))
         try:

@@ -1,4 +1,4 @@
-"""What evaluation keeps in the run: scores, and the pieces they are made of, so that a stopped command goes on."""
+"""Stores scores and intermediate results in the run, so that an interrupted command can resume."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SCORE, WINDOW, RUNTIME, ANSWERS, EXAMPLES, AGREEMENT = (
 
 
 class ScoreJournal:
-    """Reads and writes a run's scores. Pieces are filed under what is judged by identity, scores under its subject.
+    """Reads and writes a run's scores. Intermediate results are stored by identity, scores by subject.
 
-    With `again`, pieces that were there before this command are not used; those it makes itself are.
+    With `again`, intermediate results from earlier commands are ignored.
     """
 
     def __init__(self, run: Run, *, again: bool = False) -> None:
@@ -40,14 +40,14 @@ class ScoreJournal:
     def window(
         self, judged: Judged, window: TextWindow | ImageWindow, *, divergence: bool
     ) -> WindowScore | None:
-        """A window's score, when the run holds one with all that is asked for."""
+        """A window's score, if stored with everything needed."""
         stored = self.load(WINDOW, judged, window.key)
         if stored is None or (divergence and stored["token_kl"] is None):
             return None
         return WindowScore.from_json(stored)
 
     def runtime(self, judged: Judged) -> dict[str, Any]:
-        """What computed its pieces, whenever that was."""
+        """The runtime that computed its windows."""
         return dict(self.run.load_piece(RUNTIME, judged.identity, "") or {})
 
     def store_score(self, score: Score) -> None:
@@ -59,10 +59,7 @@ class ScoreJournal:
 
 
 def read_scores(run: Run, kind: str | None = None) -> list[Score]:
-    """The scores of a run, in the order in which they were stored; of one kind only when given.
-
-    Those of a plan or a file that has changed since are left out.
-    """
+    """The scores of a run in the order they were stored, without outdated ones."""
     scores = [
         Score.from_json({name: result.value[name] for name in Score.__dataclass_fields__})
         for result in current_results(run, SCORE)

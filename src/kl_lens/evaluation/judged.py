@@ -1,8 +1,8 @@
-"""What can be judged: the original, a plan computed in PyTorch, an exported file.
+"""What can be scored: the original, a plan computed in PyTorch, an exported file.
 
-Each has a subject, the record that its scores are about, and an identity for the journal: a hash of everything that
-makes its numbers. A plan that was edited, or a folder that was exported again, has another identity and is judged
-afresh; two plans with the same weights have the same, and are judged once.
+Each has a subject, the record that its scores are about, and an identity for the journal: a hash of everything its
+numbers depend on. An edited plan or a new export has another identity and is scored again; two plans with the same
+weights have the same identity and are scored once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kl_lens.targets import Session
 from kl_lens.targets.registry import get_target, locate, target_of
 from kl_lens.targets.session import SessionSettings
 
-# Final states of the original that are kept between students.
+# Bytes of the original's outputs that are kept for comparing several subjects.
 REMEMBERED = 2 * 10**9
-# What a damaged or vanished file makes its runtime raise, besides our own errors.
+# What a runtime may raise for a damaged or missing file, besides our own errors.
 RUNTIME_ERRORS = (KLLensError, OSError, RuntimeError)
 
 
@@ -44,20 +44,20 @@ class Judged(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """A hash of everything that makes its numbers."""
+        """A hash of everything its numbers depend on."""
 
     @abstractmethod
     def open(self) -> Session:
-        """A session of its own; whoever opens it closes it."""
+        """A new session; the caller closes it."""
 
-    def check(self) -> None:  # noqa: B027 - a model in memory does not vanish
-        """Raises TargetError when what was opened is no longer there, or has changed."""
+    def check(self) -> None:  # noqa: B027 - a model in memory cannot change
+        """Raises TargetError if the files are gone or have changed."""
 
 
 class JudgedModel(Judged):
-    """The checkpoint in PyTorch, with the weights that some recipes leave of it; without recipes, the original.
+    """The checkpoint in PyTorch, quantized by recipes; without recipes, the original.
 
-    A subject whose settings name `activations` computes with those that its target's kernels see.
+    A subject with `activations` in its settings computes with activations as its target's kernels see them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class JudgedModel(Judged):
     def of_plan(
         cls, model: LoadedModel, name: str, assignment: Mapping[str, str], statistics: str | None = None
     ) -> JudgedModel:
-        """`statistics`: what the plan says its recipes learnt from; refused where the model has others."""
+        """`statistics`: the digest in the plan. Raises if the model has others."""
         learnt = model.weights.learnt_by(parsed(assignment).values(), statistics)
         subject = Subject(PLAN, name, digest=plan_digest(assignment, model.fingerprint, learnt))
         return cls(model, planned_recipes(model, assignment), subject)
@@ -100,12 +100,12 @@ class JudgedModel(Judged):
 
 
 class JudgedArtifact(Judged):
-    """An exported folder, or a bare file of a target.
+    """An exported folder, or a file without a record.
 
     Args:
         path: a folder, a file in it, or a file without a record.
         settings: how it is run.
-        plan: the run's plan that it was exported for; what belongs to no run is called by its path.
+        plan: its plan in the run; without one it is named by its path.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, plan: str | None = None) -> None:
@@ -136,20 +136,20 @@ class JudgedArtifact(Judged):
         return self._identity
 
     def open(self, threads: int | None = None) -> Session:
-        """`threads`: a share of the processors; what it compiles for those is not kept."""
+        """With `threads`, the compiled model is not cached."""
         if threads is None:
             return self.target.open(self.path, self.settings)
         return self.target.open(self.path, replace(self.settings, threads=threads), cold=True)
 
     def check(self) -> None:
         if _stamps(self.label, self.files) != self._seen:
-            raise TargetError(f"its files changed while it was evaluated ({self.path}); evaluate it again")
+            raise TargetError(f"{self.path}: its files changed during the evaluation; evaluate it again")
 
     def counterpart(self, model: LoadedModel, plan: Mapping[str, str] | None = None) -> JudgedModel | None:
-        """The same weights in PyTorch: those that the file *holds*, which may differ from those planned.
+        """The same weights in PyTorch: those the file *holds*, which may differ from the planned ones.
 
-        With the recipes of its plan (given as `plan`) it is that plan's own subject, `torch/PLAN`; with others
-        (fallbacks) it is called `torch/PLAN as TARGET`. None for a file without a record.
+        If they are those of its `plan`, it is that plan's own subject, `torch/PLAN`; otherwise (replaced formats) it is
+        called `torch/PLAN as TARGET`. None for a file without a record.
         """
         if self.artifact is None:
             return None
@@ -160,7 +160,7 @@ class JudgedArtifact(Judged):
         return JudgedModel(model, recipes, self._stand_in())
 
     def emulated(self, model: LoadedModel) -> JudgedModel | None:
-        """The counterpart with the runtime's activations too; None where those are not modelled."""
+        """The counterpart with the runtime's activations; None if those are not modelled."""
         if self.artifact is None:
             return None
         recipes = realised_recipes(model, self.artifact)
@@ -169,7 +169,7 @@ class JudgedArtifact(Judged):
         return JudgedModel(model, recipes, self._stand_in(activations="deployed"))
 
     def in_float32(self) -> JudgedArtifact | None:
-        """The same file, computed in float32; None where the runtime always rounds, or this one is it."""
+        """The same file computed in float32; None if the runtime cannot, or already does."""
         settings = self.target.in_float32(self.settings)
         return None if settings is None else JudgedArtifact(self.path, settings, self._plan)
 
@@ -179,13 +179,13 @@ class JudgedArtifact(Judged):
 
 
 def planned_recipes(model: LoadedModel, assignment: Mapping[str, str]) -> dict[str, Recipe]:
-    """A plan's recipes, those of every quantizable component."""
+    """The recipe of every quantizable component under a plan."""
     recipes = parsed(assignment)
     return {c.name: recipes.get(c.name, FP16) for c in model.anatomy.candidates}
 
 
 def realised_recipes(model: LoadedModel, artifact: Artifact) -> dict[str, Recipe]:
-    """What an artifact holds of every quantizable component; a component it keeps in float32 is not named."""
+    """The recipe of every quantizable component in an artifact, without those kept in float32."""
     if artifact.model_fingerprint and artifact.model_fingerprint != model.fingerprint:
         raise TargetError(
             f"it was exported from another model ({artifact.model}) than the one it is compared with ({model.name})"
@@ -202,13 +202,13 @@ def _recipe(text: str) -> Recipe | None:
 
 
 def _check_weights(model: LoadedModel, artifact: Artifact, recipes: Mapping[str, Recipe]) -> None:
-    """PyTorch must compute with the very weights that were exported, where the record says which those were."""
+    """Raises if PyTorch would compute with other weights than were exported."""
     for tensor in artifact.tensors:
         known = tensor.weights and tensor.component in recipes
         if known and model.weights.digest(tensor.component, Recipe.parse(tensor.realised)) != tensor.weights:
             raise TargetError(
-                f"{tensor.component} in {tensor.realised} is not the weight that was exported (another quantizer or "
-                "other statistics made it); export it again"
+                f"{tensor.component} in {tensor.realised} is not the exported weight (another quantizer version or "
+                "other statistics); export it again"
             )
 
 

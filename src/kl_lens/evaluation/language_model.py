@@ -1,4 +1,4 @@
-"""Our sessions as a model of lm-eval: whatever runtime is behind a session, its tasks are asked in one way."""
+"""A session as a model for lm-eval, the same for every runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kl_lens.errors import KLLensError
 from kl_lens.evaluation.texts import decode
 from kl_lens.targets.session import Logits, Session
 
-# Answers that are committed together: what a kill can lose.
+# Answers stored together: what a kill can lose.
 ANSWERS_TOGETHER = 32
 LONGEST_GENERATION = 256
 
@@ -25,7 +25,7 @@ Answer = tuple[float, bool]
 
 
 class Answers(Protocol):
-    """Where answers are kept between runs of a command."""
+    """Stores answers between runs of a command."""
 
     def load(self, key: str) -> Any | None: ...
 
@@ -33,18 +33,18 @@ class Answers(Protocol):
 
 
 class SessionLM(TemplateLM):  # type: ignore[misc]
-    """lm-eval's view of a session.
+    """A session as a model for lm-eval.
 
-    Every request is one call of `session.logits` on context and continuation; a recurrent runtime has no way back to
-    the state behind a shared context. Requests with the very same input share one call: those with one-token
-    continuations (A, B, C, D) all read the same row.
+    Each request is one call of `session.logits` on context and continuation, because a recurrent runtime cannot return
+    to the state after a shared context. Requests with the same input share one call: those with one-token continuations
+    (A, B, C, D) all read the same row.
 
     Args:
-        session: any runtime's.
-        tokenizer: a transformers tokenizer, or what `kl_lens.evaluation.artifact_tokenizer` gives.
+        session: of any runtime.
+        tokenizer: a transformers tokenizer, or one from `kl_lens.evaluation.artifact_tokenizer`.
         max_length: longer inputs lose their beginning, as in lm-eval's own classes.
-        answers: keeps finished answers, so that an interrupted task goes on.
-        advanced: told how many requests were answered.
+        answers: stores finished answers, so that an interrupted task can resume.
+        advanced: called with the number of answered requests.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         for name in ("eos_token_id", "bos_token_id"):
             if getattr(self.tokenizer, name, None) is not None:
                 return int(getattr(self.tokenizer, name))
-        raise KLLensError(
-            "this task needs a token to begin with, and the tokenizer has no beginning or end token"
-        )
+        raise KLLensError("this task needs a start token, and the tokenizer has no beginning or end token")
 
     @property
     def prefix_token_id(self) -> int:
@@ -79,7 +77,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if beginning is None else int(beginning)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """As lm-eval's own class for transformers: with the tokenizer's special tokens, unless told otherwise."""
+        """Adds the tokenizer's special tokens by default, as lm-eval's own class for transformers does."""
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         beginning = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and beginning and string.startswith(beginning):
@@ -114,7 +112,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _kept(self, requests: list[list[Any]], answer: Callable[..., Any]) -> list[Any]:
-        """The answers to these requests, from where they are kept or afresh."""
+        """Stored or new answers to these requests."""
         key = hashlib.blake2b(json.dumps([self.max_length, requests]).encode(), digest_size=12).hexdigest()
         answers = self._answers.load(key) if self._answers else None
         if answers is None:
@@ -125,7 +123,7 @@ class SessionLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> Answer:
-        """ln p(continuation | context), and whether each of its tokens was the likeliest."""
+        """ln p(continuation | context), and whether each token was the most likely one."""
         fed = [*context, *continuation][-(self.max_length + 1) :][:-1]
         rows = self._logits(fed)[-len(continuation) :].astype(np.float64)
         scored = np.asarray(continuation[-len(rows) :])

@@ -1,7 +1,6 @@
-"""One window through one session: the likelihood of its tokens or classes and, beside the original, the divergence.
+"""Scores one window: the likelihood of its tokens or classes, and the KL from the original.
 
-The only place where logits become numbers, whatever runtime they come from. One window's logits of each of the two
-models are enough.
+The only place where logits become numbers, for all runtimes. It needs one window's logits of each of the two models.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from kl_lens.targets.session import Logits, Session
 
 @dataclass(frozen=True)
 class WindowScore(Record):
-    """What the journal keeps of one window: sums over its scored tokens."""
+    """What the journal stores per window: sums over its scored tokens."""
 
     targets: int
     words: int
-    nll: float  # Σ −ln p(token | what came before), nats
-    same_top: float | None = None  # tokens whose likeliest token is the original's
+    nll: float  # Σ −ln p(token | context), nats
+    same_top: float | None = None  # tokens with the same most likely token as the original
     token_kl: str | None = None  # KL(original ‖ this) of every token, float32, base64
     seconds: float = 0.0
-    correct: float | None = None  # rows whose likeliest class is the true one
+    correct: float | None = None  # rows with the right class
 
     def kl(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(base64.b64decode(self.token_kl or ""), np.float32)
@@ -43,13 +42,13 @@ Window = TextWindow | ImageWindow
 
 
 def score_window(session: Session, window: Window, teacher: Session | None = None) -> WindowScore:
-    """Scores a window; with a teacher (the original model) also how far its distributions are from the teacher's."""
+    """Scores a window; with a teacher (the original model) also the KL from it."""
     own = session.logits(window.ids)
     return score_logits(own, window, None if teacher is None else teacher.logits(window.ids))
 
 
 def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) -> WindowScore:
-    """The same, from what sessions gave for the window's tokens."""
+    """Scores a window from its logits."""
     targets = torch.tensor(window.answers)
     student = _rows(logits, window)
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
@@ -60,8 +59,8 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
     original = _rows(teacher, window)
     if original.shape != student.shape:
         raise TargetError(
-            f"its logits have {student.shape[1]} columns, the original's {original.shape[1]}; "
-            "a divergence needs the same vocabulary"
+            f"its logits have {student.shape[1]} columns, the original's have {original.shape[1]}; "
+            "KL needs the same vocabulary"
         )
     comparison = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
     kl = comparison[:, KL_TEACHER_STUDENT].astype(np.float32)
@@ -78,16 +77,16 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
 def _rows(logits: Logits, window: Window) -> Logits:
     """The logits that predict the scored tokens or classes."""
     logits = logits[window.rows]
-    # The kernels below are compiled for finite numbers.
+    # The kernels are compiled for finite numbers.
     if not (np.isfinite(logits.max()) and np.isfinite(logits.min())):
-        raise TargetError("it gives logits that are not finite; its weights or scales are damaged")
+        raise TargetError("its logits are not finite; its weights or scales are damaged")
     return np.ascontiguousarray(logits)
 
 
 def perplexity_values(
     scores: Sequence[WindowScore], original: Sequence[WindowScore] | None = None
 ) -> dict[str, Estimate]:
-    """Token and word perplexity; with the original's windows, the changes against it too."""
+    """Token and word perplexity; with the original's scores also the change."""
     nll, tokens, words = _column(scores, "nll"), _column(scores, "targets"), _column(scores, "words")
     values = {
         "token_perplexity": statistics.perplexity(nll, tokens),
@@ -105,11 +104,11 @@ def perplexity_values(
 def classification_values(
     scores: Sequence[WindowScore], original: Sequence[WindowScore] | None = None
 ) -> dict[str, Estimate]:
-    """Top-1, cross-entropy and its exponential; with the original's windows, the changes against it too."""
+    """Top-1, cross-entropy and perplexity; with the original's scores also the change."""
     nll, images, correct = _column(scores, "nll"), _column(scores, "targets"), _column(scores, "correct")
     values = {
         "top1": statistics.ratio(correct, images),
-        "token_perplexity": statistics.perplexity(nll, images),  # per image: what plans and reports are told
+        "token_perplexity": statistics.perplexity(nll, images),  # per image
         "cross_entropy": statistics.ratio(nll, images),
     }
     if original is not None:
@@ -120,12 +119,12 @@ def classification_values(
     return values
 
 
-# What a likelihood is told as, by task.
+# The reported values for each task.
 LIKELIHOOD_VALUES = {TEXT: perplexity_values, IMAGE: classification_values}
 
 
 def divergence_values(scores: Sequence[WindowScore]) -> dict[str, Estimate]:
-    """KL from the original over tokens, in nats, and how often the likeliest token stays the same."""
+    """KL from the original over tokens, in nats, and how often the most likely token is the same."""
     kl = [score.kl() for score in scores]
     tokens = _column(scores, "targets")
     return {
@@ -139,7 +138,7 @@ def divergence_values(scores: Sequence[WindowScore]) -> dict[str, Estimate]:
 
 
 def score_text(session: Session, text: EvaluationText, teacher: Session | None = None) -> list[WindowScore]:
-    """All windows, without a journal."""
+    """Scores all windows, without a journal."""
     return [score_window(session, window, teacher) for window in text.items]
 
 

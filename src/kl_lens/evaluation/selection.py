@@ -1,4 +1,4 @@
-"""Which models a command is about: a run's plans and exported files, or files given by path."""
+"""Chooses what to score: a run's plans and exported files, or files given by path."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TORCH = "torch"
 
 @dataclass
 class Selection:
-    """Who is judged, in order; each artifact behind its PyTorch counterpart."""
+    """The subjects to score, in order; each artifact after its PyTorch counterpart."""
 
     subjects: list[Judged] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)  # what cannot be judged at all, and why
-    notes: list[str] = field(default_factory=list)  # what is left out on purpose
+    failures: dict[str, str] = field(default_factory=dict)  # subject → why it cannot be scored
+    notes: list[str] = field(default_factory=list)  # subjects left out on purpose
 
     def add_artifact(
         self,
@@ -38,7 +38,7 @@ class Selection:
         plan: Mapping[str, str] | None = None,
         run: Run | None = None,
     ) -> None:
-        """An exported folder or a file; `name`, `TARGET/PLAN`, when it is the run's own, with its plan's assignment."""
+        """Adds an exported folder or file; `name` (`TARGET/PLAN`) and `plan` if it belongs to the run."""
         try:
             judged = JudgedArtifact(path, settings, None if name is None else name.partition("/")[2])
             reason = _no_session(judged)
@@ -46,14 +46,16 @@ class Selection:
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
             counterpart = None if model is None else judged.counterpart(model, plan)
-        except UnlearntError as error:  # a file from elsewhere: it can be judged, only not compared
-            self.notes.append(f"{path} is not set beside the same weights in PyTorch: {error}")
+        except UnlearntError as error:  # a file from outside the run: scored, but not compared
+            self.notes.append(f"{path} is not compared with PyTorch: {error}")
             counterpart = None
         except (KLLensError, OSError) as error:
             self.failures[name or str(path)] = str(error)
             return
         if run is not None and not is_current(run, judged.subject):
-            self.notes.append(f"{judged.label} is of an earlier state of its plan; export it again")
+            self.notes.append(
+                f"{judged.label} was exported from an older version of its plan; export it again"
+            )
         if counterpart is not None and all(s.identity != counterpart.identity for s in self.subjects):
             self.subjects.append(counterpart)
         self.subjects.append(judged)
@@ -62,7 +64,7 @@ class Selection:
 def given_subjects(
     paths: Sequence[Path], settings: SessionSettings, model: LoadedModel | None = None, run: Run | None = None
 ) -> Selection:
-    """Files given by path, each with its PyTorch counterpart when the model is there."""
+    """Files given by path, each with its PyTorch counterpart if the model is given."""
     selection = Selection()
     places = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
     plans = {} if run is None or model is None else _plans(run, Selection())
@@ -87,8 +89,8 @@ def run_subjects(
 
     Args:
         plans: names of plans, separated by commas, or `all`.
-        targets: `torch` for plans in PyTorch, and names of targets for files; all unless given. A file brings its
-            PyTorch counterpart along, asked for or not: without it nobody knows whether the file is what was measured.
+        targets: `torch` for plans in PyTorch, and names of targets for files; default: all. A file always brings its
+            PyTorch counterpart, which shows whether the file is what was measured.
     """
     selection = Selection()
     known = _plans(run, selection)
@@ -104,7 +106,7 @@ def run_subjects(
         for name, plan in chosen.items():
             try:
                 judged = JudgedModel.of_plan(model, name, plan.assignment, plan.statistics)
-            except FormatError as error:  # learnt from other statistics than the run has now
+            except FormatError as error:  # made with other statistics than the run has now
                 selection.failures[f"{TORCH}/{name}"] = str(error)
                 continue
             selection.subjects.append(judged)
@@ -118,7 +120,7 @@ def run_subjects(
 
 
 def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
-    """The plans; one that cannot be read is a failure, and the others are there all the same."""
+    """The plans of the run; unreadable ones become failures."""
     components = run.table().components
     plans = {}
     for path in sorted((run.folder / "plans").glob("*.json")):
@@ -130,7 +132,7 @@ def _plans(run: Run, selection: Selection) -> dict[str, Plan]:
 
 
 def artifact_task(judged: JudgedArtifact, tokenizer: str | None = None, images: str | None = None) -> Task:
-    """What a file is asked whose model is not there: its record says whether it is given text or images."""
+    """The task of a file without its model; the record says text or images."""
     settings = {} if judged.artifact is None else judged.artifact.settings
     if settings.get("task") == IMAGE:
         return ImageTask.of(judged.path, read_config(judged.path), images)

@@ -1,7 +1,7 @@
-"""Several files at once, each in a thread of its own with a share of the processors.
+"""Runs several files at once, each in its own thread with a share of the processors.
 
-A small model gains little from a second core, and nothing while its file is opened. Threads change speed only, so the
-numbers are those that one file after the other would give. The threads compute logits and nothing else.
+A small model gains little from a second core, and nothing while its file is opened. The number of threads changes speed
+only, so the results are the same as one by one. The threads only compute logits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.targets.session import Logits
 
 MOST = 4  # files at once
-_MEMORY_PER_FILE_BYTE, _FREE_SHARE = (
-    2.5,
-    0.5,
-)  # a loaded file against itself; of free memory that they may fill
-_PATIENCE = 0.1  # seconds between two looks at whether anybody still wants the result
+_MEMORY_PER_FILE_BYTE = 2.5  # memory of a loaded file relative to its size
+_FREE_SHARE = 0.5  # of free memory to use
+_PATIENCE = 0.1  # seconds between checks for a stop
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,11 @@ class Arrived:
 
 
 def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, list[JudgedArtifact]]:
-    """How many to run at once, and which of them; none where somebody said how to run them, or memory is short.
+    """How many files to run at once, and which; none if the user set threads or devices, or memory is short.
 
     Args:
-        files: those that are wanted.
-        logits_bytes: what a window's logits take; every lane has two of them, and whoever asked one more.
+        files: the candidates.
+        logits_bytes: size of a window's logits; each lane holds two of them, the caller one more.
     """
     free = [
         f for f in files if f.settings.device == "CPU" and not (f.settings.threads or f.settings.gpu_layers)
@@ -64,17 +62,17 @@ def _size(judged: JudgedArtifact) -> int:
 
 def _fewest_threads(judged: JudgedArtifact) -> int | None:
     try:
-        judged.target.prepare()  # its libraries are loaded here, not by several threads at once
+        judged.target.prepare()  # load its libraries here, not in several threads at once
         return judged.target.fewest_threads(judged.path)
     except RUNTIME_ERRORS:
-        return None  # whoever judges it alone will say what is wrong
+        return None  # reported when it is scored alone
 
 
 class SideBySide:
-    """The logits of some windows of each file, as they come.
+    """Yields the logits of the missing windows of each file as they arrive.
 
-    A file that fails is left out from there on; so is one that is dropped. Every file has a thread that has run nothing
-    else: llama.cpp's tiles do not survive OpenVINO's in the same one (docs/troubleshooting.md).
+    A file that fails or is dropped is left out from then on. Every file gets a new thread: llama.cpp's AMX tiles do not
+    survive OpenVINO's in the same thread (docs/troubleshooting.md).
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class SideBySide:
         self._dropped: set[JudgedArtifact] = set()
 
     def drop(self, judged: JudgedArtifact) -> None:
-        """Nothing more of this one is wanted."""
+        """Stops this file."""
         self._dropped.add(judged)
 
     def __iter__(self) -> Iterator[Arrived]:
@@ -114,7 +112,7 @@ class SideBySide:
         try:
             self._compute(judged)
         except RUNTIME_ERRORS:
-            pass  # whoever judges it alone will say what is wrong
+            pass  # reported when it is scored alone
         except BaseException as error:
             self._hand_over(error)
         finally:
@@ -130,7 +128,7 @@ class SideBySide:
                 begin = time.perf_counter()
                 logits = session.logits(self._text.items[window].ids)
                 seconds = time.perf_counter() - begin
-                judged.check()  # a file that is gone may still be mapped in part: its numbers do not count
+                judged.check()  # a deleted file may still be mapped in part: discard its numbers
                 self._hand_over(Arrived(judged, window, logits, seconds, session.description))
         finally:
             session.close()

@@ -1,8 +1,8 @@
-"""Numbers with honest errors: over windows of text, over examples of a task, and paired wherever two models meet.
+"""Standard errors over windows of text or examples of a task, paired when two models are compared.
 
-Tokens of one window share their context and their subject, so they are no independent samples; windows are. Every error
-over text below is therefore an error over windows, and every comparison of two models takes the difference window by
-window (or example by example) first: what both models find hard alike cancels.
+Tokens of one window share context and topic, so they are not independent; windows are. So every error over text is an
+error over windows. Comparisons take the difference window by window (or example by example) first, so that what is hard
+for both models cancels.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kl_lens.records import Estimate
 
 Floats = npt.NDArray[np.float64]
 
-_LARGEST_EXPONENT = 700.0  # e^709 is the largest double; a destroyed model may ask for more
+_LARGEST_EXPONENT = 700.0  # e^709 is the largest double; a destroyed model may exceed it
 
 
 def ratio(sums: Floats, weights: Floats) -> Estimate:
     """Σ sums / Σ weights with the standard error of that ratio over windows (nan for a single one)."""
-    if not weights.sum():  # a text without a single blank has no words
+    if not weights.sum():  # a text without spaces has no words
         return Estimate(math.nan)
     value = float(sums.sum() / weights.sum())
     return Estimate(value, _error(sums - value * weights, float(weights.sum())))
@@ -36,7 +36,7 @@ def perplexity(nll: Floats, weights: Floats) -> Estimate:
 
 
 def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimate:
-    """Perplexity minus the original's on the same windows; what is hard for both cancels in the error."""
+    """Perplexity minus the original's on the same windows, with a paired error."""
     ours, theirs = ratio(nll, weights).value, ratio(original, weights).value
     residuals = _exp(ours) * (nll - ours * weights) - _exp(theirs) * (original - theirs * weights)
     return Estimate(_exp(ours) - _exp(theirs), _error(residuals, float(weights.sum())))
@@ -45,9 +45,9 @@ def perplexity_change(nll: Floats, original: Floats, weights: Floats) -> Estimat
 def quantile(windows: Sequence[npt.NDArray[np.float32]], share: float) -> Estimate:
     """A quantile over all tokens, with Woodruff's error.
 
-    The share of tokens below the quantile has a plain standard error over windows; read off at share ± that error, the
-    distribution itself says how far the quantile may move. Where share + error passes 1, or less than one token is
-    expected beyond the quantile, the text is too short to say, and no error is given.
+    The share of tokens below the quantile has a plain standard error over windows. Half the distance between the
+    quantiles at share ± that error is the error of the quantile. If share + error passes 1, or fewer than one token is
+    expected beyond the quantile, the text is too short and no error is given.
     """
     tokens = np.concatenate(windows)
     value = float(np.quantile(tokens, share))
@@ -66,11 +66,11 @@ def mean(values: Floats) -> Estimate:
 
 
 def paired_drop(before: Floats, after: Floats) -> Estimate:
-    """How much less `after` is than `before` on the same examples, with its standard error.
+    """The mean of `before` − `after` on the same examples, with its standard error.
 
-    Where every example is right or wrong, the error is that of Agresti and Min: half an example is added to each of the
-    four outcomes. Two models that happen to differ on none of forty examples may still differ by some percent;
-    the plain formula would claim an error of zero.
+    If every example is right or wrong, the error is that of Agresti and Min: half an example is added to each of the
+    four outcomes. Two models that agree on all of forty examples may still differ by some percent; the plain formula
+    would claim an error of zero.
     """
     change = before - after
     if not np.isin(np.concatenate([before, after]), (0.0, 1.0)).all():

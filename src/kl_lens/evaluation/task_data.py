@@ -2,7 +2,7 @@
 
 A file's name begins with the task, then the split. Its rows may have the fields of lm-eval's own data set, or one of
 the plain layouts below. For a task that lm-eval knows, its own prompts, choices and metrics are used, with only the
-data set replaced; any other name works with the plain layouts.
+data set replaced. Other names work with the plain layouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kl_lens.writing import write_text
 _FILE = re.compile(r"(?P<task>.+?)_(?P<split>train|validation|test)(?![a-zA-Z]).*\.jsonl")
 _ACCURACY = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
 _OWN_QUERY = {"process_docs": None, "should_decontaminate": False, "doc_to_decontamination_query": None}
-# Fields of a row → what lm-eval makes of it, whatever the task's own data set looks like.
+# Fields of a row → settings for lm-eval.
 _LAYOUTS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (
         frozenset({"query", "choices", "gold"}),
@@ -67,7 +67,7 @@ class LocalTask:
 
 
 def find_tasks(folder: Path) -> dict[str, LocalTask]:
-    """The tasks whose files stand in a folder."""
+    """The tasks with files in a folder."""
     if not folder.is_dir():
         raise TextError(f"--task-data {folder}: no such folder")
     splits: dict[str, dict[str, Path]] = {}
@@ -79,36 +79,37 @@ def find_tasks(folder: Path) -> dict[str, LocalTask]:
 
 
 def chosen_tasks(folder: Path, names: list[str]) -> list[LocalTask]:
-    """The tasks of these names, or an error that lists what is there."""
+    """The tasks with these names; the error for a missing one lists the others."""
     present = find_tasks(folder)
     missing = [name for name in names if name not in present]
     if missing:
         raise TextError(
-            f"--task-data {folder} holds no {missing[0]}_test.jsonl or {missing[0]}_validation.jsonl; "
-            f"it holds {', '.join(present) or 'no tasks'}"
+            f"--task-data {folder} has no {missing[0]}_test.jsonl or {missing[0]}_validation.jsonl; "
+            f"it has {', '.join(present) or 'no tasks'}"
         )
     return [present[name] for name in names]
 
 
 def write_config(task: LocalTask, known: Path | None, scratch: Path) -> Path:
-    """An lm-eval task file that reads the local files.
+    """Writes an lm-eval task file that reads the local files.
 
     Args:
         task: the files.
-        known: lm-eval's own task file of that name, if it has one.
-        scratch: where to write, and where `datasets` may keep its copy.
+        known: lm-eval's own task file of that name, if any.
+        scratch: folder to write to, also used by `datasets` as cache.
     """
     splits = [split for split in ("test", "validation") if split in task.files]
     if not splits:
         raise TextError(
-            f"{next(iter(task.files.values()))}: only a training split; expected _test or _validation"
+            f"{next(iter(task.files.values()))}: only a training split; add a _test or _validation file"
         )
     row = _first_row(task.files[splits[0]])
     layout = next((settings for fields, settings in _LAYOUTS if fields <= set(row)), None)
     if layout is None and known is None:
         raise TextError(
-            f"{task.files[splits[0]]}: lm-eval knows no task {task.name!r}, and the fields {', '.join(row)} are "
-            "none of " + " or ".join("+".join(sorted(fields)) for fields, _ in _LAYOUTS)
+            f"{task.files[splits[0]]}: lm-eval has no task {task.name!r}, so rows need the fields "
+            + " or ".join("+".join(sorted(fields)) for fields, _ in _LAYOUTS)
+            + f"; they have {', '.join(row)}"
         )
     config: dict[str, Any] = {} if known is None else {"include": str(known)}
     config |= {
@@ -119,7 +120,7 @@ def write_config(task: LocalTask, known: Path | None, scratch: Path) -> Path:
             "data_files": {split: str(path.resolve()) for split, path in task.files.items()},
             "cache_dir": str(scratch / "datasets"),
         },
-        # Examples for few-shot prompts come from the training file or, without one, from the others.
+        # Few-shot examples come from the training file or, without one, from the others.
         "training_split": "train" if "train" in task.files else None,
         "validation_split": "validation" if "validation" in task.files else None,
         "test_split": "test" if "test" in task.files else None,
@@ -136,7 +137,7 @@ def _first_row(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             row = json.loads(next((line for line in file if line.strip()), "null"))
     except (ValueError, OSError) as error:
-        raise TextError(f"{path}: its first line is no JSON object ({error})") from None
+        raise TextError(f"{path}: its first line is not a JSON object ({error})") from None
     if not isinstance(row, dict):
-        raise TextError(f"{path}: empty, or its first line is no JSON object")
+        raise TextError(f"{path}: empty, or its first line is not a JSON object")
     return row

@@ -1,4 +1,4 @@
-"""Judges many subjects on tasks: every example is kept, so that drops are paired and a stopped task goes on."""
+"""Scores many subjects on tasks. Every example is stored, for paired drops and for resuming."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kl_lens.sensitivity.sweep import Progress
 
 
 class TaskEvaluator:
-    """Accuracy of subjects on tasks, into a journal.
+    """Accuracy of subjects on tasks, stored in a journal.
 
     Args:
-        journal: where answers go, a few at a time, and the scores.
-        tokenizer: the checkpoint's, or an artifact's own.
+        journal: stores answers, a few at a time, and scores.
+        tokenizer: of the checkpoint or the artifact.
         max_length: tokens of context and continuation together.
         limit: only the first examples of each task.
-        few_shot: worked examples in each prompt; a task's own number unless given.
+        few_shot: examples in each prompt (default: the task's own number).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TaskEvaluator:
         self.progress = progress or Progress()
 
     def judge_task(self, subjects: Sequence[Judged], task: LocalTask | str) -> Outcome:
-        """Scores of all subjects on one task; the original, when it is among them, comes first."""
+        """Scores of all subjects on one task; the original, if included, goes first."""
         outcome = Outcome()
         protocol = protocol_of(task, self.limit, self.few_shot) | {"max_length": self.max_length}
         order = sorted(subjects, key=lambda judged: judged.subject.what != ORIGINAL)
@@ -132,7 +132,7 @@ class TaskEvaluator:
 
 
 class _Kept:
-    """Somebody's answers in the journal."""
+    """One subject's answers in the journal."""
 
     def __init__(self, journal: ScoreJournal, judged: Judged) -> None:
         self._journal = journal

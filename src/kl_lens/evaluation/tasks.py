@@ -1,4 +1,4 @@
-"""Tasks through lm-eval: accuracy, its drop against the original paired by example, and a verdict on a limit."""
+"""Tasks with lm-eval: accuracy, its paired drop against the original, and whether that is within a limit."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PASS, FAIL, UNDECIDED = "pass", "fail", "not decided"
 
 @dataclass(frozen=True)
 class TaskExamples(Record):
-    """What one subject got on every example of one task: what scores are made from, and paired by."""
+    """One subject's results on every example of one task."""
 
     task: str
-    metrics: dict[str, Sequence[float]]  # metric → its value on each example, in the task's own order
+    metrics: dict[str, Sequence[float]]  # metric → value on each example, in the task's order
     higher_is_better: dict[str, bool]
-    chance: float | None  # accuracy of guessing; None where there are no choices
+    chance: float | None  # accuracy of guessing; None without choices
     version: str  # lm-eval's version of the task
     few_shot: int
 
 
 def task_values(examples: TaskExamples, original: TaskExamples | None = None) -> dict[str, Estimate]:
-    """Each metric with its standard error over examples; with the original's, `…_drop`, paired by example.
+    """Each metric with its standard error over examples; with the original also `…_drop`, paired by example.
 
     A positive drop is a loss. lm-eval's `perplexity` (of LAMBADA's last words) is exp of a mean; the others are means.
     """
@@ -57,9 +57,9 @@ def task_values(examples: TaskExamples, original: TaskExamples | None = None) ->
 
 
 def judge(drop: Estimate, limit: float) -> str:
-    """`pass` or `fail` when the whole 95 % interval of the drop lies on one side of the limit, else `not decided`.
+    """`pass` or `fail` if the whole 95 % interval of the drop is on one side of the limit, else `not decided`.
 
-    Both in accuracy, so a limit of 0.03 is three percentage points.
+    Both are accuracies, so a limit of 0.03 is three percentage points.
     """
     error = INTERVAL * drop.standard_error
     if drop.value + error <= limit:
@@ -68,7 +68,7 @@ def judge(drop: Estimate, limit: float) -> str:
 
 
 def near_chance(accuracy: Estimate, chance: float | None) -> bool:
-    """Is this accuracy no further than two standard errors from guessing? Then a drop from it says little."""
+    """Whether this accuracy is within two standard errors of guessing; a drop from it says little."""
     if chance is None:
         return False
     return abs(accuracy.value - chance) <= NEAR_CHANCE * accuracy.standard_error
@@ -82,14 +82,14 @@ def run_task(
     few_shot: int | None = None,
     requests: Callable[[int], None] = lambda count: None,
 ) -> list[TaskExamples]:
-    """Asks one task, or all tasks of a group such as `lambada`.
+    """Runs one task, or all tasks of a group such as `lambada`.
 
     Args:
-        language_model: a `SessionLM`, or any other model of lm-eval.
-        task: local files, or the name of one of lm-eval's tasks, whose data then comes from the hub.
+        language_model: a `SessionLM`, or any other lm-eval model.
+        task: local files, or the name of an lm-eval task, whose data then comes from the hub.
         limit: only the first examples.
-        few_shot: worked examples in the prompt; the task's own number unless given.
-        requests: told how many requests the task makes, before the first is answered.
+        few_shot: examples in the prompt (default: the task's own number).
+        requests: called with the number of requests before the first is answered.
     """
     require_lm_eval()
     from lm_eval import evaluate
@@ -110,29 +110,29 @@ def _load(task: LocalTask | str, scratch: Path) -> Any:
         if isinstance(task, LocalTask):
             return _manager(index=False).load([str(write_config(task, _own_file(task.name), scratch))])
         if task not in _manager().all_tasks:
-            raise TextError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
+            raise TextError(f"--tasks {task}: lm-eval has no such task; `lm-eval ls tasks` lists them")
         return _manager().load([task])
     except KLLensError:
         raise
-    except Exception as error:  # datasets and the hub raise whatever they like: no connection, gated, moved
+    except Exception as error:  # datasets and the hub raise all kinds of errors: no connection, gated, moved
         if isinstance(task, LocalTask):
             raise TextError(f"task {task.name}: its files cannot be read: {one_line(error)}") from error
         raise TextError(
-            f"task {task}: its data could not be fetched from the hub ({one_line(error)}); "
+            f"task {task}: its data could not be downloaded from the hub ({one_line(error)}); "
             f"go online, or give local files with --task-data DIR ({task}_test.jsonl)"
         ) from error
 
 
 @functools.cache
 def _manager(*, index: bool = True) -> Any:
-    """lm-eval's reader of tasks; with the index of all its own, which takes it seconds to make."""
+    """lm-eval's task manager; building the index of all tasks takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=index)
 
 
 def _own_file(name: str) -> Path | None:
-    """lm-eval's own file of a task: by its name, as nearly all have it, or from the index."""
+    """lm-eval's own file of a task: by file name, as for nearly all, or from the index."""
     import lm_eval.tasks
 
     for path in Path(lm_eval.tasks.__file__).parent.rglob(f"{name}.yaml"):
@@ -150,7 +150,7 @@ def require_lm_eval() -> None:
 
 
 def _few_shot(task: Any, few_shot: int | None) -> None:
-    """lm-eval's own rule: a task that fixes zero keeps it; others take what is asked for, zero unless asked."""
+    """lm-eval's own rule: a task fixed at zero keeps it; others take `few_shot`, default zero."""
     own = task.get_config("num_fewshot")
     if few_shot is not None and own != 0:
         task.set_config(key="num_fewshot", value=few_shot)
@@ -176,7 +176,7 @@ def _examples(name: str, task: Any, results: Any) -> TaskExamples:
                 label = metric if sample["filter"] == "none" else f"{metric}@{sample['filter']}"
                 metrics.setdefault(label, []).append((int(sample["doc_id"]), float(value)))
     if not metrics:
-        raise KLLensError(f"task {name} has no metric that is a number per example; it cannot be compared")
+        raise KLLensError(f"task {name} has no numeric metric per example, so it cannot be compared")
     better = results.get("higher_is_better", {}).get(name, {})
     return TaskExamples(
         task=name,
@@ -196,7 +196,7 @@ def _chance(task: Any, samples: Sequence[Any]) -> float | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval and datasets report to people who run them by hand; we have a progress line of our own."""
+    """Silences lm-eval and datasets: we show our own progress."""
     import datasets
     from lm_eval.api import task as module
 
@@ -215,7 +215,7 @@ def _quiet() -> Iterator[None]:
 
 
 def protocol_of(task: LocalTask | str, limit: int | None, few_shot: int | None) -> dict[str, Any]:
-    """What is asked of a task, before it is asked: files, limit, few-shot."""
+    """The settings that define a task's result: files, limit, few-shot."""
     if isinstance(task, LocalTask):
         source: dict[str, Any] = {
             "data": [path.name for path in task.files.values()],

@@ -1,4 +1,4 @@
-"""What models are judged on: windows of text or of images, and for each the rows that count."""
+"""Evaluation data: windows of text or of images, and the rows of each that are scored."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kl_lens.text.documents import TextSource
 
 @dataclass(frozen=True)
 class TextWindow:
-    """One window: all of it is read, the tokens from `first_target` on are scored."""
+    """One window; tokens from `first_target` on are scored."""
 
     ids: tuple[int, ...]
     first_target: int
-    words: int  # that begin in the scored tokens
-    key: str  # of tokens and first target: what was scored once is known again in any longer text
+    words: int  # words that begin in the scored tokens
+    key: str  # hash of tokens and first target, so that stored scores are found again in any longer text
 
     @property
     def answers(self) -> tuple[int, ...]:
-        """What should have been predicted."""
+        """The true tokens."""
         return self.ids[self.first_target :]
 
     @property
     def rows(self) -> slice:
-        """Of the logits: those that predict the answers."""
+        """The logits that predict the answers."""
         return slice(self.first_target - 1, -1)
 
     @property
@@ -57,7 +57,7 @@ class ImageWindow:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationText:
-    """A text, or images, in windows, with the protocol that a perplexity must name."""
+    """A text or images in windows, with the protocol that a perplexity must state."""
 
     windows: Windows
     items: tuple[TextWindow | ImageWindow, ...]
@@ -93,7 +93,7 @@ class EvaluationText:
 
 
 def protocol_digest(protocol: dict[str, Any]) -> str:
-    """A short name for a protocol; a text that merely moved to another folder keeps it."""
+    """A short digest of a protocol; the folder of the text does not matter."""
     content = {key: value for key, value in protocol.items() if key != "dataset"}
     return content_digest(content, size=6)
 
@@ -106,7 +106,7 @@ def prepare(
     stride: int | None = None,
     limit: int | None = None,
 ) -> EvaluationText:
-    """What a model with this task is judged on, in windows of so many tokens or images."""
+    """Evaluation data for a task, in windows of tokens or images."""
     return _PREPARED[task.name](source, task, window=window or task.judged_length, stride=stride, limit=limit)
 
 
@@ -131,12 +131,12 @@ def prepare_text(
 ) -> EvaluationText:
     """Cuts a text into windows, one every `stride` tokens, and counts what will be scored.
 
-    With a stride below the window, windows overlap and only the last `stride` tokens of each are scored: every
-    token then has at least window − stride tokens of context. Nothing comes before a window's first token, so
-    without overlap that token is read and not scored.
+    With a stride below the window length, windows overlap and only the last `stride` tokens of each are scored, so that
+    every token has at least window − stride tokens of context. Without overlap a window's first token is not scored,
+    because nothing precedes it.
 
-    Words are counted where they begin, as pieces between blanks: those of the window's text from one token
-    before the first scored one, less those that token holds itself.
+    A word is counted where it begins: words of the window's text from one token before the first scored one, minus the
+    words in that token.
     """
     return _prepare_tokens(source, LanguageTask(tokenizer), window=window, stride=stride, limit=limit)
 
@@ -164,7 +164,7 @@ def _words(tokenizer: Any, ids: list[int]) -> int:
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of tokens, blanks as they are; transformers would tidy them away."""
+    """The text of tokens with spaces as they are; transformers would clean them up."""
     if hasattr(tokenizer, "backend_tokenizer"):
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return str(tokenizer.decode(ids))

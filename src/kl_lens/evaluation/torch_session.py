@@ -1,4 +1,4 @@
-"""A checkpoint in PyTorch behind the interface of the runtimes, with the weights that some recipes leave of it."""
+"""A checkpoint in PyTorch as a `Session`, with quantized weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kl_lens.targets.session import Logits, checked_tokens
 
 
 class TorchSession:
-    """Satisfies `kl_lens.targets.Session`.
+    """Implements `kl_lens.targets.Session`.
 
-    Several sessions may share one opened model: the weights are in place only while a call runs. State is kept as the
-    tokens themselves, and every call runs the whole sequence: transformers restarts the scan of Mamba-1 and
-    Jamba when several tokens follow a cache, and a proof must not rest on that.
+    Several sessions may share one opened model: the weights are replaced only during a call. Every call runs the whole
+    sequence: transformers restarts the scan of Mamba-1 and Jamba when several tokens follow a cache, so its cache is
+    not used.
 
     Args:
         model: the checkpoint.
-        recipes: component → recipe; nothing for the original.
-        deployed: compute with what this runtime's kernels see of weights and activations.
-        remember: bytes to keep of what it computed. The teacher of a divergence meets the same windows once per
-            student: of the first ones it keeps the logits, of others the final states, from which only the head runs.
+        recipes: component → recipe; none for the original.
+        deployed: compute with weights and activations as this runtime's kernels see them.
+        remember: bytes of outputs to keep. The teacher sees the same windows once per student: it keeps the logits of
+            the first ones, and the final states of others, for which only the head runs again.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class TorchSession:
         self._model = model
         self._recipes = dict(recipes or {})
         self._deployed = deployed
-        # A component that its recipe leaves as it is (FP16 of an FP16 checkpoint) needs no second copy.
+        # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
         self._weights = [
             (parameter, weight)
             for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
             if not torch.equal(parameter.data, weight)
         ]
-        # As the sweep multiplies on a GPU; as deployed, others say what products compute with.
+        # The same precision as the sweep on a GPU; `deployed` defines its own.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model.model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
         self._layout = TensorCores(parts, self.precision)
@@ -75,7 +75,7 @@ class TorchSession:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             **({} if self.precision == FLOAT32 else {"products": self.precision}),
-            "activations": "as measured" if self._deployed is None else "rounded as the runtime rounds them",
+            "activations": "as measured" if self._deployed is None else "rounded as in the runtime",
         }
 
     def reset(self) -> None:
@@ -100,9 +100,7 @@ class TorchSession:
         rows = np.empty((len(tokens), self._vocabulary), np.float32)
         chunk = logit_rows(self._vocabulary)
         with self._applied():
-            if (
-                len(tokens) <= chunk and not self._remembers
-            ):  # a question of a task: one plain forward is quicker
+            if len(tokens) <= chunk and not self._remembers:  # tasks: one plain forward is faster
                 rows[:] = self._model.chain.full_logits(torch.tensor([tokens]))[0].float().cpu().numpy()
                 return rows
             states = self._final_states(tokens)
@@ -127,7 +125,7 @@ class TorchSession:
             yield
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What enters the head: (tokens, width)."""
+        """The inputs of the head, (tokens, width)."""
         key = np.asarray(tokens, np.int64).tobytes()
         if key in self._states:
             return self._states[key]

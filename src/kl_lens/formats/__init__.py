@@ -1,13 +1,13 @@
-"""Weight formats: the exact numerics, bytes and constraints of what the runtimes store.
+"""Weight formats: the exact values, bytes and constraints of what the runtimes store.
 
-This is the only place that quantizes. `roundtrip` gives the float32 values that a runtime computes with;
-measuring, evaluating and exporting all go through it or through the `Quantized` behind it.
+`roundtrip` gives the float32 values that a runtime computes with; measuring, evaluating and exporting all use it or the
+`Quantized` behind it.
 """
 
 from kl_lens.formats.base import Format, Quantized
 from kl_lens.formats.registry import FP16, fitting_format, get_format, known_formats, register
 
-# Importing a module registers its formats, in the order in which people should see them.
+# Importing a module registers its formats, in the order they are shown.
 # isort: off
 from kl_lens.formats import half as half
 from kl_lens.formats import integer as integer

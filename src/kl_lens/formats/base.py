@@ -1,7 +1,7 @@
-"""What every weight format can do, and the checks that all of them share.
+"""The interface of weight formats, and the checks they share.
 
-A weight is a tensor of shape (rows, columns) or (experts, rows, columns). A row is one output channel;
-groups and blocks run along the columns, as the matrix products of the runtimes do.
+A weight is a tensor of shape (rows, columns) or (experts, rows, columns). A row is one output channel; groups and
+blocks run along the columns, as in the runtimes' matrix products.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from kl_lens.errors import FormatError
 
-if TYPE_CHECKING:  # what a format is called and how large it is can be asked without torch
+if TYPE_CHECKING:  # names and sizes of formats need no torch
     import torch
 
-# The FP16 baseline cannot hold more. NNCF writes an infinite scale and llama.cpp an infinite block for
-# weights large enough, without a word; no trained model comes near, so every format refuses alike.
+# FP16 cannot hold more. For larger weights NNCF silently writes an infinite scale and llama.cpp an infinite block. No
+# trained model comes near, so every format refuses them.
 LARGEST_MAGNITUDE = 65504.0
 
 
@@ -40,7 +40,7 @@ class Quantized:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that is stored: equal digests are equal weights, bit for bit."""
+        """Equal digests mean equal weights, bit for bit."""
         total = hashlib.blake2b(f"{self.format} {self.shape}".encode(), digest_size=16)
         for part in (self.data, self.scales, self.zero_points):
             if part is not None:
@@ -50,7 +50,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """One way to store a weight. Subclasses say how; `roundtrip` is what measuring and export rely on."""
+    """One way to store a weight."""
 
     name: str
     bits: int
@@ -60,21 +60,21 @@ class Format(ABC):
 
     @property
     def block(self) -> int:
-        """Columns have to be a multiple of this."""
+        """The number of columns must be a multiple of this."""
         return self.group_size or 1
 
     @property
     def searches(self) -> bool:
-        """Whether rounding to it tries many scales, so that a result is worth keeping."""
+        """Whether quantizing searches over scales, so that caching pays."""
         return False
 
     @property
     def needs_importance(self) -> bool:
-        """Whether nothing can be stored in it without knowing how much each column matters."""
+        """Whether quantizing needs the importance of each column."""
         return False
 
     def fits(self, shape: Sequence[int]) -> str | None:
-        """None, or the reason why a weight of this shape cannot be stored."""
+        """Why a weight of this shape cannot be stored, or None."""
         if len(shape) not in (2, 3) or min(shape) < 1:
             return f"shape {tuple(shape)} is neither (rows, columns) nor (experts, rows, columns)"
         if shape[-1] % self.block:
@@ -82,7 +82,7 @@ class Format(ABC):
         return None
 
     def bytes(self, shape: Sequence[int]) -> int:
-        """Exact size on disk: integers, scales and packing (not the alignment between a file's tensors)."""
+        """Exact size on disk: integers, scales and packing, without alignment in the file."""
         self._require_fit(tuple(shape), "weight")
         return self._bytes(tuple(shape))
 
@@ -90,7 +90,7 @@ class Format(ABC):
         return 8 * self.bytes(shape) / math.prod(shape)
 
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
-        """The stored form; `name` is what an error message calls the tensor."""
+        """The stored form; `name` is for error messages."""
         self._require_fit(tuple(weight.shape), name)
         return self._quantize(checked_float32(weight, name))
 
@@ -100,11 +100,11 @@ class Format(ABC):
         return self._dequantize(quantized)
 
     def roundtrip(self, weight: torch.Tensor, name: str = "weight") -> torch.Tensor:
-        """The float32 values that a runtime computes with once `weight` is stored, on the weight's device."""
+        """The float32 values that a runtime computes with after storing `weight`, on the weight's device."""
         return self.dequantize(self.quantize(weight, name))
 
     def pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        """The data as the bytes of a file, scales apart."""
+        """The data as in a file, without scales."""
         self._require_own(quantized)
         return self._pack(quantized)
 
@@ -130,15 +130,13 @@ class Format(ABC):
 
 
 def checked_float32(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """The weight in float32, or an error that names the tensor and what is wrong with it."""
+    """The weight in float32; raises if it is not finite or too large."""
     if not weight.dtype.is_floating_point:
         raise FormatError(f"{name}: expected floating-point weights, found {weight.dtype}")
     values = weight.detach().float()
     low, high = (float(v) for v in values.aminmax())  # NaN anywhere makes both NaN
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise FormatError(f"{name}: holds NaN or infinity; repair or fetch the checkpoint again")
+        raise FormatError(f"{name}: has NaN or infinity; repair the checkpoint or download it again")
     if (largest := max(-low, high)) > LARGEST_MAGNITUDE:
-        raise FormatError(
-            f"{name}: holds {largest:g}, beyond FP16's {LARGEST_MAGNITUDE:g}; rescale the weight"
-        )
+        raise FormatError(f"{name}: has {largest:g}, above FP16's {LARGEST_MAGNITUDE:g}; rescale the weight")
     return values

@@ -1,6 +1,6 @@
-"""The two libraries behind the GGUF formats: gguf-py, and ggml's own C code inside xllamacpp.
+"""The two libraries behind the GGUF formats: gguf-py, and ggml's C code inside xllamacpp.
 
-Both belong to the extra `gguf`. They are looked for on first use, so that everything else works without.
+Both come with the extra `gguf` and are imported on first use.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def quantize_rows(
     row_bytes: int,
     importance: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """ggml's quantization of a (rows, columns) array, on as many threads as torch uses.
+    """Quantizes a (rows, columns) array with ggml, on as many threads as torch uses.
 
-    Rows are independent, so the number of threads changes nothing but the time. ggml aborts the process on what it
-    does not expect; all that is known to make it do so is refused here, in one line.
+    Rows are independent, so the number of threads changes only the time. ggml aborts the process on invalid input, so
+    all known cases are refused here.
 
     Args:
-        importance: how much each column matters (mean square of its input), as llama.cpp's importance matrix has it.
-            Only proportions count.
+        importance: how much each column matters (mean square of its input), as in llama.cpp's importance matrix. Only
+            proportions count.
     """
     library = ggml_library()
     weight = np.ascontiguousarray(weight, dtype=np.float32)
@@ -80,7 +80,7 @@ def quantize_rows(
     if importance is not None:
         importance = _proportions(importance, columns)
     elif library.ggml_quantize_requires_imatrix(ggml_type):
-        raise FormatError(f"{kind.name} cannot be encoded without the importance of columns")
+        raise FormatError(f"{kind.name} needs the importance of columns (an importance matrix)")
     blocks = np.empty((rows, row_bytes), np.uint8)
     weighed = None if importance is None else importance.ctypes.data
     library.ggml_quantize_init(ggml_type)  # tables of the IQ types, once; up to six seconds
@@ -96,7 +96,7 @@ def quantize_rows(
 
     threads = min(rows, torch.get_num_threads())
     bounds = [rows * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:  # ctypes lets go of the interpreter lock during the call
+    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the interpreter lock
         written = sum(pool.map(quantize, bounds[:-1], bounds[1:]))
     if written != blocks.nbytes:
         raise FormatError(
@@ -106,7 +106,7 @@ def quantize_rows(
 
 
 def _proportions(importance: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.float32]:
-    """The importance with its largest between 1/2 and 1, by a power of two: exact, and far from ggml's overflows."""
+    """Scales the importance by a power of two to a largest value in [1/2, 1): exact, and safe from ggml's overflows."""
     values = np.ascontiguousarray(importance, dtype=np.float32)
     if values.shape != (columns,):
         raise FormatError(f"importance has shape {values.shape} where {(columns,)} was expected")

@@ -22,10 +22,10 @@ from kl_lens.formats.registry import FP16, register
 if TYPE_CHECKING:
     import torch
 
-# Blocks this small are stored with a scale of zero whatever their integers are, and below about 2^−120 the
-# C code divides by zero on the way, with a result that depends on the processor. Make them plain zeros.
+# Such small blocks are stored with a scale of zero anyway, and below about 2^−120 the C code divides by zero, with a
+# result that depends on the processor. Make them plain zeros.
 SMALLEST_MAGNITUDE = 2.0**-60
-_WIDE = 1 << 14  # values in a row for gguf-py
+_WIDE = 1 << 14  # values per row for gguf-py
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,30 @@ class GGUFFormat(Format):
 
     @property
     def needs_importance(self) -> bool:
-        return self.name in (
-            "iq2_xs",
-            "iq2_xxs",
-        )  # `ggml_quantize_requires_imatrix`, known without the library
+        return self.name in ("iq2_xs", "iq2_xxs")  # as `ggml_quantize_requires_imatrix` says
 
     @property
     def takes_importance(self) -> bool:
-        """Whether knowing how much each column matters changes anything."""
+        """Whether the importance of columns changes anything."""
         return self.name != "q8_0"
 
     @property
     def gguf_type(self) -> str:
-        """The name of the type in gguf-py and llama.cpp."""
+        """The type's name in gguf-py and llama.cpp."""
         return self.name.upper()
 
     def quantize(self, weight: torch.Tensor, name: str = "weight") -> Quantized:
         if self.needs_importance:
             raise FormatError(
-                f"{name}: {self.name} cannot be made without the importance of columns; "
-                f"calibrate on text and ask for {self.name}+imatrix"
+                f"{name}: {self.name} needs the importance of columns; "
+                f"run kl-lens calibrate and use {self.name}+imatrix"
             )
         return super().quantize(weight, name)
 
     def quantize_with(
         self, weight: torch.Tensor, importance: torch.Tensor, name: str = "weight"
     ) -> Quantized:
-        """The stored form with llama.cpp's search weighed by column, as its importance matrices do.
+        """The stored form, searched with llama.cpp's importance weighting.
 
         Args:
             importance: mean square of each column's input, (columns,); or (experts, columns) for stacked experts.
@@ -82,7 +79,7 @@ class GGUFFormat(Format):
             stored = self._blocks(values, importance.detach().float().cpu())
         except FormatError as error:
             raise FormatError(f"{name}: {error}") from None
-        # Minima that the search moves further out can leave FP16's range, and only there.
+        # The search can move minima outside FP16's range, but only near its end.
         if (
             float(values.abs().max()) > LARGEST_MAGNITUDE / 2
             and not self._dequantize(stored).isfinite().all()
@@ -114,7 +111,7 @@ class GGUFFormat(Format):
                 [quantize_rows(part, int(ggml_type), row_bytes, one) for part, one in pairs]
             )
         else:
-            shapes = f"{tuple(importance.shape)} does not go with a weight of {tuple(weight.shape)}"
+            shapes = f"{tuple(importance.shape)} does not fit a weight of {tuple(weight.shape)}"
             raise FormatError(f"importance of shape {shapes}")
         data = torch.from_numpy(blocks).reshape(*weight.shape[:-1], -1)
         return Quantized(self.name, tuple(weight.shape), data.to(weight.device))
@@ -128,16 +125,16 @@ class GGUFFormat(Format):
         return torch.from_numpy(values).reshape(quantized.shape).to(quantized.data.device)
 
     def _wide(self, values: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
-        """The same blocks in wider rows, and so the same bits: blocks know nothing of each other. gguf-py works on
-        sixteen rows at a time, which for narrow ones takes two to five times as long."""
+        """The same blocks in wider rows, which gives the same bits because blocks are independent. gguf-py works on
+        sixteen rows at a time, so narrow rows take two to five times as long."""
         count = values.size // block
         most = max(1, _WIDE // self.block_size)
         side_by_side = max((n for n in range(1, most + 1) if count % n == 0), default=1)
         return values.reshape(-1, side_by_side * block)
 
 
-# What stands in where 256 does not divide the columns is what llama.cpp puts there (`tensor_type_fallback`). For the
-# others llama.cpp has no rule; FP16 is its own last resort.
+# If 256 does not divide the columns, the first replacement is llama.cpp's own (`tensor_type_fallback`). For the others
+# llama.cpp has no rule; FP16 is its last resort.
 register(GGUFFormat("q8_0", 8, 32, True, (FP16,), 32, 34))
 register(GGUFFormat("q6_k", 6, 16, True, ("q8_0", FP16), 256, 210))
 register(GGUFFormat("q5_k", 5, 32, False, ("q5_1", FP16), 256, 176))

@@ -1,4 +1,4 @@
-"""Symmetric integers with one scale per row or per group: what NNCF ships, and what was published.
+"""Symmetric integers with one scale per row or per group, as in NNCF and in the paper.
 
 NNCF's INT4_SYM and INT8_SYM, bit for bit, with f = 2^(bits−1), in float32:
 
@@ -33,17 +33,17 @@ NNCF_SMALLEST_SCALE = 2.0**-23  # float32's machine epsilon; still exact in FP16
 
 @dataclass(frozen=True)
 class GroupedFormat(Format):
-    """Numbers of a few bits, one scale for each row or group of them: how they are laid out and counted."""
+    """Numbers of a few bits with one scale per row or group."""
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """What a scale is stored in; FP16 wherever NNCF writes."""
+        """Data type of scales; FP16 as in NNCF."""
         import torch
 
         return torch.float16
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        # Four-bit numbers are packed across rows: only the very last byte can be half empty.
+        # Four-bit numbers are packed across rows: only the last byte can be half empty.
         numbers = (math.prod(shape) * self.bits + 7) // 8
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
@@ -84,12 +84,12 @@ class IntegerFormat(GroupedFormat):
 
     @abstractmethod
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
-        """One float32 scale per group, last axis kept."""
+        """One float32 scale per group, with the last axis kept."""
 
 
 @dataclass(frozen=True)
 class SignedScaleFormat(IntegerFormat):
-    """NNCF's symmetric modes. The formula is the one at the head of this file."""
+    """NNCF's symmetric modes; the formula is in the module's docstring."""
 
     def _scales(self, groups: torch.Tensor, levels: int) -> torch.Tensor:
         import torch
@@ -123,8 +123,8 @@ register(SignedScaleFormat("int4", bits=4, group_size=None, symmetric=True))
 register(AbsoluteMaximumFormat("int8-absmax", bits=8, group_size=None, symmetric=True))
 register(AbsoluteMaximumFormat("int4-absmax", bits=4, group_size=None, symmetric=True))
 
-# Where groups do not divide the columns, NNCF stops with an error by default; told to adjust, it takes the
-# largest power of two from 32 up that divides them, and its 8-bit backup where there is none. So do these.
+# If groups do not divide the columns, NNCF stops with an error by default. When allowed to adjust, it takes the largest
+# power of two from 32 up that divides them, or else its 8-bit backup. So do these.
 register(SignedScaleFormat("int4-g128", 4, 128, True, fallback=("int4-g64", "int4-g32", "int8")))
 register(SignedScaleFormat("int4-g64", 4, 64, True, fallback=("int4-g32", "int8")))
 register(SignedScaleFormat("int4-g32", 4, 32, True, fallback=("int8",)))

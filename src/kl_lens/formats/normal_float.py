@@ -32,7 +32,7 @@ LEVELS = np.array(
     ],
     np.float32,
 )  # fmt: skip
-# Half-way between the levels as NNCF and OpenVINO write them: four are a unit in the last place beside the middle.
+# Midpoints between levels as in NNCF and OpenVINO: four differ from the exact middle in the last bit.
 BORDERS = np.array(
     [
         -0.84809643, -0.6106329, -0.45999527, -0.33967942, -0.2346074, -0.13791174, -0.045525018, 0.03979015,
@@ -44,7 +44,7 @@ BORDERS = np.array(
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and borders where the weight is."""
+    """Levels and borders on the weight's device."""
     import torch
 
     return torch.from_numpy(LEVELS).to(device), torch.from_numpy(BORDERS).to(device)
@@ -52,7 +52,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class NormalFloatFormat(GroupedFormat):
-    """`Quantized.data` holds the index of each weight's level, uint8, 0 to 15."""
+    """`Quantized.data` holds the index of each weight's level (uint8, 0 to 15)."""
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         import torch

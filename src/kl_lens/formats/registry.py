@@ -1,4 +1,4 @@
-"""The formats by name, and what takes a format's place where it does not fit."""
+"""Formats by name, and replacements for shapes that a format does not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from kl_lens.errors import FormatError
 from kl_lens.formats.base import Format
 
-FP16 = "fp16"  # what a weight has that nobody decided about
+FP16 = "fp16"  # the format of weights without another
 
 _formats: dict[str, Format] = {}
 
@@ -16,7 +16,7 @@ AnyFormat = TypeVar("AnyFormat", bound=Format)
 
 
 def register(fmt: AnyFormat) -> AnyFormat:
-    """Make a format known by its name. A new format is one file that ends in this call."""
+    """Registers a format. A new format is one file that ends in this call."""
     if fmt.name in _formats:
         raise FormatError(f"format {fmt.name!r} is registered twice")
     _formats[fmt.name] = fmt
@@ -24,7 +24,7 @@ def register(fmt: AnyFormat) -> AnyFormat:
 
 
 def known_formats() -> tuple[str, ...]:
-    """The names of all formats, in order of registration."""
+    """All names, in order of registration."""
     return tuple(_formats)
 
 
@@ -36,7 +36,7 @@ def get_format(name: str) -> Format:
 
 
 def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str | None]:
-    """The format that a weight of this shape really gets, and why it is not the one asked for (or None)."""
+    """The format for a weight of this shape, and why it differs from the wanted one (or None)."""
     wanted = get_format(fmt) if isinstance(fmt, str) else fmt
     reason = wanted.fits(shape)
     if reason is None:
@@ -45,4 +45,4 @@ def fitting_format(fmt: Format | str, shape: Sequence[int]) -> tuple[Format, str
         substitute = get_format(name)
         if substitute.fits(shape) is None:
             return substitute, f"{wanted.name}: {reason}; stored as {name}"
-    raise FormatError(f"no format can stand in for {wanted.name}: {reason}")
+    raise FormatError(f"no format can replace {wanted.name}: {reason}")

@@ -6,7 +6,7 @@
     q = clip(round half to even(w / s + z), 0, 15)  (with the float32 scale)
     w′ = (q − z) · fp16(s)                          (only the stored scale is rounded)
 
-Half a step at most, whatever the signs; a row that lies on one side of zero spends all its levels there. The zero
+The error is at most half a step for any signs; a row on one side of zero uses all its levels there. The zero
 point costs four bits per group: 0.125 bits a weight in groups of 32.
 """
 
@@ -34,7 +34,7 @@ class ZeroPointFormat(GroupedFormat):
         return super()._bytes(shape) + (self._groups(shape) * self.bits + 7) // 8
 
     def pack_zero_points(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        """The zero points as the bytes of a file: OpenVINO's u4."""
+        """The zero points as in a file: OpenVINO's u4."""
         self._require_own(quantized)
         assert quantized.zero_points is not None
         return pack_nibbles(quantized.zero_points)
@@ -67,7 +67,7 @@ class ZeroPointFormat(GroupedFormat):
         return groups.mul_(quantized.scales.float().unsqueeze(-1)).flatten(-2)
 
 
-# What stands in where groups do not divide the columns: as for the symmetric ones.
+# Replacements as for the symmetric formats.
 register(ZeroPointFormat("uint4", bits=4, group_size=None, symmetric=False))
 register(ZeroPointFormat("uint4-g128", 4, 128, False, fallback=("uint4-g64", "uint4-g32", "int8")))
 register(ZeroPointFormat("uint4-g64", 4, 64, False, fallback=("uint4-g32", "int8")))

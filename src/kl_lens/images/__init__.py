@@ -1,4 +1,4 @@
-"""Images: where they come from, and how a model wants them. Nothing here needs torch but `windows.py`."""
+"""Image sources, and how a model wants its images. Only `windows.py` needs torch."""
 
 from kl_lens.images.album import Picture, add_picture, labels_of, pixels_of
 from kl_lens.images.preparing import Preparation

@@ -1,7 +1,7 @@
-"""Images as ids, so that windows of images are what windows of tokens are: rows of integers.
+"""Images as ids, so that windows of images are rows of integers, like windows of tokens.
 
-An image's id is a hash of its pixels and its label. Whoever feeds a model looks the pixels up here by id; whoever
-stores, compares or resumes windows never meets them. The album lives as long as the process, and holds what was opened.
+An image's id is a hash of its pixels and its label. Pixels are looked up here by id when a model runs. The album holds
+what was opened in this process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Pixels = npt.NDArray[np.uint8]  # (channels, height, width), or a batch of those
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image as a model wants it, before its numbers are normalised."""
+    """An image resized for a model, before normalisation."""
 
     name: str
     pixels: Pixels
-    label: int  # UNLABELLED where nobody says
+    label: int  # UNLABELLED if unknown
 
     @property
     def sha256(self) -> str:
-        """Of the pixels alone: the same image under another label or name is the same image."""
+        """Of the pixels only, not of label or name."""
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
@@ -37,7 +37,7 @@ _ALBUM: dict[int, Picture] = {}
 
 
 def add_picture(picture: Picture) -> int:
-    """The picture's id; the same for the same pixels and label."""
+    """Adds a picture; returns its id."""
     about = f"{picture.pixels.shape} {picture.label} "
     digest = hashlib.blake2b(about.encode() + picture.pixels.tobytes(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1  # fits into an int64
@@ -56,7 +56,5 @@ def labels_of(ids: Iterable[int]) -> list[int]:
 
 def _picture(number: int) -> Picture:
     if number not in _ALBUM:
-        raise TextError(
-            f"no image with the id {number} was opened; ids of images last as long as the process"
-        )
+        raise TextError(f"no image with the id {number} was opened in this process")
     return _ALBUM[number]

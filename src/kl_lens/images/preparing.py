@@ -1,4 +1,4 @@
-"""How a model wants its images: size, cropping, normalisation; read from what lies beside its weights."""
+"""How a model wants its images: size, cropping, normalisation; read from the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _MODES = {
     "bilinear": "bilinear",
     "bicubic": "bicubic",
 }  # Pillow's numbers
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which most classifiers want
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, used by most classifiers
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """From an image file to what enters the model."""
+    """From an image file to the model's input."""
 
     height: int
     width: int
-    shortest: int | None = None  # first resized so that its shorter side is this, then cropped to the middle
+    shortest: int | None = None  # first resized to this shorter side, then cropped to the centre
     mode: str = "bilinear"
     scale: float = 1 / 255
     mean: tuple[float, ...] = _MEAN
@@ -47,7 +47,7 @@ class Preparation:
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> Self:
-        """What `preprocessor_config.json` says, or config.json in the manners of MambaVision and timm."""
+        """From `preprocessor_config.json`, or from config.json as in MambaVision and timm."""
         path = folder / FILE
         if path.is_file():
             try:
@@ -77,7 +77,7 @@ class Preparation:
             size = {"height": size, "width": size}
         if "shortest_edge" in size:
             shortest = int(size["shortest_edge"])
-            if crop is None and "crop_pct" in about:  # ConvNeXt's manner
+            if crop is None and "crop_pct" in about:  # as in ConvNeXt
                 size = crop = shortest
                 shortest = round(shortest / about["crop_pct"]) if shortest < 384 else shortest
             size = {"height": shortest, "width": shortest}
@@ -96,7 +96,7 @@ class Preparation:
         )
 
     def write(self, folder: Path) -> None:
-        """Beside an exported model, in the layout that `of` and transformers read."""
+        """Writes the settings next to an exported model, in transformers' layout."""
         about: dict[str, Any] = {
             "do_resize": True,
             "size": {"height": self.height, "width": self.width},
@@ -116,7 +116,7 @@ class Preparation:
         (folder / FILE).write_text(json.dumps(about, indent=1) + "\n")
 
     def prepare(self, image: Pixels) -> Pixels:
-        """(height, width, channels) as in the file → (channels, height, width) as the model wants it."""
+        """(height, width, channels) from the file → (channels, height, width) for the model."""
         if image.shape[-1] != self.channels:
             image = image[..., :1].repeat(self.channels, -1) if image.shape[-1] == 1 else _grey(image)
         planes = np.ascontiguousarray(np.moveaxis(image, -1, 0))
@@ -133,7 +133,7 @@ class Preparation:
     def _resized(self, planes: Pixels, height: int, width: int) -> Pixels:
         if planes.shape[1:] == (height, width):
             return planes
-        import torch  # whatever runs exported files of the right size needs none
+        import torch  # not needed for images of the right size
 
         smooth = self.mode != "nearest"
         resized = torch.nn.functional.interpolate(
@@ -142,11 +142,11 @@ class Preparation:
         return np.asarray(resized[0].numpy())
 
     def normalised(self, pixels: Pixels) -> npt.NDArray[np.float32]:
-        """What enters the model: (…, channels, height, width)."""
+        """The model's input, (…, channels, height, width)."""
         mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (self.mean, self.std))
         return (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
 
 
 def _grey(image: Pixels) -> Pixels:
-    """By the weights that Pillow uses, too."""
+    """With Pillow's weights."""
     return np.round(image[..., :3] @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[..., None]

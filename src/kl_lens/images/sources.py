@@ -3,8 +3,8 @@
     digits, digits:test    the shipped ones: 1,797 handwritten digits of 8 × 8 pixels
     FOLDER, FOLDER:valid   FOLDER/CLASS/*.png, or files beside a labels.csv (file,label), or files without labels
 
-Splits are `train`, `valid` and `test`: folders of these names, or else files dealt out by a hash of what is in them,
-half of them to `train`, so that a copy of an image never is on two sides.
+Splits are `train`, `valid` and `test`: folders of these names, or else files assigned by a hash of their content,
+half of them to `train`, so that copies of an image are always in the same split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LABELS = ("labels.csv", "labels.txt")
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """An image that was found, and what it shows."""
+    """An image and its label."""
 
     name: str
     content: Path | Pixels  # the file, or (height, width, channels)
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """Images in a fixed order, with the name under which they were asked for."""
+    """Images in a fixed order, with the name the user gave."""
 
     name: str
     split: str
@@ -56,7 +56,7 @@ class ImageSource:
         return f"{self.name}:{self.split}"
 
     def classes(self, names: Mapping[str, int], classes: int) -> dict[str, int]:
-        """Which output of the model each label means: by the model's own names, by number, or in their order."""
+        """Label → output of the model: by the model's names, by number, or in sorted order."""
         found = sorted({entry.label for entry in self.entries if entry.label is not None})
         if all(label in names for label in found):
             return {label: names[label] for label in found}
@@ -65,18 +65,18 @@ class ImageSource:
         if len(found) == classes:
             return {label: number for number, label in enumerate(found)}
         raise TextError(
-            f"{self.label}: {len(found)} classes ({', '.join(found[:3])}, …), and the model knows {classes}: name "
-            "them as config.json's id2label does, or by number"
+            f"{self.label}: {len(found)} classes ({', '.join(found[:3])}, …), but the model has {classes}: name "
+            "them as in config.json's id2label, or by number"
         )
 
 
 def open_images(
     name: str | os.PathLike[str], split: str | None = None, *, for_evaluation: bool = False
 ) -> ImageSource:
-    """Open images by name or by the path of a folder; `FOLDER:SPLIT` names a split, too.
+    """Opens images by name or by the path of a folder; `FOLDER:SPLIT` also names a split.
 
     Raises:
-        TextError: nothing of that name, or no image in it.
+        TextError: unknown name, or no images.
     """
     name = os.fspath(name)
     base, _, named = name.rpartition(":")
@@ -116,7 +116,7 @@ def _of_split(folder: Path, split: str) -> list[Entry]:
     if split in there and (split == TRAIN or {VALID, TEST} <= there.keys()):
         return _entries(there[split])
     if split != TRAIN and (judging := there.get(VALID) or there.get(TEST)) is not None:
-        # One folder to judge by has to serve both ends: what helps to choose a plan must not judge it.
+        # Divide a single evaluation folder: images that help choose a plan must not evaluate it.
         return [entry for entry in _entries(judging) if (VALID, TEST)[_share(entry) % 2] == split]
     return [entry for entry in _entries(folder) if _DEALT[_share(entry) % len(_DEALT)] == split]
 
@@ -138,7 +138,7 @@ def _label(path: Path, folder: Path, labels: Mapping[str, str] | None) -> str | 
         label = labels.get(within.as_posix()) or labels.get(path.name)
         if label is None:
             raise TextError(
-                f"{folder}: the file of labels has none for {within}; give one for every image, or none at all"
+                f"{folder}: the labels file has no label for {within}; label every image, or remove the file"
             )
         return label
     return within.parts[0] if len(within.parts) > 1 else None
@@ -165,11 +165,11 @@ def _read(path: Path) -> Pixels:
         with Image.open(path) as image:
             grey = image.mode in ("1", "L", "LA", "I;16")
             return np.asarray(image.convert("L" if grey else "RGB")).reshape(image.height, image.width, -1)
-    except Exception as error:  # Pillow raises many kinds over damaged files
-        raise TextError(f"{path} is no readable image: {one_line(error)}") from error
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise TextError(f"{path} is not a readable image: {one_line(error)}") from error
 
 
 def label_numbers(source: ImageSource, names: Mapping[str, int], classes: int) -> list[int]:
-    """The model's output that each image should have been given, UNLABELLED where nobody says."""
+    """The right output of the model for each image, or UNLABELLED."""
     numbers = source.classes(names, classes)
     return [UNLABELLED if entry.label is None else numbers[entry.label] for entry in source.entries]

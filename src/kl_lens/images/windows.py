@@ -1,4 +1,4 @@
-"""Windows of images: so many images that are measured together. Only those that are drawn are read."""
+"""Windows of images. Only chosen images are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw_images(
     source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
     *, windows: int = 64, length: int = 16, seed: int = 42,
 ) -> Windows:  # fmt: skip
-    """Windows of images in an order that the seed makes; the first k of a larger draw are the draw of k."""
+    """Windows of randomly chosen images; the first k of a larger draw are the draw of k."""
     available = len(source.entries)
     if windows * length > available:
         raise TextError(
@@ -35,7 +35,7 @@ def images_from_start(
     source: ImageSource, preparation: Preparation, names: Mapping[str, int], classes: int,
     *, length: int = 16, limit: int | None = None,
 ) -> Windows:  # fmt: skip
-    """Windows from the first image on, at most `limit`; classes are mixed by a fixed order, since folders are not."""
+    """Windows of all images, at most `limit`, in a fixed random order that mixes the classes."""
     available = len(source.entries)
     count = min(available // length, limit or available)
     if not count:

@@ -1,10 +1,10 @@
-"""Models that transformers does not have, in plain PyTorch under their published names; known to its Auto classes."""
+"""Models that transformers does not have, in plain PyTorch with their published names."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Makes transformers' Auto classes find them by `model_type`; once is enough."""
+    """Registers them with transformers' Auto classes."""
     import transformers
 
     from kl_lens.models.hymba import HymbaConfig, HymbaForCausalLM

@@ -1,13 +1,13 @@
-"""Hymba (nvidia/Hymba-1.5B-Base and -Instruct): attention and Mamba heads side by side in every block.
+"""Hymba (nvidia/Hymba-1.5B-Base and -Instruct): attention and Mamba heads in parallel in every block.
 
-Their published code needs CUDA packages and an old transformers; this is the same function in plain PyTorch, under the
+The published code needs CUDA packages and an old transformers. This is the same function in plain PyTorch, with the
 published names of parameters and settings, written from the paper (arXiv 2411.13676) and what that code computes:
 
-- learnt *meta tokens* stand before every text, at its first positions, and give no logits;
-- one `in_proj` makes queries, keys, values, the Mamba heads' input and their gate; both outputs, each normed, are
+- learned *meta tokens* come before every text, at its first positions, and give no logits;
+- one `in_proj` makes queries, keys, values, the Mamba heads' input and their gate; both outputs are normalised and
   averaged before `out_proj`;
-- few layers attend to everything, the others to the last `sliding_window` positions, to themselves, and to the
-  meta tokens;
+- a few layers attend to everything, the others to the last `sliding_window` positions, to themselves, and to the meta
+  tokens;
 - in a group of `kv_reuse_group` all layers attend to the keys and values of the first.
 """
 
@@ -24,8 +24,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from kl_lens.errors import CheckpointError
 
-_NTK_FACTOR = 2  # the published code's, which config.json does not name
-# What published checkpoints set, or a value that means the same; anything else is another function.
+_NTK_FACTOR = 2  # fixed in the published code, not in config.json
+# The supported settings: those of published checkpoints, or equivalent ones.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_hidden_act": ("silu",),
@@ -38,7 +38,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class HymbaConfig(PretrainedConfig):
-    """The published settings; defaults are those of Hymba-1.5B. Settings of its kernels are kept, and of no effect."""
+    """The published settings; defaults are those of Hymba-1.5B. Settings of its CUDA kernels have no effect."""
 
     model_type = "hymba"
 
@@ -86,13 +86,12 @@ class HymbaConfig(PretrainedConfig):
         for name, allowed in _ONLY.items():
             if (value := getattr(self, name, allowed[0])) not in allowed:
                 raise CheckpointError(
-                    f"config.json: {name} is {value!r}, which no published Hymba has and KL Lens does not compute; "
-                    f"it knows {allowed[0]!r}"
+                    f"config.json: {name} is {value!r}; KL Lens supports only {allowed[0]!r}, as published"
                 )
 
     @property
     def inner_size(self) -> int:
-        """Width of the Mamba heads together, and of the values that attention gives."""
+        """Total width of the Mamba heads, and of the values of attention."""
         return int(self.mamba_expand * self.hidden_size)
 
     def keys_from(self, layer: int) -> int:
@@ -119,12 +118,12 @@ class HymbaRMSNorm(nn.Module):
         )
 
 
-# Under the names, and with the arguments, that transformers' mixers call: so the fast kernels and the exporter, which
-# put theirs in place of these, need not know this model.
+# Names and arguments are those of transformers' mixers, so that the fast kernels and the exporter can replace these
+# functions.
 
 
 def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
-    """Each channel by itself: x (batch, channels, time), weight (channels, kernel)."""
+    """Depthwise convolution: x (batch, channels, time), weight (channels, kernel)."""
     padded = functional.pad(x, (weight.shape[1] - 1, 0))
     y = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
     return functional.silu(y) if activation else y
@@ -155,7 +154,7 @@ def mamba_selective_scan(
 
 
 def _rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
-    """x (batch, heads, time, width), turned by the cosines and sines of its positions."""
+    """Rotary embedding of x (batch, heads, time, width)."""
     if rotary is None:
         return x
     first, second = x.chunk(2, -1)
@@ -175,7 +174,7 @@ class HymbaBlock(nn.Module):
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         share = self.key_heads / self.heads
         own = [int(share * hidden), int(share * inner)] if config.keys_from(layer_idx) == layer_idx else []
-        self.sizes = [hidden, *own, inner, inner]  # queries, keys and values of its own, Mamba, gate
+        self.sizes = [hidden, *own, inner, inner]  # queries, own keys and values, Mamba, gate
         self.scan_sizes = [rank, states, states]
         self.in_proj = nn.Linear(hidden, sum(self.sizes), bias=config.mamba_proj_bias)
         self.out_proj = nn.Linear(inner, hidden, bias=config.mamba_proj_bias)
@@ -275,7 +274,7 @@ class HymbaDecoderLayer(nn.Module):
             self.pre_moe_layernorm = HymbaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, KeysValues]:
-        """Hidden states, and the keys and values that it attended to."""
+        """Returns hidden states, and the keys and values it attended to."""
         mixed, shared = self.mamba(self.input_layernorm(hidden_states), **arguments)
         hidden_states = hidden_states + mixed
         if hasattr(self, "moe"):
@@ -306,12 +305,13 @@ class HymbaModel(HymbaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, past_key_values: Any = None, **_: Any) -> BaseModelOutputWithPast:
-        """`past_key_values` is an exporter's: convolutions, keys and values; the scans' states are its own affair."""
+        """`past_key_values` comes from an exporter: convolutions, keys and values. It handles the scan states
+        itself."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         hidden = self.embed_tokens(input_ids)
         length = hidden.shape[1]
         if self.config.num_memory_tokens > 0:
-            # The whole of them before the first token, nothing behind: without a branch, for a tracer's sake.
+            # All of them before the first token, none later; without a branch, for tracing.
             seen = torch.as_tensor(past).clamp(max=self.config.num_memory_tokens)
             meta = self.memory_tokens[seen:].to(hidden.dtype)
             hidden = torch.cat([meta.expand(hidden.shape[0], -1, -1), hidden], 1)
@@ -342,7 +342,7 @@ class HymbaModel(HymbaPreTrainedModel):
         return torch.stack([angles.cos(), angles.sin()])
 
     def _masks(self, positions: Tensor, past: Any, *, by_itself: bool) -> dict[bool, Tensor | None]:
-        """Which keys each position attends to, in global layers (True) and in others; None: all before it."""
+        """Attention masks of global layers (True) and of others; None: all earlier positions."""
         window, meta = self.config.sliding_window, self.config.num_memory_tokens
         if by_itself and (window is None or positions.shape[0] - 1 - meta <= window):
             return {True: None, False: None}

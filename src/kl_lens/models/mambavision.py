@@ -1,8 +1,8 @@
 """MambaVision (arXiv 2407.08083) in plain PyTorch: convolutions, then state-space mixers and attention on windows.
 
 Written from the paper and from the published names of parameters and settings, so that folders in the hub's layout
-(`nvidia/MambaVision-T-1K`, …) open; the published code needs CUDA packages. Two of its habits are kept because its
-weights were trained with them: the bias of `dt_proj` counts twice, and the convolutions of the mixer look both ways.
+(`nvidia/MambaVision-T-1K`, …) open; the published code needs CUDA packages. Two of its quirks are kept because its
+weights were trained with them: the bias of `dt_proj` counts twice, and the mixer's convolutions are not causal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MambaVisionConfig(PretrainedConfig):
         patch_strides: tuple[int, int] = (2, 2),
         **kwargs: Any,
     ) -> None:
-        """`convolution_stages` and `patch_strides` are ours, for small images; the published models have these."""
+        """`convolution_stages` and `patch_strides` are our additions for small images; defaults are as published."""
         self.depths, self.num_heads, self.window_size = list(depths), list(num_heads), list(window_size)
         self.dim, self.in_dim, self.mlp_ratio, self.in_chans = dim, in_dim, mlp_ratio, in_chans
         self.layer_scale, self.layer_scale_conv = layer_scale, layer_scale_conv
@@ -62,7 +62,7 @@ def mamba_selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """The recurrence, step by step; the runner puts its kernels in the place of a function of this name."""
+    """The recurrence, step by step; fast kernels replace a function of this name."""
     if delta_bias is not None:
         dt = dt + delta_bias[:, None]
     if delta_softplus:
@@ -80,7 +80,7 @@ def mamba_selective_scan(
 
 
 class MambaVisionMixer(nn.Module):
-    """Half of the channels go through a selective scan, half past it."""
+    """Half of the channels go through a selective scan, the other half bypass it."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer or attention, then an MLP, each behind a norm and beside a shortcut."""
+    """A mixer or attention, then an MLP, each with a norm and a residual connection."""
 
     def __init__(self, config: MambaVisionConfig, dim: int, heads: int, attends: bool) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Downsample(nn.Module):
 
 
 class MambaVisionLayer(nn.Module):
-    """One stage; later ones work on windows, and end in half the height and width."""
+    """One stage; later stages work on windows, and all but the last halve height and width."""
 
     def __init__(self, config: MambaVisionConfig, stage: int) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class MambaVisionForImageClassification(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing beyond what the modules do themselves: weights come from a file, or from the training script."""
+        """Weights come from a file or from training."""
 
     def forward(self, pixel_values: torch.Tensor, **_: Any) -> ImageClassifierOutputWithNoAttention:
         return ImageClassifierOutputWithNoAttention(logits=self.model(pixel_values))

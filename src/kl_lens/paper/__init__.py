@@ -1,4 +1,4 @@
-"""What reproduces the paper (arXiv 2604.13440): its points, its greedy rule, its files. The product stands elsewhere.
+"""Reproduces the paper (arXiv 2604.13440): its points, its greedy rule, its files.
 
 Its timing protocol, `benchmark_app`, is `PublishedTiming`.
 """
@@ -19,5 +19,5 @@ if TYPE_CHECKING:
     from kl_lens.paper.results import write_published as write_published
     from kl_lens.paper.timing import PublishedTiming as PublishedTiming
 else:
-    # Planning needs numpy alone; published files need a model's anatomy, and results what evaluated it.
+    # Planning needs only numpy; the rest needs torch.
     __getattr__, __all__ = lazy_names(__name__)

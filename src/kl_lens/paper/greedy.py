@@ -1,14 +1,12 @@
-"""The paper's greedy acceptance under a quality budget: quantize from least to most sensitive while perplexity allows.
+"""The paper's greedy rule: quantize from least to most sensitive while perplexity stays within a budget.
 
-A plan is within the budget when its perplexity is at most γ times that of the FP16 model, a baseline that
-stays fixed. Entries are (component, format) pairs sorted from least to most sensitive, one list or the merged
-4-bit and 8-bit lists. Accepting an entry gives its component that format; an entry that would not make its
-component smaller than it already is gets passed over without an evaluation.
+A plan is within the budget if its perplexity is at most γ times that of the FP16 model. Entries are (component, format)
+pairs sorted from least to most sensitive, one list or the merged 4-bit and 8-bit lists. Accepting an entry gives its
+component that format; an entry that would not make its component smaller is skipped without an evaluation.
 
-`exhaustive` is the paper's algorithm: one evaluation per entry. The default finds the longest acceptable head
-of the list by binary search first and then tries the rest one by one, like the paper's. The search takes a
-longer head to be no better than a shorter one; where that is false it may stop at a shorter head than the
-longest, but what it returns was measured and is within the budget all the same.
+`exhaustive` is the paper's algorithm: one evaluation per entry. The default first finds the longest acceptable head of
+the list by binary search and then tries the rest one by one. The search assumes that a longer head is never better than
+a shorter one. If that is false it may stop early, but its result was measured and is within the budget.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from kl_lens.planning.predict import finished_plan
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, Plan, SensitivityTable
 
-# Perplexity of the model under an assignment; the empty assignment is the FP16 model.
+# Perplexity under an assignment; the empty assignment is the FP16 model.
 Evaluate = Callable[[Mapping[str, str]], float]
 
 
@@ -42,7 +40,7 @@ class GreedyResult:
     baseline: float
     limit: float  # γ × baseline
     perplexity: float  # of the plan
-    evaluations: int  # the baseline's included
+    evaluations: int  # including the baseline
     accepted: tuple[Entry, ...]
     rejected: tuple[Entry, ...]
 
@@ -60,10 +58,10 @@ def greedy_plan(
 ) -> GreedyResult:
     """Accepts entries while the measured perplexity stays within γ × the FP16 baseline.
 
-    `formats`: by default int4 and int8 or, where those were measured, q4_0 and q8_0.
+    `formats`: default int4 and int8 or, if those were measured, q4_0 and q8_0.
     """
     if not gamma >= 1:
-        raise PlanError(f"--gamma {gamma:g} would ask for better than FP16; give 1 or more, such as 1.10")
+        raise PlanError(f"--gamma {gamma:g} demands better than FP16; give 1 or more, such as 1.10")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = (formats, "") if formats else paper_formats(table)
     order = ranked([sensitivity_list(table, Recipe.parse(f), metric, exclude) for f in formats], metric)
@@ -97,7 +95,7 @@ def greedy_plan(
 
 
 class _Search:
-    """Evaluates assignments once each and counts how often."""
+    """Evaluates each assignment once, and counts evaluations."""
 
     def __init__(
         self, components: Mapping[str, Component], order: Sequence[Entry], evaluate: Evaluate
@@ -127,8 +125,8 @@ class _Search:
         return assignment
 
     def longest_head(self) -> int:
-        """Binary search for how many entries from the start can be accepted together."""
-        low, high = 0, len(self.order)  # low is acceptable; everything above high is taken not to be
+        """How many entries from the start can be accepted together, by binary search."""
+        low, high = 0, len(self.order)  # low is acceptable; everything above high is assumed not to be
         while low < high:
             middle = (low + high + 1) // 2
             if self.acceptable(self.order[:middle]):
@@ -138,7 +136,7 @@ class _Search:
         return low
 
     def run(self, head: int) -> tuple[list[Entry], list[Entry]]:
-        """Takes the first `head` entries as they are, then tries the others one by one."""
+        """Accepts the first `head` entries, then tries the others one by one."""
         accepted = list(self.order[:head])
         rejected: list[Entry] = []
         for entry in self.order[head:]:

@@ -1,8 +1,8 @@
 """The published layout of sensitivity files: {layer: {"sqnr_db", "kl_teacher_to_student", …}}, one per bit width.
 
-Reading takes the numbers as they are. In the published files `kl_teacher_to_student` is about 5e8 in every row (their
-code passes probabilities where log-probabilities belong) and both divergences are sums over a sequence, not means over
-tokens; `kl_student_to_teacher`, `sqnr_db` and `delta_cross_entropy` still rank.
+Numbers are read as they are. In the published files `kl_teacher_to_student` is about 5e8 in every row (their code
+passes probabilities instead of log-probabilities), and both KLs are sums over a sequence, not means per token;
+`kl_student_to_teacher`, `sqnr_db` and `delta_cross_entropy` can still be used for ranking.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kl_lens.records import Estimate, Measurement
 from kl_lens.writing import write_text
 
 KEYS = ("sqnr_db", "kl_teacher_to_student", "kl_student_to_teacher", "delta_cross_entropy")
-LARGEST = 10**300  # JSON's whole numbers have no end, floats have
+LARGEST = 10**300  # JSON integers are unlimited, floats are not
 FORMAT_OF_BITS = {4: "int4", 8: "int8"}
 
 
 def write_legacy(path: Path, measurements: Sequence[Measurement]) -> list[Path]:
-    """Writes one file per format: PATH itself for a single one, else NAME_4bit.json and so on."""
+    """Writes one file per format: PATH for a single one, else NAME_4bit.json and so on."""
     names = list(dict.fromkeys(m.format for m in measurements))
     written = []
     for name in names:
@@ -46,20 +46,20 @@ def read_legacy(path: Path, bits: int, anatomy: Anatomy) -> list[Measurement]:
     """Published measurements of one bit width, for the components of a model.
 
     Raises:
-        RunError: the file is not of that layout, or names a layer that the model does not have.
+        RunError: the file has another layout, or names a layer that the model does not have.
     """
     if bits not in FORMAT_OF_BITS:
         raise RunError(
-            f"--bits {bits}: the published files have {' or '.join(map(str, FORMAT_OF_BITS))} bits"
+            f"--bits {bits}: published files exist for {' or '.join(map(str, FORMAT_OF_BITS))} bits"
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} is no JSON ({error})") from error
+        raise RunError(f"{path} is not JSON ({error})") from error
     if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()) or not data:
-        raise RunError(f"{path} is no published sensitivity file: expected {{layer: {{metric: value}}}}")
+        raise RunError(f"{path} is not a published sensitivity file: expected {{layer: {{metric: value}}}}")
     by_name = {name: c for c in anatomy.candidates for name in (c.name, *c.tied_with)}
     unknown = [layer for layer in data if layer not in by_name]
     if unknown:

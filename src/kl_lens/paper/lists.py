@@ -1,4 +1,4 @@
-"""Sensitivity lists, as the paper makes them: (component, format) from least to most sensitive, by any metric."""
+"""The paper's sensitivity lists: (component, format) from least to most sensitive, by any metric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kl_lens.planning.predict import measured_recipes, require_measurements
 from kl_lens.recipes import Recipe
 from kl_lens.records import SensitivityTable
 
-# Name on the command line → key of the measurement, and whether a larger value means less damage.
+# Name on the command line → key of the measurement, and whether larger is better.
 RANKING_METRICS = {
     "kl_student_to_teacher": ("kl_student_to_teacher", False),
     "kl_teacher_to_student": ("kl_teacher_to_student", False),
@@ -20,13 +20,13 @@ RANKING_METRICS = {
     "delta_cross_entropy": ("delta_cross_entropy", False),
 }
 PUBLISHED_METRIC = "kl_student_to_teacher"
-# The paper's formats of 4 and 8 bits, and llama.cpp's nearest → what the names of plans of them begin with.
+# The paper's 4-bit and 8-bit formats, and llama.cpp's nearest → prefix of plan names.
 FORMAT_PAIRS = {("int4", "int8"): "", ("q4_0", "q8_0"): "ggml_"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a sensitivity list: this component in this recipe does this much damage."""
+    """One line of a sensitivity list."""
 
     component: str
     recipe: Recipe
@@ -34,7 +34,7 @@ class Entry:
 
 
 def metric_label(metric: str) -> str:
-    """How plan names spell a metric: the published ranking is plain `kl`."""
+    """A metric in plan names; the published ranking is plain `kl`."""
     key, _ = require_metric(metric)
     return {"kl_student_to_teacher": "kl", "sqnr_db": "sqnr"}.get(key, key)
 
@@ -47,14 +47,14 @@ def require_metric(metric: str) -> tuple[str, bool]:
 
 
 def paper_formats(table: SensitivityTable, *, eight_bits_alone: bool = False) -> tuple[tuple[str, ...], str]:
-    """The pair that was measured (the paper's own, if both were), and the prefix of its plans."""
+    """The measured pair of formats (the paper's, if both were), and the prefix of its plans."""
     measured = set(measured_recipes(table))
     pairs = [(pair[1:] if eight_bits_alone else pair, prefix) for pair, prefix in FORMAT_PAIRS.items()]
     return max(pairs, key=lambda pair: len(measured.intersection(pair[0])))
 
 
 def excluded_components(table: SensitivityTable, *, no_head: bool) -> frozenset[str]:
-    """What the published lists leave out: an untied embedding always, the head when asked."""
+    """Components missing from the published lists: an untied embedding, and the head with `no_head`."""
     left_out = set()
     if table.embedding != table.head:
         left_out.add(table.embedding)
@@ -76,17 +76,16 @@ def sensitivity_list(
             continue
         if key not in measured[component.name]:
             raise PlanError(
-                f"{component.name} at {recipe}: {key} was not measured; rank by another metric or measure again"
+                f"{component.name} in {recipe}: {key} was not measured; use another --metric or measure again"
             )
         entries.append(Entry(component.name, recipe, measured[component.name][key].value))
     return entries
 
 
 def ranked(lists: Sequence[Sequence[Entry]], metric: str) -> list[Entry]:
-    """The lists merged, least sensitive first.
+    """The merged lists, least sensitive first.
 
-    Ties keep the order of the lists, then the model's order. A value that is not a number means the damage
-    was beyond measuring, and ranks as the worst.
+    Ties keep the order of the lists, then the model's order. NaN means damage beyond measuring and ranks as the worst.
     """
     _, larger_is_better = require_metric(metric)
 

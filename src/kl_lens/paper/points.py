@@ -1,19 +1,18 @@
 """The paper's mixed-precision points, by their published definition.
 
-Merge the 4-bit and the 8-bit list, sort from least to most sensitive, drop the most sensitive entry, and cut
-the rest after ((n−1)//10)·i entries for i = 1 … 10, where n counts the merged list before the drop. Within a
-cut the later entry of a component wins: 8 bits usually do less damage than 4, so a component first turns
-INT8 and then INT4 as the cuts grow. What no entry of a cut names stays FP16, and so does every component
-behind the last cut.
+Merge the 4-bit and the 8-bit list, sort from least to most sensitive, drop the most sensitive entry, and cut the rest
+after ((n−1)//10)·i entries for i = 1 … 10, where n is the length of the merged list before the drop. Within a cut the
+later entry of a component wins: 8 bits usually do less damage than 4, so as the cuts grow a component first becomes
+INT8 and then INT4. Components not in a cut stay FP16.
 
-The GPU script takes the 8-bit list alone, and on Mamba-2 cuts it into eight: ((n−1)//8)·i for i = 1 … 8. The GPU
-script with INT4 is the CPU's in all but the names, on Mamba-2 too.
+The GPU script uses only the 8-bit list, and on Mamba-2 cuts it into eight: ((n−1)//8)·i for i = 1 … 8. The GPU script
+with INT4 differs from the CPU's only in names, on Mamba-2 too.
 
-Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. A
-component whose two entries tie therefore gets INT8, the safer one.
+Ties are broken by a stable sort of the 4-bit list followed by the 8-bit list, each in the model's order. So a component
+whose two entries tie gets INT8, the safer one.
 
-llama.cpp has neither INT4 nor INT8. Where q4_0 and q8_0 were measured in their place, they take it, and names of plans
-begin with `ggml_`.
+llama.cpp has neither INT4 nor INT8. If q4_0 and q8_0 were measured instead, they are used, and plan names begin with
+`ggml_`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ def paper_points(
 ) -> list[Plan]:
     """The uniform plans and the points of one pipeline, in the paper's order.
 
-    The head's measurement takes part unless `no_head`; conv1d never does (it is not quantizable), nor does an
-    untied embedding, which the published lists do not hold.
+    The head is included unless `no_head`. conv1d is not (it is not quantizable), nor is an untied embedding, which the
+    published lists do not have.
     """
     if pipeline not in PIPELINES:
-        raise PlanError(f"no pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
+        raise PlanError(f"unknown pipeline {pipeline!r}; choose one of {', '.join(PIPELINES)}")
     exclude = excluded_components(table, no_head=no_head)
     formats, prefix = paper_formats(table, eight_bits_alone=pipeline == "gpu")
     recipes = [Recipe(name) for name in formats]
@@ -94,9 +93,9 @@ def paper_points(
 
 
 def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
-    """Of the paper's points that are no larger than `rival`, the one that loses least; else the smallest of all.
+    """The best of the paper's points that are no larger than `rival`; else the smallest of all.
 
-    Judged by measured KL where all of them have it, by predicted KL otherwise.
+    By measured KL if all of them have it, otherwise by predicted KL.
     """
     points = [p for p in plans if p.family == "paper"]
     if not points:
@@ -110,22 +109,22 @@ def best_paper_point(plans: Sequence[Plan], rival: Plan) -> Plan | None:
 
 
 def cuts(order: Sequence[Entry], points: int) -> list[list[Entry]]:
-    """The growing heads of a list that is sorted from least to most sensitive."""
+    """Growing heads of a sorted list."""
     without_worst = order[:-1]
     step = len(without_worst) // points  # (n − 1) // 10
     if step == 0:
         raise PlanError(
-            f"the paper's points need at least {points + 1} measurements in the lists, and there are {len(order)}; "
+            f"the paper's points need at least {points + 1} measurements, but there are {len(order)}; "
             "measure more components or use a budget instead"
         )
     return [list(without_worst[: step * i]) for i in range(1, points + 1)]
 
 
 def assignment_of(entries: Sequence[Entry]) -> dict[str, Recipe]:
-    """Component → recipe, where the later entry of a component wins."""
+    """Component → recipe; the later entry of a component wins."""
     return {entry.component: entry.recipe for entry in entries}
 
 
 def points_of(table: SensitivityTable, pipeline: str) -> int:
-    """Ten points, except that the GPU script cuts the 8-bit list of a Mamba-2 into eight."""
+    """Ten points; the GPU script cuts the 8-bit list of a Mamba-2 into eight."""
     return MAMBA2_GPU_POINTS if pipeline == "gpu" and table.model_type == "mamba2" else POINTS

@@ -1,4 +1,4 @@
-"""`perplexity_results_{tag}.json`, in the layout that the paper's code publishes: {model: {point: perplexity}}."""
+"""Writes `perplexity_results_{tag}.json` in the paper's layout: {model: {point: perplexity}}."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kl_lens.writing import write_text
 
 
 def write_published(run: Run, model: str, text: EvaluationText, tag: str | None = None) -> Path:
-    """Token perplexities of everything in the run that was judged with this text's protocol.
+    """Token perplexities of everything in the run that was scored on this text.
 
-    A plan computed in PyTorch is a point under its own name; files are `TARGET/PLAN`.
+    A plan computed in PyTorch is named after the plan; files are `TARGET/PLAN`.
     """
     points = {
         score.subject.label.removeprefix("torch/"): score.values["token_perplexity"].value

@@ -1,7 +1,6 @@
-"""The published protocol: the runtime's own benchmark program, latency hint, 60 seconds and 50 iterations.
+"""The paper's timing protocol: the runtime's own benchmark program, latency hint, 60 seconds and 50 iterations.
 
-Both limits have to be reached. The program goes on until they are; whether it did is read from its own report, and if
-not it runs again with more.
+Both must be reached. Its report says whether they were; if not, it runs again with higher limits.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ from kl_lens.writing import write_text
 PROTOCOL = "benchmark_app"
 SECONDS, QUICK_SECONDS, ITERATIONS = 60, 3, 50
 ATTEMPTS = 3
-LIMIT_SECONDS = 3600  # of one attempt: far more than both limits take, so that a compiler that hangs ends
+LIMIT_SECONDS = 3600  # per attempt: ends a compiler that hangs
 LOG_FOLDER = Path("log/benchmark_log")
 
 
 @dataclass(frozen=True)
 class PublishedTiming:
-    """The published protocol as a `Timing` of `kl_lens.profiling.Benchmark`."""
+    """The paper's protocol as a `Timing` of `kl_lens.profiling.Benchmark`."""
 
-    tag: str = "kl-lens"  # part of the names of logs and CSV
-    folder: Path | None = None  # where those go; the run's when not given
+    tag: str = "kl-lens"  # part of the names of logs and the CSV
+    folder: Path | None = None  # where they go (default: the run's folder)
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
         return sum(s.target.published is not None for s in subjects)
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        """Each whose target has such a program, in a process of its own; logs go to `folder`/log/benchmark_log."""
+        """Times artifacts whose target has such a program; logs go to `folder`/log/benchmark_log."""
         folder = self.folder or (benchmark.run.folder if benchmark.run else Path())
         outcome = Timings()
         timed = [s for s in subjects if s.target.published is not None]
         for subject in timed:
             try:
-                # Ratios are to what was run already; FP16 comes first.
+                # Ratios are relative to earlier artifacts; FP16 comes first.
                 base = base_of(subject, [s for s in timed if s.name in outcome.profiles] + [subject])
                 profile = self._profile(subject, base, outcome, benchmark.settings, report.machine, folder)
                 outcome.profiles[subject.name] = profile
@@ -69,7 +68,7 @@ class PublishedTiming:
             report.csv = write_report(folder, benchmark.settings.device, self.tag, rows)
 
     def _rows(self, benchmark: Benchmark, outcome: Timings) -> list[Profile]:
-        """Profiles of this tag and device: what the run knows from before, and the new ones."""
+        """Profiles of this tag and device: earlier ones of the run, and the new ones."""
         rows: dict[str, Profile] = {}
         for result in current_results(benchmark.run, "profile") if benchmark.run else ():
             profile = profile_from(result.value)
@@ -93,7 +92,7 @@ class PublishedTiming:
         seconds = QUICK_SECONDS if settings.quick else SECONDS
         report, command = run_app(program, subject.path, log, seconds=seconds, device=device, threads=threads)
         timings = {
-            # benchmark_app gives the extremes, not the quartiles; they are in the settings.
+            # benchmark_app gives extremes, not quartiles; they are in the settings.
             "latency_ms": Quartiles(report.median_ms, report.median_ms, report.median_ms, report.iterations),
             "throughput_fps": Quartiles(
                 report.throughput_fps, report.throughput_fps, report.throughput_fps, report.iterations
@@ -153,7 +152,7 @@ def run_app(
     threads: int | None = None,
     run: Callable[[Sequence[str]], tuple[int, str]] | None = None,
 ) -> tuple[AppReport, list[str]]:
-    """Runs until both limits are reached; the log keeps every attempt. Returns the report and the command it is of."""
+    """Runs until both limits are reached; the log keeps every attempt. Returns the report and its command."""
     run = run or _run
     ask_seconds, ask_iterations, texts = seconds, iterations, []
     for _ in range(ATTEMPTS):
@@ -186,13 +185,13 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         raise TargetError(
-            f"{PROTOCOL} did not end within {LIMIT_SECONDS // 60} minutes; the device's compiler may hang"
+            f"{PROTOCOL} did not finish within {LIMIT_SECONDS // 60} minutes; the device's compiler may hang"
         ) from None
     return done.returncode, done.stdout
 
 
 def _model_name(subject: Subject) -> str:
-    """The plan, as published; what lies elsewhere keeps its whole path, or two could share a log."""
+    """The plan; a file outside the run keeps its whole path, so that no two share a log."""
     return subject.label if "path" in subject.settings or subject.plan is None else subject.plan
 
 

@@ -1,4 +1,4 @@
-"""The verbs, each as settings and a function, and `Study`, through which all of them are called.
+"""The commands as Python: `Study` has one method for each; every command has a settings class and a function.
 
 Example:
     >>> study = Study("reference:mamba", folder="runs/mine")

@@ -1,4 +1,4 @@
-"""`benchmark`: speed, memory and size of exported models, and how near they are to the machine's limit."""
+"""`benchmark`: speed, memory and size of exported models, and how close they come to the machine's limit."""
 
 from __future__ import annotations
 
@@ -57,45 +57,45 @@ class BenchmarkSettings(OfRun):
 
     artifacts: tuple[Path, ...] = option(
         (),
-        "exported folders or .gguf files (default: all that the run has)",
+        "exported folders or .gguf files (default: all of the run)",
         positional=True,
         nargs="*",
         metavar="ARTIFACT",
     )
-    run: str | None = option(None, "the run folder; results are kept there", metavar="DIR")
+    run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
     device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
     threads: tuple[int, ...] | None = option(
         None,
-        "one number; or several, or auto, to see each and go on with the best (default: all processors)",
+        "one number; a list or auto compares several and uses the fastest (default: all processors)",
         kind=Kind(thread_counts, _spell_list, type=int, least=1, most=MOST_THREADS),
         metavar="LIST",
     )
     gpu_layers: tuple[int, ...] = option(
         (0,),
-        "llama.cpp: layers on a GPU; several (0,8,16,all) to see the curve",
+        "llama.cpp: layers on a GPU; a list (0,8,16,all) compares several",
         kind=Kind(layer_counts, spell_layers, type=int, most=ALL_LAYERS),
         metavar="LIST",
     )
     load: tuple[str, ...] = option(("auto",), LOAD_HELP, kind=Kind(load_modes, ",".join), metavar="LIST")
     protocol: str = option(
         "use",
-        "use: what a user feels; benchmark_app: the published one, 60 s for each IR",
+        "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
         choices=("use", "benchmark_app", "both"),
     )
-    quick: bool = option(False, "short, to try things out; the record says so")
+    quick: bool = option(False, "a short run to try things out; marked as such in the results")
     tag: str | None = option(None, "part of the CSV's name (default: the model's name)", metavar="TAG")
     prompt_lengths: tuple[int, ...] = _use(
         (32, 128, 512),
-        "tokens",
+        "prompt lengths in tokens",
         kind=Kind(_lengths, _spell_list, type=int, least=1, most=TOKENS.most),
         metavar="LIST",
     )
-    new_tokens: int = _use(64, kind=TOKENS)
-    repeats: int = _use(5, kind=COUNT)
-    layers: bool = _layers(False, "time components by shape and format")
-    formats: tuple[str, ...] = _layers((), "default: those that the run measured", kind=NAMES)
+    new_tokens: int = _use(64, "tokens to generate", kind=TOKENS)
+    repeats: int = _use(5, "timed rounds", kind=COUNT)
+    layers: bool = _layers(False, "time each component shape in each format")
+    formats: tuple[str, ...] = _layers((), "default: the formats the run measured", kind=NAMES)
 
     def check(self) -> None:
         super().check()
@@ -110,7 +110,7 @@ class BenchmarkSettings(OfRun):
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """What has several values to try."""
+        """The settings that have several values to compare."""
         return {name: values for name in _CHOICES if len(values := getattr(self, name) or ()) > 1}
 
 

@@ -1,7 +1,6 @@
-"""`calibrate`: what text shows of every component's inputs, for methods that learn from it.
+"""`calibrate`: gathers statistics of every component's inputs, for methods that learn from text (gptq, imatrix).
 
-It is a step of its own: a verb that meets a recipe whose method learns takes the run's statistics, and where there are
-none it stops and names this command.
+Other commands only read these statistics. If a recipe needs them and there are none, they stop and name this command.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.text import Windows, refuse_overlap
 
 DEFAULT_TEXT, DEFAULT_WINDOWS, DEFAULT_SEED = "wikitext2:train", 32, 42
-RESCALED_FOR = Recipe("int4-g64", "gptq")  # whose error says whether rescaling pays
+RESCALED_FOR = Recipe("int4-g64", "gptq")  # rescaling is kept if it lowers this recipe's error
 _text = grouped("text that methods learn from")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningText(Settings):
-    """The text that statistics are gathered on; what is not given is the run's own."""
+    """The text that statistics are gathered on; defaults come from the run."""
 
     text: str | None = _text(
         None, f"name:split, or a file or folder (default: the run's calibration text, or {DEFAULT_TEXT})"
     )
     windows: int | None = _text(
-        None, f"how many windows (default: {DEFAULT_WINDOWS}, or what the text has)", kind=COUNT
+        None, f"number of windows (default: {DEFAULT_WINDOWS}, or fewer if the text is short)", kind=COUNT
     )
     window_length: int | None = _text(
-        None, "tokens each (default: the run's, or 512; 16 images)", kind=TOKENS
+        None, "tokens per window (default: the run's, or 512; 16 images)", kind=TOKENS
     )
     seed: int | None = _text(
         None,
-        "chooses the windows (default: another than measure's: what was learnt from does not judge)",
+        "chooses the windows (default: not measure's, so that no method is measured on the text it learned from)",
         kind=SEED,
     )
 
@@ -66,7 +65,6 @@ class LearningText(Settings):
         return any(value is not None for value in (self.text, self.windows, self.window_length, self.seed))
 
     def drawn(self, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
-        """The windows that these settings mean in a run."""
         measured = run.text_identity(CALIBRATION) or {}
         text, split = self.text or DEFAULT_TEXT, None
         if self.text is None and measured:
@@ -88,36 +86,36 @@ class CalibrateSettings(LearningText, HeldOut, FromDisk):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
-        None, "a model, when --run is new", positional=True, nargs="?", metavar="MODEL"
+        None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
     in_order: str | None = option(
         None,
-        "then quantize this plan of the run block by block, with the inputs that its quantized part gives, and keep "
-        "that as PLAN.in-order if the KL on held-out text falls",
+        "also quantize this plan block by block, each block with inputs from the quantized blocks before it; kept as "
+        "PLAN.in-order if that lowers the KL on held-out text",
         metavar="PLAN",
     )
     rescaled: str | None = option(
         None,
-        "write a checkpoint that computes the same and loses less when it is rounded: columns that are hard to round "
-        "made smaller by powers of two, the norms in front of them larger",
+        "also write an equivalent checkpoint that is easier to quantize: powers of two are moved from columns that are "
+        "hard to round into the norms before them",
         metavar="FOLDER",
     )
     again: bool = option(
         False,
-        "gather afresh, and forget what was measured of recipes that learnt from the earlier statistics",
+        "gather new statistics, and discard measurements that used the old ones",
     )
 
     def check(self) -> None:
         super().check()
         if self.rescaled is not None and os.path.lexists(self.rescaled):
-            raise RunError(f"--rescaled {self.rescaled}: it is there already; name a new folder")
+            raise RunError(f"--rescaled {self.rescaled}: already exists; name a new folder")
 
 
 @dataclass(frozen=True)
 class CalibrateResult:
-    folder: Path  # the run's
-    model: str  # opens it again
+    folder: Path  # of the run
+    model: str  # name that opens the model
     statistics: StoredStatistics
     ordered: Ordered | None = None
     rescaled: tuple[Rescaling, ...] = ()
@@ -147,7 +145,7 @@ def _calibrated(
     if settings.again:
         forget(run)
     statistics = _gathered(run, model, settings, bench, events)
-    bench.learnt_anew()
+    bench.drop_statistics()
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
     ordered = None
@@ -166,7 +164,7 @@ def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) ->
 
 
 def forget(run: Run) -> None:
-    """Takes out a run's statistics and what was measured of recipes that learnt from them."""
+    """Deletes a run's statistics and the measurements of recipes that used them."""
     stored = StoredStatistics.held_by(run.folder)
     if stored is not None:
         shutil.rmtree(stored.folder)
@@ -178,11 +176,11 @@ def forget(run: Run) -> None:
 def _gathered(
     run: Run, model: LoadedModel, text: LearningText, bench: Workbench, events: Events
 ) -> StoredStatistics:
-    """The run's statistics. What is missing or damaged is gathered; other text than theirs is refused."""
+    """The run's statistics; gathers what is missing or damaged. Raises if they come from another text."""
     stored = StoredStatistics.held_by(run.folder)
     if stored is None or text.is_given:
         windows = text.drawn(run, model, bench)
-    else:  # what was begun goes on with its own text
+    else:  # continue with the text it was started with
         windows = bench.drawn_again(stored.identity["text"], model.task)
     if stored is not None and stored.covers(model):
         return gather(model, windows, run.folder)
@@ -199,7 +197,7 @@ def _gathered(
 
 
 def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: Workbench) -> None:
-    """Text that judges must stay unseen: the run's, and what this command has opened; later commands compare theirs."""
+    """Raises if methods would learn from evaluation text. Later commands check their own texts."""
     texts = bench.judging
     if (known := run.text_identity(EVALUATION)) is not None:
         how = {"length": known["length"], "stride": known["stride"], "limit": known["windows"]}
@@ -209,8 +207,10 @@ def _refuse_judging_text(run: Run, windows: Windows, model: LoadedModel, bench: 
 
 
 def for_streaming(run: Run, fingerprint: str | None) -> StoredStatistics:
-    """The statistics of a model that is not opened: they have to be there."""
+    """The statistics for an export that does not open the model."""
     try:
         return StoredStatistics.of_fingerprint(run.folder, fingerprint)
     except RunError as error:
-        raise RunError(f"--stream does not open the model, so methods cannot learn now: {error}") from error
+        raise RunError(
+            f"--stream does not open the model, so it cannot gather statistics: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""`doctor`: what is installed, what is slow here, and the one command that mends it. `runtime`: does so."""
+"""`doctor`: what is installed, what is slow, and the command that fixes it. `runtime` builds a faster runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DoctorSettings(Settings):
 
 @dataclass(frozen=True)
 class DoctorResult:
-    parts: dict[str, Health]  # what is shown first: PyTorch, then each target
+    parts: dict[str, Health]  # PyTorch, then each target
 
     @property
     def exit_code(self) -> int:
@@ -38,7 +38,7 @@ def doctor(settings: DoctorSettings, events: Events) -> DoctorResult:
 
 
 def _torch() -> Health:
-    """Measures and plans; generating text needs none of it."""
+    """Needed for measuring and planning, not for `generate`."""
     python = f"Python {platform.python_version()} on {platform.machine()}"
     try:
         import torch
@@ -56,42 +56,40 @@ class RuntimeSettings(Settings):
     opens_models: ClassVar[bool] = False
 
     action: str = option(
-        help="build it for this processor (needs cmake and a compiler, some minutes), use the libraries of a folder, "
-        "or remove what was put in place",
+        help="build: compile for this processor (needs cmake and a compiler, takes minutes); use: take the libraries "
+        "in FOLDER; remove: go back to the installed package",
         positional=True,
         choices=(BUILD, USE, REMOVE),
         metavar="ACTION",
     )
     folder: Path | None = option(
         None,
-        "of prebuilt libraries, for `use`: with one variant of the CPU backend per instruction set the best is taken",
+        "for `use`: prebuilt libraries; if there is one CPU backend per instruction set, the best is chosen",
         positional=True,
         nargs="?",
         metavar="FOLDER",
     )
-    gpu: bool = option(
-        False, "build: for a CUDA card too (needs nvcc), which --gpu-layers of other verbs then use"
-    )
+    gpu: bool = option(False, "build: with CUDA (needs nvcc), for the --gpu-layers option of other commands")
     patched: bool = option(
         False,
-        "build: with this project's patches, which make it faster on x86-64, above all with AMX (needs patch); every "
-        "result then says so",
+        "build: apply this project's patches, which make it faster on x86-64, especially with AMX (needs patch); "
+        "results name them",
     )
-    target: str | None = option(None, "whose runtime (default: the one that can be built)", choices=TARGETS)
+    target: str | None = option(None, "default: the one that can be built", choices=TARGETS)
 
     def check(self) -> None:
         super().check()
         if (self.action == USE) != (self.folder is not None):
-            raise KLLensError("`use` needs a FOLDER, and nothing else takes one")
+            raise KLLensError("`use` needs a FOLDER; `build` and `remove` take none")
         if self.gpu and self.action != BUILD:
-            raise KLLensError("--gpu is for `build`; what `use` puts in place has a GPU backend or not")
+            raise KLLensError("--gpu works only with `build`")
         if self.patched and self.action != BUILD:
-            raise KLLensError("--patched is for `build`; what `use` puts in place is patched or not")
+            raise KLLensError("--patched works only with `build`")
 
 
 @dataclass(frozen=True)
 class RuntimeResult:
-    place: Path | None  # None: removed, or nothing was there
+    place: Path | None  # None: removed
     health: Health
 
 
@@ -100,7 +98,9 @@ def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
     target = describe_target(settings.target or next(buildable))
     if settings.action == REMOVE:
         if not target.remove_runtime():
-            raise KLLensError(f"{target.title}: nothing was put in place by `kl-lens runtime`")
+            raise KLLensError(
+                f"{target.title}: there is nothing to remove; `kl-lens runtime` installed nothing"
+            )
         return RuntimeResult(None, target.health())
     done = 0
     with events.progress("runtime") as progress:

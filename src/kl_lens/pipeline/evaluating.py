@@ -1,4 +1,4 @@
-"""`evaluate`: perplexity, divergence and tasks of plans in PyTorch and of the files that ship."""
+"""`evaluate`: perplexity, KL divergence and task accuracy of plans in PyTorch and of exported files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EvaluateSettings(Loading, OfRun):
     )
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(
-        None, "torch (plans in PyTorch), and targets (exported files); default: all", kind=NAMES
+        None, "torch (plans in PyTorch) or targets (exported files); default: all", kind=NAMES
     )
     perplexity: str | None = _what(
         None,
@@ -69,31 +69,35 @@ class EvaluateSettings(Loading, OfRun):
     )
     divergence: str | None = _what(
         None,
-        "KL from the original's own distribution (default text: that of --perplexity)",
+        "KL divergence from the original model (default text: as --perplexity)",
         nargs="?",
         bare="",
         metavar="TEXT",
     )
-    window: int | None = _what(None, "tokens each (default: 2048; 16 images)", kind=TOKENS)
+    window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=TOKENS)
     stride: int | None = _what(
-        None, "score only the last S tokens of each window (default: the window)", kind=TOKENS, metavar="S"
+        None, "score only the last S tokens of each window (default: all)", kind=TOKENS, metavar="S"
     )
     limit: int | None = _what(None, "only the first N windows", kind=COUNT)
-    tasks: tuple[str, ...] | None = _tasks(None, "such as arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES)
+    tasks: tuple[str, ...] | None = _tasks(
+        None, "for example arc_easy,hellaswag,lambada_openai,piqa", kind=NAMES
+    )
     task_data: Path | None = _tasks(None, "local NAME_test.jsonl files, instead of the hub", metavar="DIR")
     task_limit: int | None = _tasks(None, "only the first N examples", kind=COUNT)
-    few_shot: int | None = _tasks(None, "worked examples (default: the task's own)", kind=number(1000))
-    max_drop: float | None = _tasks(None, "accuracy that may be lost, such as 3% (points)", kind=SHARE)
-    exact: bool = _running(False, "float32 arithmetic instead of the fastest")
+    few_shot: int | None = _tasks(None, "few-shot examples (default: the task's own)", kind=number(1000))
+    max_drop: float | None = _tasks(
+        None, "largest accepted loss of accuracy, such as 3% (points)", kind=SHARE
+    )
+    exact: bool = _running(False, "compute in float32 instead of the fastest way")
     runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
     threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
     load: str = _running("auto", LOAD_HELP, kind=LOAD)
-    again: bool = _running(False, "measure afresh what the run holds already")
-    tag: str | None = _running(None, "for perplexity_results_TAG.json (default: the text's name)")
-    dtype: str = loading("float32", "what PyTorch computes in", choices=DTYPES)
+    again: bool = _running(False, "repeat what the run has already measured")
+    tag: str | None = _running(None, "names perplexity_results_TAG.json (default: the text's name)")
+    dtype: str = loading("float32", "data type in PyTorch", choices=DTYPES)
     device: str = loading(
-        "auto", "PyTorch's; auto: the GPU where there is one", flag="--torch-device", metavar="DEVICE"
+        "auto", "device of PyTorch; auto: the GPU if there is one", flag="--torch-device", metavar="DEVICE"
     )
 
     def check(self) -> None:
@@ -101,27 +105,27 @@ class EvaluateSettings(Loading, OfRun):
         chosen_targets(self.targets, TORCH)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit, few_shot=self.few_shot)
         if self.max_drop is not None and self.tasks is None:
-            raise KLLensError("--max-drop is accuracy that tasks may lose; name some with --tasks")
+            raise KLLensError("--max-drop limits the accuracy that tasks lose; name tasks with --tasks")
         if self.window is not None and (self.stride or 0) > self.window:
             raise KLLensError(
-                f"--stride {self.stride} is more than --window {self.window}: text between windows would not be scored"
+                f"--stride {self.stride} is larger than --window {self.window}: text between windows would be skipped"
             )
 
     @property
     def is_kept(self) -> bool:
-        """Files given without --run are judged without a run folder."""
+        """Files given without --run are scored without a run folder."""
         return self.run is not None or not self.artifact
 
 
 def check_tasks(tasks: tuple[str, ...] | None, **about_them: object) -> None:
-    """Refuses tasks that nothing here can judge by, and settings of tasks without any."""
+    """Raises if lm-eval is missing, or if task settings are given without tasks."""
     if tasks is None:
         for name, value in about_them.items():
             if value is not None:
-                raise KLLensError(f"--{name.replace('_', '-')} is about tasks; name some with --tasks")
+                raise KLLensError(f"--{name.replace('_', '-')} needs tasks; name them with --tasks")
         return
     if not tasks:
-        raise KLLensError("--tasks names no task; write something like arc_easy,piqa")
+        raise KLLensError("--tasks names no task; give for example arc_easy,piqa")
     require_lm_eval()
 
 
@@ -134,7 +138,7 @@ class EvaluateResult:
 
     @property
     def verdicts(self) -> list[dict[str, Any]]:
-        """For every task score that has a drop: whether the limit holds."""
+        """Whether each task's loss of accuracy is within the limit."""
         if self.max_drop is None:
             return []
         return [
@@ -176,8 +180,6 @@ def _run(settings: EvaluateSettings) -> Iterator[Run]:
 
 
 class _Evaluation:
-    """One evaluation: who is judged, by which texts and tasks."""
-
     def __init__(self, settings: EvaluateSettings, run: Run, bench: Workbench, events: Events) -> None:
         self.settings, self.run, self.bench, self.events = settings, run, bench, events
         self.result = EvaluateResult(max_drop=settings.max_drop)
@@ -226,7 +228,7 @@ class _Evaluation:
         if self.model is not None:
             return self.model.task
         failures: list[KLLensError] = []
-        for file in self.selection.subjects:  # one that is broken does not keep the others from being judged
+        for file in self.selection.subjects:  # a broken file must not stop the others
             assert isinstance(file, evaluation.JudgedArtifact)
             try:
                 return evaluation.artifact_task(file, self.settings.tokenizer, self.settings.images)
@@ -235,7 +237,7 @@ class _Evaluation:
         raise failures[0]
 
     def _texts(self) -> dict[str, set[str]]:
-        """Text → what is measured on it; a text for both is read once."""
+        """Text → what is measured on it."""
         perplexity, divergence = self.settings.perplexity, self.settings.divergence
         if perplexity is None and divergence is None and self.settings.tasks is None:
             perplexity, divergence = DEFAULT_TEXT, "" if self.original is not None else None
@@ -274,7 +276,7 @@ class _Evaluation:
 
     def _task_tokenizer(self) -> Any:
         if not isinstance(self.task, LanguageTask):
-            raise KLLensError("--tasks are lm-eval's, for language models; this one classifies images")
+            raise KLLensError("--tasks needs a language model; this one classifies images")
         return self.task.require_tokenizer()
 
     def _judge_task(self, task: LocalTask | str) -> None:

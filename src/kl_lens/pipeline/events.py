@@ -1,4 +1,4 @@
-"""What a verb says while it works: nothing, unless whoever calls it listens."""
+"""What a command reports while it works."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
 
 
 class Events:
-    """Listens to a verb; this one to nothing. The command line shows them."""
+    """Receives notes, warnings and progress; this one ignores them. The command line shows them."""
 
     def note(self, text: str) -> None:
-        """What goes on, for people."""
+        """What is happening now."""
 
     def warn(self, text: str) -> None:
-        """What a user should know even when nobody reads the results."""
+        """Something the user should know."""
 
     def fail(self, text: str) -> None:
-        """Why something that others do not need ended badly."""
+        """Why a part failed that the rest does not need."""
         self.warn(text)
 
     def wrote(self, text: str) -> None:
@@ -34,28 +34,28 @@ class Events:
         return nullcontext(Progress())
 
     def heading(self, text: str) -> None:
-        """What `run` does next."""
+        """The next step of `run`."""
 
     def keep_in(self, folder: Path) -> None:
-        """The folder of a `run` that begins, for whoever keeps a log."""
+        """`run` starts in this folder: logs go there."""
 
     def stage(self, settings: Settings) -> AbstractContextManager[None]:
-        """Around a stage of `run`."""
+        """Wraps a stage of `run`."""
         return nullcontext()
 
     def result(self, result: object) -> None:
-        """Of a stage of `run`; None where it was done already."""
+        """The result of a stage of `run`; None if it was already done."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with what became of the work."""
+    """Ctrl-C, with a message that says what was kept."""
 
 
 @contextmanager
 def going_on(folder: Path | None) -> Iterator[None]:
-    """Within, Ctrl-C says that the run folder keeps what was done."""
+    """Turns Ctrl-C into a message that the run folder keeps what was done."""
     try:
         yield
     except KeyboardInterrupt:
-        kept = f"; {folder} keeps what was done. The same command goes on from there." if folder else ""
+        kept = f"; {folder} keeps what was done. Run the same command to continue." if folder else ""
         raise Stopped(f"stopped{kept}") from None

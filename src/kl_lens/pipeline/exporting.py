@@ -43,7 +43,7 @@ _KINDS = {
 
 
 def _target_options(within: str) -> list[Option]:
-    """What the exports of the targets can be told, each flag once."""
+    """The export options of all targets, each flag once."""
     options: dict[str, Option] = {}
     for name in TARGETS:
         for each in describe_target(name).options:
@@ -74,7 +74,7 @@ class ExportSettings(Loading):
 
     model: str | None = option(
         None,
-        "a model to export with --format, when there is no run",
+        "the model to export with --format, without a run",
         positional=True,
         nargs="?",
         metavar="MODEL",
@@ -84,7 +84,7 @@ class ExportSettings(Loading):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     format: str | None = option(
         None,
-        "one format for everything, instead of a plan; int4-g64+gptq also names the method, and one that learns needs "
+        "one format for all weights, instead of a plan; int4-g64+gptq also names the method; gptq and imatrix need "
         "a run with statistics (kl-lens calibrate)",
         metavar="FORMAT",
     )
@@ -92,9 +92,8 @@ class ExportSettings(Loading):
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"spread": _target_options})
     stream: bool = option(
         False,
-        "read the run's checkpoint one tensor at a time, for large models and targets that can; its weights are then "
-        "not compared with the run's (--format always streams where it can); methods that learn need the run's "
-        "statistics",
+        "read the checkpoint one tensor at a time, for large models and targets that support it; the weights are then "
+        "not compared with the run's (--format always streams if possible)",
     )
 
     @property
@@ -112,17 +111,16 @@ class ExportSettings(Loading):
         target = describe_target(self.target)
         if self.stream and not target.streams:
             raise PlanError(
-                f"--stream is not for --target {target.name}; {target.title} needs the whole model"
+                f"--stream does not work with --target {target.name}; {target.title} needs the whole model"
             )
-        # `run` allows every target to lower what it cannot hold.
+        # `run` sets `fallback` for every target.
         unknown = set(self.options) - {each.keyword for each in target.options} - {"fallback"}
         for each in _target_options(""):
             if each.name in unknown:
-                raise PlanError(f"{each.flag} is not for --target {target.name}")
+                raise PlanError(f"{each.flag} does not work with --target {target.name}")
 
     @property
     def target_options(self) -> dict[str, Any]:
-        """The options that the target knows, as its export takes them."""
         target = get_target(self.target)
         return {o.keyword: self.options[o.keyword] for o in target.options if o.keyword in self.options}
 
@@ -135,8 +133,8 @@ class ExportResult:
 def export(settings: ExportSettings, bench: Workbench, events: Events) -> ExportResult:
     if settings.format:
         if _learns(settings.format):
-            return ExportResult([_learnt_model(settings, settings.format, bench, events)])
-        return ExportResult([_whole_model(settings, settings.format, bench)])
+            return ExportResult([_model_with_statistics(settings, settings.format, bench, events)])
+        return ExportResult([_plain_model(settings, settings.format, bench)])
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
@@ -144,7 +142,7 @@ def export(settings: ExportSettings, bench: Workbench, events: Events) -> Export
 def _learns(recipe: str) -> bool:
     try:
         return Recipe.parse(recipe).quantizer.learns
-    except FormatError:  # a target's own spelling, or no format at all: the target says
+    except FormatError:  # the target checks it
         return False
 
 
@@ -157,10 +155,10 @@ def _named_model(settings: ExportSettings) -> str:
     return settings.model
 
 
-def _learnt_model(
+def _model_with_statistics(
     settings: ExportSettings, recipe: str, bench: Workbench, events: Events
 ) -> tuple[Path, Artifact]:
-    """One recipe that learns for everything, with the statistics of a run."""
+    """One recipe for all weights, with the statistics of a run."""
     name = _named_model(settings)
     if settings.stream:
         folder = new_run_folder(settings.run, name)
@@ -180,13 +178,13 @@ def _learnt_model(
         return _written(run, settings, model, plan, settings.out)
 
 
-def _whole_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+def _plain_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
     source = _named_model(settings)
     extra = settings.target_options
     model: LoadedModel | Path
     target = get_target(settings.target)
     if target.streams:
-        # Straight from the checkpoint's files, one tensor at a time: a large model is never in memory.
+        # Read one tensor at a time, so that a large model is never in memory.
         model = model_folder(source, revision=settings.revision)
         plan, name = target.uniform_plan(model, fmt), source
         if settings.tokenizer:
@@ -236,7 +234,7 @@ def _streamed(settings: ExportSettings, source: str) -> Path:
 
 
 def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: Events) -> None:
-    """Learns what the plan's recipes learn, with the time left in view; the store keeps it for whoever asks next."""
+    """Quantizes with methods that learn, showing progress; the store keeps the results for the export."""
     store = model.weights
     recipes = parsed(plan.assignment)
     if store.learnt_by(recipes.values(), plan.statistics) is None:
@@ -247,7 +245,7 @@ def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: 
     fits = all(target.holds(r.grid, c.shape) is None for c, r in chosen)
     allowed = not any(o.keyword == "fallback" and o.given for o in target.options)
     if not (fits or allowed or settings.options.get("fallback")):
-        return  # about to be refused: not after minutes
+        return  # the export will raise; do not spend minutes first
     with events.progress(f"quantizing {plan.name}") as shown:
         shown.started(sum(float(c.parameters * c.shape[-1]) for c, _ in todo), 0)
         for component, recipe in todo:

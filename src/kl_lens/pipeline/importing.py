@@ -1,4 +1,4 @@
-"""`import-legacy`: measurements that others published, as a run that plans can be made from."""
+"""`import-legacy`: turns published measurements into a run to plan with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ImportLegacySettings(Loading):
 
     model: str = option(help=VERB_MODEL, metavar="MODEL")
     bits: tuple[tuple[str, str], ...] = option(
-        help="a file and its bit width; once per width", nargs=2, repeated=True, metavar=("BITS", "FILE")
+        help="bit width and file; may be repeated", nargs=2, repeated=True, metavar=("BITS", "FILE")
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
 
@@ -29,7 +29,7 @@ class ImportLegacySettings(Loading):
         super().check()
         for bits, _ in self.bits:
             if bits not in map(str, range(1, 17)):
-                raise RunError(f"--bits {bits[:20]}: expected a number of bits, 1 to 16, then a file")
+                raise RunError(f"--bits {bits[:20]}: expected 1 to 16, then a file")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def import_legacy(settings: ImportLegacySettings, bench: Workbench, events: Even
         measurements += read_legacy(Path(path), int(bits), model.anatomy)
     with Run.create(new_run_folder(settings.run, model.name)) as run:
         if run.roles():
-            raise RunError(f"{run.folder} holds measurements of its own; import into another --run")
+            raise RunError(f"{run.folder} already holds measurements; import into another --run")
         run.identify(model_identity(model))
         run.store("imported", "measurements", [m.to_json() for m in measurements])
         run.note_command(["kl-lens", *command_of(settings)])

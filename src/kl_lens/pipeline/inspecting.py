@@ -1,4 +1,4 @@
-"""`inspect`: what a model is made of, and what each part weighs at each precision."""
+"""`inspect`: a model's components and their bytes at each precision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inspect(settings: InspectSettings, bench: Workbench, events: Events) -> Insp
 
 
 def stored_bytes(component: Component, precision: str) -> int:
-    """What is left alone stays FP16 here; a target may keep it in FP32."""
+    """Counts weights that are not quantized as FP16; a target may keep them in FP32."""
     if not component.quantizable or precision == FP16:
         return 2 * component.parameters
     return get_format(precision).bytes(component.shape)

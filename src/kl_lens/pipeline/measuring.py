@@ -64,13 +64,15 @@ calibration_text, _what, _how = grouped("calibration text"), grouped("what to me
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Settings):
-    """The text that a model is measured on."""
+    """The text that the sweep measures on."""
 
     text: str = calibration_text(
         "wikitext2:train", "name:split, or a .txt, .jsonl, .jsonl.zst or .parquet file or folder"
     )
-    windows: int = calibration_text(64, "how many windows", kind=COUNT)
-    window_length: int | None = calibration_text(None, "tokens each (default: 512; 16 images)", kind=TOKENS)
+    windows: int = calibration_text(64, "number of windows", kind=COUNT)
+    window_length: int | None = calibration_text(
+        None, "tokens per window (default: 512; 16 images)", kind=TOKENS
+    )
     seed: int = calibration_text(42, "chooses the windows", kind=SEED)
 
 
@@ -81,54 +83,52 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
     target: str | None = _what(
         None,
-        "measure for this target: its formats, with activations as its kernels quantize them",
+        "measure for this target: its formats, and activations quantized as its kernels do it",
         choices=TARGETS,
     )
     formats: tuple[str, ...] | None = _what(
         None,
-        "comma-separated; int4-g64+gptq names its method (default: the target's menu, or int4,int8)",
+        "comma-separated; int4-g64+gptq also names the method (default: the target's formats, or int4,int8)",
         kind=NAMES,
     )
     methods: tuple[str, ...] = _what(
         (),
-        "every format by each of these, of rtn, search, imatrix, gptq; auto: the one with the least error of a "
-        "component's own outputs, checked on a few by what the model's output loses",
+        "measure every format with each of these: rtn, search, imatrix, gptq; auto: per component the one with the "
+        "smallest error of its outputs, checked against the KL on a few",
         kind=NAMES,
     )
-    components: str | None = _what(None, "only components whose name matches", metavar="REGEX")
-    engine: str = _how("fast", "plain is the reference", choices=tuple(ENGINES))
+    components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
+    engine: str = _how("fast", "plain: slow, for checking", choices=tuple(ENGINES))
     memory_budget: int = _how(
         DEFAULT_MEMORY,
-        "for cached states, and for the weights too where the model is larger; on a GPU the default is most of what is "
-        "free there",
+        "memory for cached states, and for weights if the model is larger than this; on a GPU the default is most of "
+        "its free memory",
         kind=SIZE,
     )
     precision: str | None = _how(
         None,
-        "of products on a GPU; tf32x3 is nearly as exact as float32, tf32 and bf16 add noise, which is shown; not "
-        "given: tf32 where its noise lies a factor of 100 under the median candidate of every format, else tf32x3",
+        "precision of matrix products on a GPU; tf32x3 is nearly as exact as float32; tf32 and bf16 add noise, which "
+        "is reported (default: tf32 if its noise is 100 times below the median KL of every format, else tf32x3)",
         choices=PRECISIONS,
     )
-    anytime: bool = _how(False, "stop as soon as the ranking is settled; --windows is the most")
-    settled_at: float = _how(0.9, "Kendall τ that counts as settled", kind=number(1, of=float), metavar="TAU")
+    anytime: bool = _how(False, "stop when the ranking is stable; --windows is the maximum")
+    settled_at: float = _how(0.9, "Kendall τ that counts as stable", kind=number(1, of=float), metavar="TAU")
     shard: str | None = several(
         None,
-        "only the third of sixteen shares, into DIR/shards/03-of-16, for `kl-lens merge`; without a word: the one that "
-        "the variables of a Slurm job array say",
+        "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`; without a value: as the "
+        "variables of a Slurm job array say",
         nargs="?",
         bare=SLURM,
         metavar="3/16",
     )
-    estimate: bool = option(
-        False, "measure nothing, say what it would take: time, memory and disk, here and with --workers"
-    )
+    estimate: bool = option(False, "only estimate time, memory and disk, here and with --workers")
     legacy_json: Path | None = _how(
-        None, "also write the published layout, one file per bit width", metavar="FILE"
+        None, "also write the paper's JSON layout, one file per bit width", metavar="FILE"
     )
 
     @property
     def menu(self) -> tuple[str, ...]:
-        """What is measured of every component."""
+        """The formats measured for every component."""
         if self.formats is not None:
             return self.formats
         return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
@@ -141,15 +141,15 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
         super().check()
         if self.share and self.anytime:
             raise KLLensError(
-                "--shard and --anytime: a share cannot tell whether the whole ranking is settled"
+                "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
             )
         if self.share and (self.ray or (self.workers or 1) > 1):
             other = "--ray" if self.ray else "--workers"
             raise KLLensError(
-                f"--shard and {other}: workers share the whole sweep among themselves; give one of them"
+                f"--shard and {other}: workers already share the whole sweep; give only one of them"
             )
         if not self.menu:
-            raise KLLensError("--formats names no format; write something like int4,int8")
+            raise KLLensError("--formats names no format; give for example int4,int8")
         wanted_recipes(self.menu, self.methods)
         name_pattern(self.components)
 
@@ -158,7 +158,7 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
 class MeasureResult:
     folder: Path
     measurements: list[Measurement]
-    noise: float  # KL that the measuring alone makes of no difference
+    noise: float  # KL measured when nothing is quantized
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
     shard: str | None = None  # `3/16`: only that share
@@ -174,10 +174,10 @@ class MeasureResult:
 
 @dataclass(frozen=True)
 class EstimateResult:
-    """What a sweep would take, with one process and with several."""
+    """The cost of a sweep with one process and with several."""
 
-    estimates: list[SweepCost]  # of workers that have a machine like this one each
-    here: tuple[SweepCost, int] | None  # of those that share this one, and the threads of each
+    estimates: list[SweepCost]  # workers that each have a machine like this one
+    here: tuple[SweepCost, int] | None  # workers that share this machine, and the threads of each
     rates: Rates
     candidates: int
     windows: int
@@ -218,7 +218,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             precision=settings.precision,
             share=share,
         )
-        sweep.identify(windows)  # what does not belong into this run is refused before anything is gathered
+        sweep.identify(windows)  # raises early if this does not belong in the run
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         _require_statistics(candidates, whole, settings)
@@ -247,14 +247,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
 
 
 def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: MeasureSettings) -> None:
-    """Refused at once where a method learns and there is nothing to learn from."""
+    """Raises before the sweep if a method needs statistics and there are none."""
     learns = next((c.recipe for c in candidates if c.recipe.quantizer.learns), None)
     if learns is None or StoredStatistics.held_by(run) is not None:
         return
     given = {name: getattr(settings, name) for name in ("model", "text", "window_length", *settings.how)}
     command = command_of(CalibrateSettings(run=str(run), **given))
     raise UnlearntError(
-        f"{learns} learns from text and {run} has no statistics; gather them with: kl-lens {shlex.join(command)}"
+        f"{learns} needs statistics and {run} has none; gather them with: kl-lens {shlex.join(command)}"
     )
 
 
@@ -266,14 +266,12 @@ def _estimated(
     begin: float,
     events: Events,
 ) -> EstimateResult:
-    """From a few seconds of the sweep. What methods learn, and how long they take to, is not counted."""
+    """Times a few seconds of the sweep. Methods that learn are counted as plain rounding."""
     if engine.model.residency is not None:
-        raise KLLensError(
-            "--estimate: weights that stay on disk are not counted; with --weights memory it times them there"
-        )
+        raise KLLensError("--estimate cannot time weights that stay on disk; add --weights memory")
     if any(candidate.recipe.quantizer.learns for candidate in candidates):
         events.warn(
-            "methods that learn from text are counted as rounding; their statistics and their learning come on top"
+            "the estimate leaves out gathering statistics and quantizing with methods that learn from text"
         )
         candidates = [replace(c, recipe=Recipe(c.recipe.grid.name)) for c in candidates]
     started = psutil.Process().create_time()
@@ -298,43 +296,43 @@ def _estimated(
 
 
 def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[Recipe], list[str]]:
-    """Formats × methods, and what of that has no meaning; with `auto` every method that suits."""
+    """Formats × methods, and why some pairs are left out; with `auto` every method that suits."""
     if methods.AUTO not in names:
         return methods.crossed(formats, names)
     if len(names) > 1:
-        raise KLLensError(f"--methods {','.join(names)}: auto chooses among all; name it alone")
+        raise KLLensError(f"--methods {','.join(names)}: auto chooses among all methods; give it alone")
     return methods.all_methods(formats), []
 
 
 def chosen_methods(
     model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
 ) -> methods.MethodChoice | None:
-    """What `auto` leaves to measure; None without it."""
+    """The methods that `auto` chose; None without `auto`."""
     if methods.AUTO not in names:
         return None
     with events.progress("quantizing") as shown:
         shown.started(sum(_work(c) for c in candidates), 0)
         choice = methods.by_output_error(model, candidates, lambda c: shown.advanced(_work(c), str(c)))
-    events.note(f"auto: least error of a component's own outputs: {choice.summary}")
+    events.note(f"auto: methods with the smallest output error: {choice.summary}")
     return choice
 
 
 def say_agreement(choice: methods.MethodChoice, measurements: Sequence[Measurement], events: Events) -> None:
     right, of = choice.agreement(measurements)
-    text = f"auto: the choice also had the least KL in {right} of {of} cases where every method was measured"
+    text = f"auto: the chosen method also had the lowest KL in {right} of {of} checked cases"
     if 2 * right < of:
-        events.warn(f"{text}; measure them all with --methods {','.join(methods.of_single_components())}")
+        events.warn(f"{text}; measure all methods with --methods {','.join(methods.of_single_components())}")
     elif of:
         events.note(text)
 
 
 def _work(candidate: Candidate) -> float:
-    """Relative cost of learning: products of every row with the second moments."""
+    """Relative cost: one product of every row with the second moments."""
     return float(candidate.component.parameters * candidate.component.shape[-1])
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:
-    """Once for every format and reason, whatever the methods and however many the components."""
+    """One warning per format and reason."""
     grouped_by: dict[tuple[str, str], dict[str, None]] = {}
     for component, recipe, reason in unfit:
         grouped_by.setdefault((recipe.grid.name, reason), {})[component.name] = None

@@ -1,4 +1,4 @@
-"""`merge`: what several processes measured becomes one run."""
+"""`merge`: joins the measurements of several processes into one run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class MergeSettings(Settings):
     opens_models: ClassVar[bool] = False
 
     run: str = option(
-        help="the run folder that takes what the others hold; a new one is made",
+        help="the run folder to merge into; created if missing",
         positional=True,
         metavar="RUN",
     )
     sources: tuple[str, ...] = option(
         (),
-        "folders that hold a part of it (default: the run's own shards)",
+        "folders to merge (default: the run's shards)",
         positional=True,
         nargs="*",
         metavar="FROM",
@@ -37,7 +37,7 @@ class MergeSettings(Settings):
 class MergeResult:
     folder: Path
     joined: list[Joined]
-    missing: int  # candidate-windows that no source has
+    missing: int  # candidate × window pairs that no source has
     failures: dict[str, str] = field(default_factory=dict)  # source → why it was refused
 
     @property

@@ -1,6 +1,6 @@
-"""`calibrate --in-order PLAN`: a finished plan, quantized block by block with the inputs that its quantized part gives.
+"""`calibrate --in-order PLAN`: quantizes a plan block by block, each with inputs from the quantized blocks before it.
 
-A run holds the statistics of one such plan. It is kept only where the loss on held-out text falls.
+A run holds the statistics of one such plan. It is kept only if the KL on held-out text falls.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ METHOD = "ordered"
 
 @dataclass(frozen=True)
 class Ordered:
-    """What putting a plan in order did to its loss on held-out text."""
+    """The effect on the KL on held-out text."""
 
-    plan: Plan  # the one in order, or where that did not help the one given
+    plan: Plan  # the new plan, or the given one if the KL did not fall
     before: float
     difference: planning.PairedDifference
 
@@ -41,7 +41,7 @@ def put_in_order(
     run: Run, model: LoadedModel, name: str, plain: StoredStatistics, settings: HeldOut, bench: Workbench,
     events: Events,
 ) -> Ordered:  # fmt: skip
-    """Writes `NAME.in-order` where its KL on held-out text is below the plan's own."""
+    """Writes `NAME.in-order` if its KL on held-out text is below the plan's."""
     folder = run.folder / "plans"
     plan = planning.read_plan(planning.plan_path(folder, name), model.anatomy.components)
     windows = bench.drawn_again(plain.identity["text"], model.task)
@@ -50,12 +50,12 @@ def put_in_order(
     assignment = {component: _in_order(recipe) for component, recipe in recipes.items()}
     if assignment == recipes:
         raise PlanError(
-            f"plan {name}: none of its recipes learns from text, so there is nothing to put in order"
+            f"plan {name}: --in-order needs a plan with recipes that learn from text, such as int4-g64+gptq"
         )
     meter = bench.meter(model, judging)
     model.weights.learnt_by(recipes.values(), plan.statistics)
     before = meter.measure(recipes)
-    events.note(f"putting {name} in order on {windows.label}, {len(windows)} windows")
+    events.note(f"quantizing {name} in order on {windows.label}, {len(windows)} windows")
     with going_on(run.folder), events.progress("in order") as shown:
         shown.started(len(model.chain), 0)
         made = _gathered(run.folder, lambda: gather_in_order(
@@ -85,11 +85,11 @@ def _in_order(recipe: Recipe) -> Recipe:
     try:
         return Recipe.parse(f"{recipe.grid.name}+{METHOD}")
     except FormatError as error:
-        raise PlanError(f"{recipe} cannot be put in order: {error}") from None
+        raise PlanError(f"{recipe} cannot be quantized in order: {error}") from None
 
 
 def _gathered(run: Path, gathering: Callable[[], StoredStatistics]) -> StoredStatistics:
-    """What was begun for this very plan and text goes on; what is of another goes away."""
+    """Resumes if it was begun for this plan and text; otherwise starts over."""
     try:
         return gathering()
     except RunError:

@@ -39,26 +39,26 @@ from kl_lens.units import human_bytes, human_seconds, spell_share
 _paper = grouped("the paper's points")
 _quality = grouped("greedy under a quality budget")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
-_proof = grouped("measured on held-out text")
-ALL, USUAL = "all", "usual"  # rivals
-MIXTURE = "a well-known mixture with our methods"
-ROUNDS = 4  # in which a plan for a size of file is corrected
+_proof = grouped("measuring on held-out text")
+ALL, USUAL = "all", "usual"  # values of --rivals
+OUR_STOCK = "a stock recipe with our methods"
+ROUNDS = 4  # of correcting a plan for the size of its file
 KL = "kl_teacher_to_student"
 _LOSSES, _GAMMAS = ("max_loss", "max_drop"), ("gamma", "gamma_exhaustive")
-# What takes the place of new plans, and why.
+# Flags that make no new plan, and why.
 _LOOKS = {
     "--frontier": "shows every size, so it takes no limit",
-    "--plan": "names a plan that is there, so no other is made",
-    "--compare": "shows plans that are there, so none is made",
+    "--plan": "names an existing plan and makes none",
+    "--compare": "shows existing plans and makes none",
 }
 
 
 def check_held_out(windows: int, *, searches: bool) -> None:
-    """`searches`: plans are measured until the loss fits, by its mean and standard error."""
+    """`searches`: plans are measured until mean + standard error of the loss fits."""
     if searches and windows < 3:
         raise PlanError(
             f"--held-out-windows {windows}: --max-loss and --max-drop need at least 3; "
-            "the first half decides, and one window has no standard error"
+            "the first half is used for the search and needs two windows for a standard error"
         )
     if windows < 2:
         raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
@@ -73,59 +73,68 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     gpu_int4: bool = _paper(False, "the GPU pipeline with INT4", excludes="pipeline")
     metric: str | None = _paper(
         None,
-        f"what ranks the components (default: {PUBLISHED_METRIC} for the paper's points, {KL} elsewhere)",
+        f"metric that ranks components (default: {PUBLISHED_METRIC} for the paper's points, otherwise {KL})",
         choices=tuple(RANKING_METRICS),
     )
-    no_head: bool = option(False, "leave the head at FP16, as the published models do")
+    no_head: bool = option(False, "keep the head in FP16, as the published models do")
     uniform: tuple[str, ...] = option(
-        (), "one plan per format, all components alike; for example fp16,int8", kind=NAMES, metavar="FORMATS"
+        (),
+        "one plan per format, the same for all components; for example fp16,int8",
+        kind=NAMES,
+        metavar="FORMATS",
     )
     gamma: float | None = _quality(
         None, "quantize while held-out perplexity ≤ G × the original's", metavar="G", excludes="gamma"
     )
     gamma_exhaustive: float | None = _quality(
-        None, "the same, one by one, as the paper's algorithm does", metavar="G", excludes="gamma"
+        None, "the same, one component at a time, as in the paper", metavar="G", excludes="gamma"
     )
-    max_bytes: int | None = _budget(None, "for example 90MB; with --target, of its file", kind=SIZE)
+    max_bytes: int | None = _budget(None, "for example 90MB; with --target, the size of its file", kind=SIZE)
     max_bpw: float | None = _budget(None, "bits per weight, over all weights", metavar="BITS")
     max_kl: float | None = _budget(None, "predicted KL per token", metavar="NATS")
     max_loss: float | None = _budget(
         None,
-        "for example 0.01: the smallest plan whose held-out KL from the original is no more, by measuring a few",
+        "the smallest plan with a measured held-out KL of at most this, for example 0.01",
         metavar="NATS",
         excludes="loss",
     )
     max_drop: float | None = _budget(
         None,
-        "for example 3%: the smallest plan whose held-out perplexity rises by no more, by measuring a few",
+        "the smallest plan with a measured rise of held-out perplexity of at most this, for example 3%",
         kind=SHARE,
         excludes="loss",
     )
-    max_latency: float | None = _budget(None, "for example 12ms; needs a profile of the target", kind=TIME)
-    profile: str | None = _budget(None, "which latency profile of the run to use", metavar="NAME")
-    minimise: str | None = _budget(None, "default: what has no limit", choices=("bytes", "kl", "latency"))
-    formats: tuple[str, ...] = _budget((), "comma-separated; default: all measured ones", kind=NAMES)
-    frontier: bool = _budget(
-        False, "print the whole Pareto frontier of bytes and KL; with --profile, of tokens per second too"
+    max_latency: float | None = _budget(
+        None, "time per token, for example 12ms; needs kl-lens benchmark --layers", kind=TIME
     )
-    verify: bool = _proof(False, "measure the plan as a whole")
+    profile: str | None = _budget(None, "latency profile of the run (default: the last)", metavar="NAME")
+    minimise: str | None = _budget(
+        None, "default: the one without a limit", choices=("bytes", "kl", "latency")
+    )
+    formats: tuple[str, ...] = _budget((), "comma-separated (default: all measured formats)", kind=NAMES)
+    frontier: bool = _budget(
+        False, "print the Pareto frontier of bytes and KL; with --profile also of tokens per second"
+    )
+    verify: bool = _proof(False, "measure the whole plan")
     rivals: str | None = _proof(
         None,
-        "also the target's well-known mixtures, measured in the same way; one that is no larger and not measurably "
-        "worse takes the plan's place (usual: a few of them; without a word behind it: all)",
+        "also measure the target's stock recipes, such as Q4_K_M; one that is no larger and not measurably worse "
+        "replaces the plan (usual: a few of them; without a value: all)",
         choices=(USUAL, ALL),
         nargs="?",
         bare=ALL,
     )
-    held_out: str = _proof("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _proof(32, kind=COUNT)
+    held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = _proof(32, "number of windows", kind=COUNT)
     target: str | None = option(
         None,
-        "plan for this target: what it holds, measured as it computes, sizes of its files",
+        "plan for this target: its formats, its measurements, the size of its files",
         choices=TARGETS,
     )
-    plan: str | None = option(None, "verify this plan of the run, or set it beside --rivals", metavar="NAME")
-    compare: tuple[str, ...] = option((), "plans side by side", nargs="+", metavar="NAME")
+    plan: str | None = option(
+        None, "a plan of the run to --verify or to compare with --rivals", metavar="NAME"
+    )
+    compare: tuple[str, ...] = option((), "show plans side by side", nargs="+", metavar="NAME")
     name: str | None = option(None, "name of the new plan")
     dry_run: bool = option(False, "print without writing")
 
@@ -136,11 +145,10 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
 
     @property
     def limits(self) -> list[str]:
-        """The flags of all limits that are set."""
         return self._given(*self.budgets, *_LOSSES, *_GAMMAS)
 
     def _given(self, *names: str) -> list[str]:
-        """Those of these flags that are set. (A limit of 0 is one.)"""
+        """The flags among these that are set. (A limit of 0 counts.)"""
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         return [flag for flag, value in values.items() if value is not False and value not in (None, ())]
 
@@ -170,26 +178,26 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
                     "--gamma or another limit"
                 )
         if self.rivals and self.target is None:
-            raise PlanError("--rivals are a runtime's own mixtures: say whose with --target")
+            raise PlanError("--rivals compares with the stock recipes of a target: name it with --target")
         if losses or gammas or self.verify or self.rivals:
             check_held_out(self.held_out_windows, searches=bool(losses))
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What may be chosen from: arguments of every planner."""
+        """Arguments of every planner."""
         return {"recipes": self.formats or None, "no_head": self.no_head}
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans that were made or compared; or, alone, a frontier."""
+    """Plans that were made or compared, or a frontier."""
 
     table: SensitivityTable
     plans: list[Plan] = field(default_factory=list)
     written_to: Path | None = None
     differences: Sequence[planning.Difference] | None = None  # of --compare
     frontier: planning.Frontier | None = None
-    surface: Sequence[planning.SurfacePoint] | None = None  # the same with speeds
+    surface: Sequence[planning.SurfacePoint] | None = None  # a frontier with speeds
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
@@ -252,7 +260,7 @@ class TargetPlanner:
 
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
-        """The model on held-out text, computing as the target does: one half decides, one confirms."""
+        """Meters on both halves of the held-out text: the first decides, the second confirms."""
         held_out = self._bench.held_out(self._settings, self._run, self.model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
@@ -262,7 +270,7 @@ class TargetPlanner:
         return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
 
     def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
-        """How much more whole plans lose than their parts: of these, and all that the deciding half has seen."""
+        """How much more whole plans lose than the sum of their parts, over all plans measured on the first half."""
         meter, predictor = self.halves[0], planning.Predictor(table)
         for plan in plans:
             meter.measure(plan.assignment)
@@ -270,23 +278,23 @@ class TargetPlanner:
         return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
 
     def other_text(self, rivals: Sequence[Plan]) -> float:
-        """How much more plans lose on the confirming half than on the deciding one, by the rival that loses most: its
-        ratio is the surest."""
+        """How much more plans lose on the second half than on the first, from the rival that loses most: its ratio has
+        the smallest error."""
         first, second = self.halves
         losses = [(second.measure(rival.assignment).kl.value, rival.assignment) for rival in rivals]
         worst = max(losses, key=lambda loss: loss[0], default=None)
         return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
 
     def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
-        """The plan as one for this target: with the size of its file, or an upper bound that is sooner known."""
+        """The plan with the size of its file; `exact=False`: a quick upper bound."""
         if self.target is None:
             return plan
         size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
         return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
 
     def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:
-        """What `make` gives for a file's bytes besides the weights, so that the file is no larger than asked; or one of
-        `others`, where its file is no larger either and it is predicted to lose less."""
+        """The plan with the least predicted loss whose file fits: from `make(bytes besides the weights)`, called until
+        the size is right, or one of `others`."""
         if self.target is None or max_bytes is None:
             return self.sized(make(0))
         fixed = self.fixed_bytes
@@ -298,13 +306,13 @@ class TargetPlanner:
             assert size is not None
             if size <= max_bytes and (best is None or _loses_less(plan, best)):
                 best = plan
-            # What such a file needs besides, as it turned out. A byte too many can cost a plan that just fits.
+            # Correct the bytes besides the weights. A byte too many can cost a plan that just fits.
             wrong = plan.fixed_bytes - made.fixed_bytes
             if wrong == 0 or (wrong > 0 and best is not None):
                 break
             fixed += wrong if best is not None else max(wrong, size - max_bytes)
         for other in others:
-            # Weights alone first: most need not be written to be weighed.
+            # Check the weights first: most files need not be written.
             if (other.bytes or 0) + self.fixed_bytes > max_bytes or (best and not _loses_less(other, best)):
                 continue
             plan = self.sized(replace(other, name=made.name, limits=made.limits))
@@ -313,13 +321,12 @@ class TargetPlanner:
         if best is not None:
             return best
         raise PlanError(
-            f"no plan was found whose {self.target.title} file takes at most {human_bytes(max_bytes)}; "
-            "raise the budget"
+            f"no plan gives a {self.target.title} file of at most {human_bytes(max_bytes)}; raise the budget"
         )
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """What the target's file needs besides the weights, as far as no recipe changes it."""
+        """The bytes of the target's file besides the weights, for the FP16 plan."""
         if self.target is None:
             return 0
         weights = sum(2 * c.parameters for c in self.model.anatomy.components)
@@ -363,7 +370,7 @@ def _made(
 
 
 def _not_in_the_lists(points: Sequence[Plan], table: SensitivityTable) -> list[str]:
-    """Components that no uniform plan of the paper has a measurement for."""
+    """Components that no uniform plan of the paper has measured."""
     unmeasured = planning.Predictor(table).unmeasured
     each = [set(unmeasured(plan.assignment)) for plan in points if plan.family == "uniform"]
     return sorted(set.intersection(*each))
@@ -394,7 +401,7 @@ def _within_loss(
     """The smallest plan within a measured loss: of KL, or of perplexity."""
     meter = planner.halves[0]
 
-    # One standard error on top of either: a little text must not talk us into too small a plan.
+    # Add one standard error: on little text the plan would otherwise be too small.
     def lost_perplexity(assignment: Mapping[str, str]) -> float:
         effect = meter.measure(assignment)
         change = effect.delta_cross_entropy
@@ -415,7 +422,7 @@ def _within_loss(
         table, loss, max_loss=allowed, name=settings.name, target=planner.target, **settings.choice
     )
     events.note(
-        f"within {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
+        f"target {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
         f"per token, one standard error included, on {meter.text.label}"
     )
     return replace(result.plan, limits=limits)
@@ -424,7 +431,7 @@ def _within_loss(
 def plan_within_budget(
     settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
-    """The plan of least predicted damage (or bytes, or time) within the limits, by the bytes of the target's file."""
+    """The plan with the least predicted loss (or bytes, or time) within the limits, counting the target's file."""
     timed = settings.max_latency or settings.minimise == "latency" or settings.profile
     profile, latency = _latency(settings, run, events) if timed else (None, None)
     metric = _metric(settings, table, events)
@@ -446,26 +453,26 @@ def plan_within_budget(
         )
         return solutions[-1].plan
 
-    # Mixtures can tell which file fits to the byte, where sums over formats are bounds. With other limits than bytes,
-    # or another goal, only the solver knows what is best.
+    # The solver adds up upper bounds; a stock recipe's file is measured to the byte and may fit where the bounds do
+    # not. With other limits or another goal only the solver knows what is best.
     bytes_alone = settings.limits == ["--max-bytes"] and settings.minimise in (None, "kl")
-    others = _mixtures(settings, table, planner, metric) if planner.target and bytes_alone else ()
+    others = _our_stock_plans(settings, table, planner, metric) if planner.target and bytes_alone else ()
     plan = planner.fitted(make, settings.max_bytes, others)
     solution = next((each for each in solutions if each.plan.assignment == plan.assignment), solutions[-1])
     proof = "proven optimal" if solution.gap == 0 else f"within {solution.gap:.2e} of the optimum"
-    events.note(f"exact budget: least {solution.minimised}, {proof}, in {solution.seconds:.2f} s")
-    if plan.made_by == MIXTURE:
-        events.note(f"{MIXTURE} fits into the file, by its exact size, and is predicted to lose less")
-    if profile is None or plan.made_by == MIXTURE:
+    events.note(f"least {solution.minimised} within the budget: {proof}, in {solution.seconds:.2f} s")
+    if plan.made_by == OUR_STOCK:
+        events.note(f"{OUR_STOCK} fits and is predicted to lose less; it is used instead")
+    if profile is None or plan.made_by == OUR_STOCK:
         return plan
     events.note(f"{human_seconds(solution.totals.seconds)} per token, by the latency table {profile}")
     return replace(plan, notes=plan.notes | {"latency_table": profile})
 
 
-def _mixtures(
+def _our_stock_plans(
     settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, metric: str
 ) -> list[Plan]:
-    """The target's own mixtures with our methods."""
+    """The target's stock recipes with our methods."""
     assert planner.target is not None
     stock = planner.target.stock_recipes(planner.model)
     made = planning.stock_with_our_methods(
@@ -473,7 +480,7 @@ def _mixtures(
     )
     predictor = planning.Predictor(table, metric)
     return [
-        planning.finished_plan(table, "mixture", assignment, MIXTURE, predictor=predictor)
+        planning.finished_plan(table, "stock", assignment, OUR_STOCK, predictor=predictor)
         for assignment in made
     ]
 
@@ -485,7 +492,7 @@ def _with_rivals(
     planner: TargetPlanner,
     events: Events,
 ) -> list[Plan]:
-    """The plans beside the runtime's own mixtures, all measured alike; where one of those wins, it takes our place."""
+    """Measures the plans and the target's stock recipes in the same way; a stock recipe that wins replaces the plan."""
     rivals = rival_plans(planner, table, plans[-1] if plans else None, everything=settings.rivals == ALL)
     if not plans and not settings.verify:
         return rivals
@@ -501,7 +508,7 @@ def _with_rivals(
     kept = [replace(ours, contest=sentence)]
     if contest.winner != ours.name:
         winner = next(each for each in others if each.name == contest.winner)
-        made_by = f"{winner.made_by}; in the place of our own plan"
+        made_by = f"{winner.made_by}; replaces our own plan"
         notes = winner.notes | {"taken_over": winner.name}
         taken = replace(
             winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
@@ -513,7 +520,7 @@ def _with_rivals(
 def rival_plans(
     planner: TargetPlanner, table: SensitivityTable, ours: Plan | None, *, everything: bool
 ) -> list[Plan]:
-    """The target's well-known mixtures as plans: all, or the usual ones and the largest that is no larger than ours."""
+    """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
     assert planner.target is not None
     stock = planner.target.stock_recipes(planner.model)
     made = {
@@ -526,7 +533,7 @@ def rival_plans(
         return [planner.sized(plan) for plan in made.values()]
     usual = {one.plan_name: planner.sized(made[one.plan_name]) for one in stock if one.usual}
     size = (ours.file_bytes if ours else None) or 0
-    # The last of equals: with an importance matrix, where there are both.
+    # Reversed, so that of two equal sizes the one with an importance matrix comes first.
     below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + planner.fixed_bytes <= size]
     for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
         nearest = planner.sized(plan)
@@ -537,8 +544,8 @@ def rival_plans(
 
 
 def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
-    """Ours against rivals on the confirming text, by the sizes of their files; all under our name, which some files
-    hold."""
+    """Our plan against its rivals on the second half of the text. All files are sized under our plan's name, because
+    some files contain it."""
     meter = planner.halves[1]
 
     def contender(plan: Plan) -> planning.Contender:
@@ -555,10 +562,7 @@ def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planni
 
 
 def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, planning.LatencyTable]:
-    """The name of a profile with what it was measured with, and the profile.
-
-    It is stored as {component: {format: seconds}}, under its target and device.
-    """
+    """A latency profile and its name with the conditions it was measured in."""
     name, target = settings.profile, settings.target
     profiles = planning.latency_profiles(run, target)
     if not profiles:
@@ -572,17 +576,17 @@ def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, pla
     known = (run.load(PROTOCOL_KIND, name) or {}).get("conditions")
     owner = name.partition("-")[0]
     here = describe_target(owner).conditions(SessionSettings()) if owner in TARGETS else {}
-    # A plan may well be made elsewhere than where it will run: how many threads that has is not asked here.
+    # Threads are not compared: a plan may be made on another machine than the one it runs on.
     if other := other_conditions(known, {key: here[key] for key in ("runtime", "processor") if key in here}):
         events.warn(
-            f"latency table {name} was measured with {other}; kl-lens benchmark --layers makes one here"
+            f"latency table {name} was measured with {other}; make one here with: kl-lens benchmark --layers"
         )
     told = f" ({known['threads']} thread(s), {known['runtime']}, {known['processor']})" if known else ""
     return name + told, profiles[name]
 
 
 def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> str:
-    """What was asked for, or what predicts damage in these measurements; said where that is not the usual one."""
+    """--metric, or the metric that predicts damage best here; warns if it is not the usual one."""
     metric, why = planning.prediction_metric(table)
     if settings.metric is None and why is not None:
         events.warn(why)
@@ -592,7 +596,7 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
 def verified(
     plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
 ) -> Plan:
-    """The plan with what it does as a whole on the meter's text; predicted: its parts added up, times `factor`."""
+    """The plan with its measured loss on the meter's text. Prediction: the sum of its parts, times `factor`."""
     learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
     result = meter.measure(plan.assignment)
     measured = Measured(

@@ -1,4 +1,4 @@
-"""`rank`: which metric predicts real damage?"""
+"""`rank`: which metric best predicts the damage on held-out text?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankSettings(Workers, FromDisk, OfRun):
     evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
     evaluation_windows: int = option(128, "windows of held-out text", kind=COUNT)
     other_text: tuple[str, ...] = option(
-        (), "also calibrate on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
+        (), "also measure on this out-of-domain text (may be repeated)", repeated=True, metavar="TEXT"
     )
     memory_budget: int = option(DEFAULT_MEMORY, "for cached states", kind=SIZE)
 
@@ -63,13 +63,13 @@ def rank_run(
     events: Events | None = None,
     crew: Crew | None = None,
 ) -> Ranking:
-    """Measures the damage of every candidate of a run on held-out text, and keeps the ranking there."""
+    """Measures every candidate of a run on held-out text and stores the ranking."""
     events = events or Events()
     candidates = _measured(run)
     calibration = run.text_identity(CALIBRATION)
     assert calibration is not None
     kernels = deployed(run.usual_target)
-    # It has its statistics before a bar is shown.
+    # Read the statistics before the progress bar starts.
     model.weights.learnt_by(candidate.recipe for candidate in candidates)
 
     def sweep(windows: Windows, role: str, title: str) -> None:
@@ -80,7 +80,7 @@ def rank_run(
             failures = how.measure(candidates, windows, role).failures
         for piece, reason in failures.items():
             raise RunError(
-                f"{piece}: {reason}; {len(failures)} such pieces are missing, the same command tries again"
+                f"{piece}: {reason}; {len(failures)} measurements are missing; run the same command to try again"
             )
 
     sweep(held_out, EVALUATION, "damage on held-out text")

@@ -20,19 +20,17 @@ class ReportSettings(OfRun):
 
     out: Path | None = option(
         None,
-        "where to write (default: RUN/report.html, or RUN/comparison.html of the first run compared)",
+        "where to write (default: RUN/report.html; with --compare: RUN/comparison.html)",
         metavar="FILE",
     )
-    compare: tuple[Path, ...] = option(
-        (), "other runs to put beside it, on one page", nargs="+", metavar="RUN"
-    )
+    compare: tuple[Path, ...] = option((), "other runs to compare with on one page", nargs="+", metavar="RUN")
     open: bool = option(False, "open it in the browser")
 
 
 @dataclass(frozen=True)
 class ReportResult:
     path: Path
-    opened: bool | None = None  # None: nobody asked
+    opened: bool | None = None  # None: without --open
 
 
 def report(settings: ReportSettings, events: Events) -> ReportResult:
@@ -41,7 +39,7 @@ def report(settings: ReportSettings, events: Events) -> ReportResult:
         return ReportResult(path)
     opened = webbrowser.open(path.resolve().as_uri())
     if not opened:
-        events.warn(f"no browser was found here; open {path} yourself")
+        events.warn(f"no browser found; open {path} yourself")
     return ReportResult(path, opened)
 
 

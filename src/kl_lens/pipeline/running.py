@@ -1,10 +1,9 @@
-"""`run`: every stage in order, on the embedded model unless another is named.
+"""`run`: all stages in order.
 
-For each target: its menu is measured as it computes, the smallest file that loses no more than allowed is planned,
-exported and set beside the runtime's own mixtures.
+For each target it measures the target's formats, plans the smallest file within the target KL, exports it and compares
+it with stock recipes.
 
-Each stage is the verb of its own name with the settings shown; each can be repeated alone, and what is done already is
-not done again. All share one workbench: the checkpoint is opened once.
+Each stage is a command with the settings shown, and can be repeated alone. Finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, NONE = "short", "full", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
-_wanted = partial(grouped("the recommended plan of each target (one of them)"), excludes="limit")
-_proof = grouped("proof")
+_wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
+_proof = grouped("checking the result")
 
 
 def recommended(target: str | None) -> str:
-    """The plan that a run recommends for a target. (No dot: `.gguf` would make a folder look like a file.)"""
+    """Name of the recommended plan. (No dot: `.gguf` would make a folder look like a file.)"""
     return RECOMMENDED if target is None else f"{RECOMMENDED}-{target}"
 
 
@@ -77,47 +76,50 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    windows: int = calibration_text(4, "how many windows", kind=COUNT)
+    windows: int = calibration_text(4, "number of windows", kind=COUNT)
     formats: tuple[str, ...] | None = option(
         None,
-        "what plans choose from, for every target that holds it (default: each target's menu)",
+        "formats to choose from, for every target that supports them (default: each target's menu)",
         kind=NAMES,
     )
-    menu: str = option(
-        SHORT, "of a target: the formats that matter most, or all of them", choices=(SHORT, FULL)
-    )
+    menu: str = option(SHORT, "formats of each target: the most useful, or all", choices=(SHORT, FULL))
     paper: bool = option(
-        False, "also the paper's part: INT4 and INT8 of weights alone, metrics ranked, its points beside ours"
+        False,
+        "also reproduce the paper: INT4 and INT8 weights, ranking of metrics, its points compared with ours",
     )
-    max_loss: float = _wanted(
-        MAX_LOSS, "the smallest file whose KL from the original is no more", metavar="NATS"
-    )
+    max_loss: float = _wanted(MAX_LOSS, "the smallest file with a KL of at most this", metavar="NATS")
     max_drop: float | None = _wanted(
-        None, "the smallest file whose held-out perplexity rises by no more, e.g. 3%", kind=SHARE
+        None,
+        "the smallest file with a rise of held-out perplexity of at most this, for example 3%",
+        kind=SHARE,
     )
-    budget: float | None = _wanted(None, "the best file of this share of the FP16 file's bytes", kind=SHARE)
-    max_bytes: int | None = _wanted(None, "the best file of at most so many bytes", kind=SIZE)
+    budget: float | None = _wanted(
+        None, "the best file with at most this share of the FP16 file's size", kind=SHARE
+    )
+    max_bytes: int | None = _wanted(None, "the best file of at most this size, for example 90MB", kind=SIZE)
     targets: tuple[str, ...] | None = _proof(
-        None, "whom to plan for and export to (default: all)", kind=NAMES
+        None, "targets to plan for and export to (default: all)", kind=NAMES
     )
-    rivals: str = _proof(USUAL, "the runtimes' own mixtures beside ours", choices=(NONE, USUAL, ALL))
-    evaluation_text: str = _proof("wikitext2:test", metavar="TEXT")
-    evaluation_windows: int = _proof(8, "windows of the evaluation text for rank and evaluate", kind=COUNT)
-    held_out: str = _proof("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = _proof(8, kind=COUNT)
-    tasks: tuple[str, ...] | None = _proof(None, "lm-eval tasks too (needs kl-lens[eval])", kind=NAMES)
+    rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
+    evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
+    evaluation_windows: int = _proof(8, "number of windows for rank and evaluate", kind=COUNT)
+    held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = _proof(8, "number of windows", kind=COUNT)
+    tasks: tuple[str, ...] | None = _proof(
+        None, "also evaluate these lm-eval tasks (needs kl-lens[eval])", kind=NAMES
+    )
     task_data: Path | None = _proof(None, "local task files, instead of the hub", metavar="DIR")
-    task_limit: int | None = _proof(None, "examples of each task", kind=COUNT)
-    repeats: int = _proof(3, "of timings", kind=COUNT)
-    threads: int | None = _proof(None, "of the runtimes (default: all)", kind=THREADS)
-    prompt: str | None = _proof(None, "for the samples of text (default: two of our own)")
+    task_limit: int | None = _proof(None, "only the first N examples of each task", kind=COUNT)
+    repeats: int = _proof(3, "repeats of each timing", kind=COUNT)
+    threads: int | None = _proof(None, "threads of the runtimes (default: all)", kind=THREADS)
+    prompt: str | None = _proof(None, "prompt for text samples (default: two built-in ones)")
     without: tuple[str, ...] = _proof(
-        (), "of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
+        (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )
-    again: bool = _proof(False, "do again what is done already")
+    again: bool = _proof(False, "repeat stages that are already done")
 
     def menu_of(self, target: str | None) -> Sequence[str]:
-        """What a target's plans choose from."""
+        """The formats that a target's plans choose from."""
         if target is None:
             return self.formats or PAPER_FORMATS
         chosen = get_target(target)
@@ -126,7 +128,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
         if not held:
             raise PlanError(
-                f"--formats {','.join(self.formats)}: {chosen.title} holds none of them; leave it out with "
+                f"--formats {','.join(self.formats)}: {chosen.title} supports none of them; leave it out with "
                 f"--targets, or add some of {', '.join(chosen.formats)}"
             )
         return held
@@ -134,7 +136,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     def check(self) -> None:
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
-            raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be left out")
+            raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
         for target in chosen_targets(self.targets):
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
@@ -145,13 +147,13 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
 class RunResult:
     settings: RunSettings
     folder: Path
-    plans: dict[str, list[str]]  # target (torch: none) → plans set side by side, the recommendation last
+    plans: dict[str, list[str]]  # target (torch: none) → plans that were compared, the recommendation last
     exported: dict[str, Path]  # target → folder of the recommendation there
     stage_seconds: dict[str, float]
-    failed: list[str]  # commands whose results nothing else needed
+    failed: list[str]  # commands that failed
     seconds: float
     generates: bool = True  # the model writes text
-    unit: str = "tokens"  # what it is judged by
+    unit: str = "tokens"
 
     @property
     def exit_code(self) -> int:
@@ -164,7 +166,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        journal.note_command(["kl-lens", *command_of(settings)])  # and keeps others out until the end
+        journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
         with going_on(folder):
@@ -175,12 +177,10 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
 
 
 class _RunStages:
-    """The stages of one run, in order."""
-
     def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, events: Events) -> None:
         self.settings, self.model, self.stages, self.events = settings, model, stages, events
         self.folder = stages.folder
-        # What every stage that opens the run's model is told.
+        # For every stage that opens the run's model.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
         self.held_out = {name: getattr(settings, name) for name in ("held_out", "held_out_windows")}
 
@@ -192,7 +192,7 @@ class _RunStages:
             key="plan fp16",
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
-        # The FP16 file first: whether a target takes the model at all, and the size that others are shares of.
+        # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
         usable = [t for t in chosen_targets(settings.targets) if self._export(t, [UNIFORM_FP16], "fp16")]
         if settings.paper:
             self._paper()
@@ -214,13 +214,13 @@ class _RunStages:
             if "benchmark" not in settings.without and exported:
                 self._benchmark(every, tuple(exported))
         else:
-            self.events.note("no samples and no timing: both are of text, and this model classifies images")
+            self.events.note("no text samples and no timing: this model classifies images")
         if "report" not in settings.without:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
 
     def _calibrate(self, targets: Sequence[str]) -> None:
-        """The statistics that recipes of these targets learn from, the stock ones beside ours included."""
+        """Gathers statistics if any recipe of these targets, or any stock recipe, needs them."""
         recipes = {recipe for target in targets for recipe in self.settings.menu_of(target)}
         if self.settings.rivals != NONE:
             for stock in (one for target in targets for one in get_target(target).stock_recipes(self.model)):
@@ -232,7 +232,8 @@ class _RunStages:
             CalibrateSettings(
                 text=self.settings.text,
                 window_length=self.settings.window_length,
-                seed=self.settings.seed + 1,  # another than the sweep's: what was learnt from does not judge
+                seed=self.settings.seed
+                + 1,  # not the sweep's: no method is measured on the text it learned from
                 **self.held_out,
                 **self.of_run,
             ),
@@ -241,7 +242,6 @@ class _RunStages:
         )
 
     def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
-        """A target's menu, as it computes."""
         shared = ("model", "text", "windows", "window_length", "seed")
         self.stages.do(
             MeasureSettings(
@@ -254,7 +254,7 @@ class _RunStages:
         )
 
     def _paper(self) -> None:
-        """What reproduces the paper: weights alone, which metric predicts the damage, its points."""
+        """Reproduces the paper: measures weights alone, ranks metrics, makes its points."""
         self._measure(None, PAPER_FORMATS)
         settings, inputs = self.settings, self.stages.measurements()
         if "rank" not in settings.without:
@@ -276,7 +276,7 @@ class _RunStages:
         )
 
     def _plan(self, target: str | None) -> None:
-        """The recommendation for a target, beside its rivals."""
+        """Plans for a target and compares with stock recipes."""
         rivals = None if target is None or self.settings.rivals == NONE else self.settings.rivals
         name = recommended(target)
         self.stages.do(
@@ -303,7 +303,7 @@ class _RunStages:
         return {"max_bytes": int(settings.budget * whole)}
 
     def _compared(self, target: str | None) -> list[str]:
-        """The plans that are exported for a target and set side by side, the recommendation last."""
+        """The plans to export and compare for a target, the recommendation last."""
         with Run.open(self.folder) as journal:
             components = journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
@@ -318,17 +318,17 @@ class _RunStages:
         return [*(n for n in dict.fromkeys(names) if n in plans and n != name), name]
 
     def _holds_paper(self, target: str | None) -> bool:
-        """Whether the paper's formats are the target's own, so that its points are rivals there."""
+        """Whether the target supports the paper's formats."""
         square = (256, 256)
         grids = [get_format(name) for name in PAPER_FORMATS]
         return target is None or not any(get_target(target).holds(grid, square) for grid in grids)
 
     def _export(self, target: str, plans: Sequence[str], key: str = "") -> bool:
-        """Whether the plans are there as files. An architecture that a runtime does not have is no failure."""
+        """Whether the plans were exported. An architecture that the runtime does not support is not a failure."""
         folder = self.folder / "artifacts" / target
         try:
             self.stages.do(
-                # What a runtime cannot hold is lowered, visibly: the table of the export says which and why.
+                # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
                 ExportSettings(
                     target=target, plan=",".join(plans), options={"fallback": True}, **self.of_run
                 ),
@@ -348,7 +348,7 @@ class _RunStages:
 
     def _evaluate(self, plans: Sequence[str], targets: tuple[str, ...]) -> None:
         settings = self.settings
-        # Its --device is a runtime's; PyTorch computes where the run does.
+        # Its --device is the runtime's; PyTorch uses the run's device.
         shared = ("threads", "again", "tasks", "task_data", "task_limit")
         self.stages.do(
             EvaluateSettings(
@@ -365,16 +365,16 @@ class _RunStages:
         )
 
     def _write_samples(self, exported: dict[str, Path]) -> None:
-        """What the original and the recommendation write, side by side, for the report."""
+        """Text by the original and by the recommended files, for the report."""
         prompts = (self.settings.prompt,) if self.settings.prompt else PROMPTS
-        self.events.heading("samples of text")
+        self.events.heading("text samples")
         begin = time.perf_counter()
         try:
             with Run.open(self.folder) as journal:
                 files = [JudgedArtifact(place, plan=place.name) for place in exported.values()]
                 store_continuations(journal, self.model, files, prompts)
         except (KLLensError, RuntimeError, OSError) as error:
-            self.events.fail(f"no samples of text: {error}")
+            self.events.fail(f"no text samples: {error}")
             self.stages.failures.append("generate")
         self.stages.seconds["samples"] = time.perf_counter() - begin
 
@@ -391,7 +391,7 @@ class _RunStages:
                 threads=None if self.settings.threads is None else (self.settings.threads,),
             ),
             key="benchmark",
-            # Another library is another speed.
+            # Another version may have another speed.
             inputs=" ".join([self.stages.files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
         )

@@ -1,6 +1,6 @@
-"""The settings of a verb: a frozen dataclass whose fields also say how they are written on a command line.
+"""The settings of a command: a frozen dataclass. Each field also describes its command-line flag.
 
-The command line, a YAML file and Python fill the same dataclasses, and `command_of` turns them back into words.
+The command line, a YAML file and Python fill the same dataclasses; `command_of` turns them back into a command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 @dataclass(frozen=True)
 class Kind:
-    """How a value is written as one word, and read back; what it must be, whoever gives it."""
+    """How a value is parsed, checked and written as one word."""
 
     parse: Callable[[str], Any]
     spell: Callable[[Any], str] = str
@@ -36,11 +36,11 @@ class Kind:
     most: int = 0
 
     def refusal(self, value: Any) -> str | None:
-        """What was expected in place of a value; None where nothing is wrong with it."""
+        """What was expected instead of this value; None if the value is fine."""
         if self.type in (str, Path):
             if not isinstance(value, str | Path):
-                return "a text"
-            return None if _is_plain(str(value)) else "a text in UTF-8 without null characters"
+                return "text"
+            return None if _is_plain(str(value)) else "UTF-8 text without null characters"
         fits = isinstance(value, int if self.type is int else int | float) and not isinstance(value, bool)
         if fits and self.least <= value <= self.most:  # not true of nan
             return None
@@ -48,10 +48,10 @@ class Kind:
 
 
 def _is_plain(text: str) -> bool:
-    """Names of files, and what the journal keeps, can hold it."""
+    """File names and the journal can hold it."""
     try:
         return b"\0" not in text.encode()
-    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+    except UnicodeEncodeError:  # command-line bytes that are not UTF-8
         return False
 
 
@@ -60,7 +60,7 @@ def number(most: int, least: int = 0, of: type = int, metavar: str | None = "N")
 
 
 def thread_counts(text: str) -> tuple[int, ...]:
-    """`2`, `1,2,4`, or `auto`: every count up to 8, from there on doubled, and all processors."""
+    """`2`, `1,2,4`, or `auto`: 1 to 8, then 16, 32, … and all processors."""
     if text == AUTO:
         every = processors()
         doubled = (16 << step for step in range(5))
@@ -72,7 +72,7 @@ def thread_counts(text: str) -> tuple[int, ...]:
 
 
 def layer_counts(text: str) -> tuple[int, ...]:
-    """`0`, `0,8,16`, `0,8,all`: the last puts all layers on a GPU."""
+    """`0`, `0,8,16`, or `0,8,all`."""
     words = units.parse_names(text)
     if not words or not all(word == "all" or word.isdigit() for word in words):
         raise KLLensError(f"{text}: give numbers of layers, or all")
@@ -82,7 +82,9 @@ def layer_counts(text: str) -> tuple[int, ...]:
 def _layers(text: str) -> int:
     counts = layer_counts(text)
     if len(counts) > 1:
-        raise KLLensError(f"{text}: one number of layers, or all; `kl-lens benchmark` takes several")
+        raise KLLensError(
+            f"{text}: give one number of layers, or all; only `kl-lens benchmark` takes several"
+        )
     return counts[0]
 
 
@@ -94,26 +96,28 @@ def spell_layers(counts: int | tuple[int, ...]) -> str:
 def load_modes(text: str) -> tuple[str, ...]:
     words = tuple(LOAD_MODES) if text == "all" else units.parse_names(text)
     if not words or not set(words) <= {AUTO, *LOAD_MODES}:
-        raise KLLensError(f"{text}: there are {', '.join((AUTO, *LOAD_MODES))}, and all to compare them")
+        raise KLLensError(f"{text}: expected {', '.join((AUTO, *LOAD_MODES))}, or all to compare them")
     return words
 
 
 def _load(text: str) -> str:
     if text not in (AUTO, *LOAD_MODES):
-        raise KLLensError(f"{text}: there are {', '.join((AUTO, *LOAD_MODES))}")
+        raise KLLensError(f"{text}: expected one of {', '.join((AUTO, *LOAD_MODES))}")
     return text
 
 
 AUTO = "auto"
-LOAD_HELP = (
-    f"llama.cpp: how weights come into memory: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
-)
-PLACES = ("auto", "memory", "disk")  # of weights; as `checkpoints.residency` has them, which loads torch
-MOST_THREADS = 512  # llama.cpp ends the process at more
+LOAD_HELP = f"llama.cpp: how weights are loaded: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
+PLACES = (
+    "auto",
+    "memory",
+    "disk",
+)  # where weights are; repeats `checkpoints.residency`, which would load torch
+MOST_THREADS = 512  # with more, llama.cpp ends the process
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Far more than anybody needs, and little enough that a slip of the keyboard asks for no terabytes.
+# Larger than any real use, small enough that a typo does not ask for terabytes.
 COUNT = number(1_000_000, 1)
-TOKENS = number(1 << 20, 1)  # of a window
+TOKENS = number(1 << 20, 1)
 SEED = number(2**62)
 THREADS = number(MOST_THREADS, 1)
 LAYERS = Kind(_layers, spell_layers, "N", int, 0, ALL_LAYERS)
@@ -132,10 +136,10 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Option:
-    """How a field of the settings is written on a command line."""
+    """A settings field as a command-line option."""
 
     name: str  # of the field
-    flag: str  # --window-length; empty for what stands alone
+    flag: str  # --window-length; empty for positional arguments
     kind: Kind
     default: Any
     help: str = ""
@@ -144,21 +148,21 @@ class Option:
     choices: Collection[str] = ()
     required: bool = False
     is_switch: bool = False
-    nargs: str | int | None = None  # as argparse has it
-    bare: Any = None  # the value of a flag without a word behind it
+    nargs: str | int | None = None  # as in argparse
+    bare: Any = None  # the value if the flag is given without one
     repeated: bool = False
     several: bool = False  # its value is a tuple
     excludes: str = ""  # options with the same word here exclude each other
-    within: str = ""  # the field that holds it beside others, by keyword
+    within: str = ""  # the mapping field that holds it
 
     @property
     def title(self) -> str:
-        """Its name for people and in YAML files, without dashes in front."""
+        """Its name in YAML files and messages, without leading dashes."""
         return self.flag.removeprefix("--") or self.name
 
     @property
     def meaning(self) -> str:
-        """The help, with the default where there is one to name."""
+        """The help text, with the default if there is one."""
         if self.required or self.is_switch or self.default in (None, (), ""):
             return self.help
         default = f"default: {self.spelled(self.default)}"
@@ -169,7 +173,7 @@ class Option:
         return self.nargs in ("*", "+") or isinstance(self.nargs, int)
 
     def read(self, text: str) -> Any:
-        """The value of one word; KLLensError where it has none."""
+        """Parses one word; raises KLLensError if it is not valid."""
         try:
             value = self.kind.parse(text)
         except KLLensError as error:
@@ -181,7 +185,7 @@ class Option:
         return value
 
     def check(self, value: Any) -> None:
-        """Raises KLLensError where a value is none that this option can have."""
+        """Raises KLLensError if the value is not valid."""
         if value is None and self.default is None and not self.required:
             return
         if isinstance(value, tuple) != self.several:
@@ -209,11 +213,11 @@ class Option:
                 raise KLLensError(f"{self.flag or self.name} {_short(one)}: expected {expected}")
 
     def spelled(self, value: Any) -> str:
-        """For people and YAML: one text."""
+        """The value as one string, for help and YAML."""
         return ",".join(map(str, value)) if self.repeated or self.has_many else self.kind.spell(value)
 
     def from_python(self, value: Any) -> Any:
-        """A Python caller's value, or the words that mean it on a command line. `check` sees whether it fits."""
+        """Accepts a Python value or its command-line spelling. `check` validates it later."""
         if self.is_switch:
             return (True if self.bare is None else self.bare) if value else self.default
         if isinstance(value, str | Path):
@@ -227,7 +231,7 @@ class Option:
         )
 
     def words(self, value: Any) -> list[str]:
-        """What gives this value on a command line."""
+        """The command-line words that give this value."""
         front = [self.flag] if self.flag else []
         if self.is_switch or (self.bare is not None and value == self.bare):
             return front
@@ -238,7 +242,7 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", *, positional: bool = False, **metadata: Any) -> Any:
-    """A field of settings; `metadata` are fields of `Option`. Without a default it has to be given."""
+    """A settings field; `metadata` are fields of `Option`. Without a default it is required."""
     if positional:
         metadata["flag"] = ""
     return field(default=default, metadata={"help": help, **metadata})
@@ -251,7 +255,7 @@ def grouped(title: str) -> Callable[..., Any]:
 
 def options_of(settings: type[Settings]) -> tuple[Option, ...]:
     """The options of a verb, in the order of its fields."""
-    return _options_of(settings)  # type: ignore[arg-type]  # classes are hashable, whatever mypy says of them
+    return _options_of(settings)  # type: ignore[arg-type]  # mypy does not know that classes are hashable
 
 
 @cache
@@ -284,10 +288,10 @@ def values_of(settings: Settings) -> Iterator[tuple[Option, Any]]:
 
 
 def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
-    """Settings from a Python caller's keywords: values, or words as a command line has them ("4.5MB", "int4,int8")."""
+    """Settings from Python keywords: values, or strings as on the command line ("4.5MB", "int4,int8")."""
     known = {each.name: each for each in options_of(settings)}
     if unknown := [name for name in values if name not in known]:
-        raise KLLensError(f"{settings.verb} takes no {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        raise KLLensError(f"{settings.verb} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
     given = {name: known[name].from_python(value) for name, value in values.items() if value is not None}
     if missing := [each.name for each in known.values() if each.required and each.name not in given]:
         raise KLLensError(f"{settings.verb} needs {missing[0]}: {known[missing[0]].help}")
@@ -295,7 +299,7 @@ def from_python(settings: type[T], values: Mapping[str, Any]) -> T:
 
 
 def with_values(settings: type[T], values: Mapping[str, Any]) -> T:
-    """Settings from values by the names of their options."""
+    """Settings from values by option name."""
     given: dict[str, Any] = {}
     for each in options_of(settings):
         if each.name in values:
@@ -311,10 +315,10 @@ def _bare_type(hint: Any) -> Any:
 
 
 def _short(value: Any, most: int = 60) -> str:
-    """A value as errors show it."""
+    """A value, shortened for error messages."""
     try:
         text = str(value) if isinstance(value, str | Path | float) else repr(value)
-    except ValueError:  # Python spells no number of thousands of digits
+    except ValueError:  # Python refuses to print numbers with thousands of digits
         text = "(a very large number)"
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -324,16 +328,13 @@ T = TypeVar("T", bound="Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a verb is asked to do."""
-
     verb: ClassVar[str]
-    opens_models: ClassVar[bool] = True  # its function takes a workbench
+    opens_models: ClassVar[bool] = True  # the command's function takes a workbench
 
     def check(self) -> None:
-        """Raises KLLensError where these settings cannot work. `perform` asks before anything is opened.
+        """Raises KLLensError if these settings cannot work. `perform` calls it before anything is opened.
 
-        Here each value for itself, and options that exclude each other; classes of settings add what else cannot be
-        together.
+        This checks each value, and options that exclude each other; subclasses add their own rules.
         """
         given: dict[str, str] = {}
         for each, value in values_of(self):
@@ -345,7 +346,7 @@ class Settings:
 
 
 def command_of(settings: Settings) -> list[str]:
-    """The words behind `kl-lens` that give these settings: only what differs from the defaults."""
+    """The arguments of `kl-lens` that give these settings; defaults are left out."""
     alone: list[str] = []
     flagged: list[str] = []
     for each, value in values_of(settings):
@@ -360,37 +361,37 @@ loading = grouped("loading the model")
 
 @dataclass(frozen=True, kw_only=True)
 class Loading(Settings):
-    """Which model, and how it is opened. Verbs say for themselves where on the command line the model stands."""
+    """Which model, and how it is opened."""
 
-    model: str | None = option(None, "where the run's model is now, if it moved", metavar="MODEL")
-    revision: str | None = loading(None, "branch, tag or commit of a hub id")
+    model: str | None = option(None, "the run's model, if it has moved", metavar="MODEL")
+    revision: str | None = loading(None, "branch, tag or commit on the hub")
     tokenizer: str | None = loading(
-        None, "folder, tokenizer.json or hub id of another tokenizer", metavar="PLACE"
+        None, "use another tokenizer: a folder, tokenizer.json or hub id", metavar="PLACE"
     )
-    dtype: str = loading("float32", "what to compute in", choices=DTYPES)
-    device: str = loading(AUTO, "where to compute; auto: on the GPU where there is one, else on the CPU")
-    trust_remote_code: bool = loading(False, "run Python code that comes with the checkpoint")
+    dtype: str = loading("float32", "data type for computing", choices=DTYPES)
+    device: str = loading(AUTO, "where to compute: cpu, cuda, cuda:1, …; auto: the GPU if there is one")
+    trust_remote_code: bool = loading(False, "run the Python code that comes with the checkpoint")
     task: str | None = loading(
-        None, "what the model is asked (default: what its config.json says)", choices=("text", "image")
+        None, "what the model processes (default: from its config.json)", choices=("text", "image")
     )
     images: str | None = loading(
         None,
-        "images for a classifier, in place of text: a folder of CLASS/*.png, with or without train/, val/ and test/",
+        "images for a classifier: a folder of CLASS/*.png, with or without train/, val/ and test/",
         metavar="FOLDER",
     )
 
     def check(self) -> None:
         super().check()
-        # As torch names them; whether there is one is seen when the model is opened.
+        # Only the spelling; whether the device exists is checked when the model is opened.
         if not re.fullmatch(r"auto|cpu|mps|xpu(:\d{1,3})?|cuda(:\d{1,3})?", str(self.device)):
             flag = next(each.flag for each in options_of(type(self)) if each.name == "device")
             raise KLLensError(
-                f"{flag} {_short(self.device)}: models compute on cpu, cuda, cuda:1; auto takes a GPU if there is one"
+                f"{flag} {_short(self.device)}: expected cpu, cuda, cuda:1, …, or auto (a GPU if there is one)"
             )
 
     @property
     def how(self) -> dict[str, Any]:
-        """The loading settings alone, to hand on to another verb's."""
+        """The loading settings, to pass on to another command."""
         return {name: getattr(self, name) for name in LOADING_NAMES}
 
 
@@ -399,19 +400,19 @@ LOADING_NAMES = ("revision", "tokenizer", "dtype", "device", "trust_remote_code"
 
 @dataclass(frozen=True, kw_only=True)
 class FromDisk(Loading):
-    """Of verbs that can work on a model that does not fit into memory."""
+    """For commands that can work on a model larger than memory."""
 
     weights: str = loading(
         "auto",
-        "disk: they stay there, and go through memory a block at a time, with the same numbers; auto: where the model "
-        "does not fit into --memory-budget, or into the memory that is free",
+        "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
+        "not fit into --memory-budget or into free memory",
         choices=PLACES,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun(Settings):
-    """About a run that is there."""
+    """For commands on an existing run."""
 
     run: str | None = option(None, f"the run folder (default: {DEFAULT_RUN})", metavar="DIR")
 
@@ -422,17 +423,17 @@ class OfRun(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OfModel(Loading):
-    """About a model, the embedded one unless another is named."""
+    """For commands on a model (default: the embedded one)."""
 
     model: str = option(DEFAULT_MODEL, VERB_MODEL, positional=True, metavar="MODEL", nargs="?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Settings):
-    """Text that judges what was made from other text."""
+    """Text that plans are measured on; it must not overlap the calibration text."""
 
-    held_out: str = option("wikitext2:valid", metavar="TEXT")
-    held_out_windows: int = option(32, kind=COUNT)
+    held_out: str = option("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
+    held_out_windows: int = option(32, "number of windows", kind=COUNT)
 
 
 def new_run_folder(run: str | None, model_name: str) -> Path:
@@ -441,7 +442,7 @@ def new_run_folder(run: str | None, model_name: str) -> Path:
 
 
 def chosen_targets(names: tuple[str, ...] | None, *others: str) -> tuple[str, ...]:
-    """The targets of --targets, or all; `others` may be named there too."""
+    """The targets of --targets, or all of them and `others`."""
     known = (*others, *TARGETS)
     if unknown := [name for name in names or () if name not in known]:
         raise KLLensError(f"--targets: no target is called {unknown[0]!r}; there are {', '.join(known)}")

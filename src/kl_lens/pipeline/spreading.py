@@ -1,4 +1,4 @@
-"""One sweep, several processes: shares by hand or by a queue, and workers, on this machine or kept by Ray."""
+"""One sweep in several processes: shards, or workers on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ several = grouped("several processes")
 
 @dataclass(frozen=True, kw_only=True)
 class Workers(Settings):
-    """Who measures: this process, others on this machine, or workers that Ray keeps."""
+    """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
 
     ray: str | None = several(
         None,
-        "a Ray cluster's HOST:PORT, or local: workers on this machine (needs kl-lens[ray])",
+        "HOST:PORT of a Ray cluster, or local for this machine (needs kl-lens[ray])",
         metavar="ADDRESS",
     )
     workers: int | None = several(
         None,
-        "so many processes side by side, on this machine unless --ray says where (default: on 8 cores and more, where "
-        "that pays; of Ray one for every GPU, or where there are none for every machine); 1: this process alone",
+        "number of processes, on this machine or with --ray on the cluster (default: several on 8 or more cores if "
+        "that is faster; with --ray one per GPU, or per machine without GPUs); 1: only this process",
         kind=COUNT,
     )
     gpus_per_worker: float | None = several(
         None,
-        "of a cluster (default: 1 where workers compute on GPUs; 0.5: two share one)",
+        "with --ray (default: 1 if workers use GPUs; 0.5: two workers share one)",
         kind=number(64, of=float),
         metavar="G",
     )
 
     @property
     def worker_settings(self) -> dict[str, Any]:
-        """These settings alone, to hand on to another verb's."""
+        """These settings, to pass on to another command."""
         return {name: getattr(self, name) for name in ("ray", "workers", "gpus_per_worker")}
 
 
 def here(settings: L) -> L:
-    """How this process opens the model: where workers compute, it only looks at it."""
+    """How this process opens the model: with --ray it computes nothing, so the CPU will do."""
     return replace(settings, device="cpu") if getattr(settings, "ray", None) else settings
 
 
@@ -68,12 +68,12 @@ def crew_for(
     target: str | None = None,
     operations: float = 0.0,
 ) -> AbstractContextManager[Crew | None]:
-    """Who does a sweep in this process's place, if anybody: workers of --ray, or on this machine.
+    """The workers for a sweep, or None to measure in this process.
 
     Args:
-        place: opens the model there as here.
-        target: as deployed there.
-        operations: that are left to do; for nothing no process is started.
+        place: name or path that opens the model.
+        target: measure as this target computes.
+        operations: work left to do; with none, no process is started.
     """
     budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
     count = settings.workers
@@ -83,19 +83,19 @@ def crew_for(
             return nullcontext()
         if model.chain.device.type != "cpu":
             raise KLLensError(
-                f"--workers {count} on {model.chain.device}: workers on GPUs are Ray's; add --ray local or --device cpu"
+                f"--workers {count} on {model.chain.device}: GPU workers need Ray; add --ray local or --device cpu"
             )
         if settings.workers is None:
-            events.note(f"{count} processes side by side; --workers 1: this one alone")
+            events.note(f"measuring with {count} processes; --workers 1 uses only this one")
     from kl_lens.cluster.crew import HiredCrew
     from kl_lens.cluster.processes import ProcessHands
     from kl_lens.cluster.ray_pool import RayPool
     from kl_lens.cluster.worker import Order
 
     how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
-    if settings.ray is None:  # here the choice is made
+    if settings.ray is None:  # resolve `auto` here
         how["device"] = model.chain.device.type
-    if where := getattr(settings, "weights", None):  # each worker finds out whether they fit into its memory
+    if where := getattr(settings, "weights", None):  # each worker checks whether they fit into its memory
         how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
     order = Order(
         model=_absolute(place) or place,
@@ -111,7 +111,7 @@ def crew_for(
 
 
 def workers_here(settings: Any, model: LoadedModel, operations: float) -> int:
-    """Processes of this machine for so much work: --workers, or `workers_by_default`."""
+    """The number of processes on this machine: --workers, or `workers_by_default`."""
     from kl_lens.cluster.processes import threads_here, workers_by_default
 
     chain = model.chain
@@ -125,20 +125,20 @@ def workers_here(settings: Any, model: LoadedModel, operations: float) -> int:
 
 
 def _weights(model: LoadedModel) -> int:
-    """Bytes in memory."""
+    """Bytes of weights in memory."""
     if (there := model.residency) is not None:
         return there.resident_bytes + BLOCKS_AT_ONCE * there.block_bytes
     return sum(p.nbytes for p in model.model.parameters())
 
 
 def _absolute(place: str | None) -> str | None:
-    """A folder as workers find it, wherever they stand; names stay as they are."""
+    """An absolute path if the place exists; other names are unchanged."""
     expanded = os.path.expanduser(place or "")
     return os.path.abspath(expanded) if os.path.exists(expanded) else place
 
 
 def share_of(text: str, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """`3/16` → the third of sixteen; `slurm` → what the variables of a Slurm array say."""
+    """`3/16` → (3, 16); `slurm` → from the variables of a Slurm job array."""
     if text == SLURM:
         return _slurm(environment)
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -163,12 +163,12 @@ def _slurm(environment: Mapping[str, str]) -> tuple[int, int]:
     index, off = divmod(place - first, step)
     if off or not 0 <= index < count:
         raise KLLensError(
-            f"--shard {SLURM}: task {place} is none of {count} that begin at {first} in steps of {step}; "
+            f"--shard {SLURM}: task {place} does not belong to {count} tasks from {first} in steps of {step}; "
             "give the array as one range (sbatch --array=1-16)"
         )
     return index + 1, count
 
 
 def shard_name(index: int, count: int) -> str:
-    """Folders in the order of their numbers."""
+    """Zero-padded, so that folders sort by number."""
     return f"{index:0{len(str(count))}}-of-{count}"

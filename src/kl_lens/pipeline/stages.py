@@ -1,4 +1,4 @@
-"""The stages of `run`: each is a verb with its settings, and one that is done is not done again."""
+"""The stages of `run`: each is a command with its settings. A finished stage is not repeated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kl_lens.runs import Run
 
 
 class Stages:
-    """Runs verbs on one run folder and remembers in its journal what was done with which inputs.
+    """Runs commands on one run folder and records in its journal what was done with which inputs.
 
-    `failures` collects stages that ended badly but whose results the later ones do not need.
+    `failures` lists failed stages that later stages do not depend on.
     """
 
     def __init__(self, folder: Path, bench: Workbench, events: Events, *, again: bool = False) -> None:
@@ -40,17 +40,17 @@ class Stages:
         lost: bool = False,
         outputs: Sequence[str] = (),
     ) -> None:
-        """Performs a verb, unless it was done with the same settings and inputs.
+        """Runs a command, unless it was done with the same settings and inputs.
 
         Args:
-            key: the name under which it is remembered; without one it always runs.
-            inputs: a digest of what the stage reads; another digest means that it has to be done anew.
-            optional: the others go on when it fails.
-            lost: what it made is no longer there.
-            outputs: patterns of the files that it writes, in the run folder.
+            key: the name under which it is recorded; without one it always runs.
+            inputs: a digest of what the stage reads; if it changes, the stage runs again.
+            optional: later stages run even if it fails.
+            lost: its output is gone, so it has to run.
+            outputs: patterns of the files it writes in the run folder.
         """
         words = command_of(settings)
-        # A run folder may be moved; what was done in it stays done.
+        # A run folder may be moved; its stages still count as done.
         done = {"words": ["RUN" if word == str(self.folder) else word for word in words], "inputs": inputs}
         with self._events.stage(settings):
             if key and not self.again and not lost and self._remembered(key) == self._with(done, outputs):
@@ -78,7 +78,7 @@ class Stages:
             self.seconds[settings.verb] = self.seconds.get(settings.verb, 0.0) + spent
 
     def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-        """With what a stage wrote: deleted or overwritten by another, it has to be made again."""
+        """Adds a digest of the outputs: if they were deleted or overwritten, the stage runs again."""
         return done | {"outputs": self.files(*outputs)}
 
     def _remembered(self, key: str) -> object:
@@ -88,7 +88,7 @@ class Stages:
     # -- what stages depend on -------------------------------------------------------------------------
 
     def measurements(self, target: str | None = None) -> str:
-        """A digest of all that was measured on the calibration text, as a target computes."""
+        """A digest of the measurements for a target."""
         with Run.open(self.folder) as run:
             rows = [
                 (m.component, m.format, m.windows, m.metrics["kl_teacher_to_student"].value)
@@ -97,7 +97,7 @@ class Stages:
         return _digest(json.dumps(sorted(rows)).encode())
 
     def files(self, *patterns: str) -> str:
-        """A digest of the run's files that match."""
+        """A digest of the matching files."""
         paths = sorted(path for pattern in patterns for path in self.folder.glob(pattern))
         return _digest(*(str(path.relative_to(self.folder)).encode() + path.read_bytes() for path in paths))
 

@@ -1,4 +1,4 @@
-"""`Study`: one model, one run folder, every verb a method. The command line and notebooks use the same one."""
+"""`Study`: one model, one run folder, one method per command. The command line uses it too."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
 class Study:
     """One model, one run folder, one target.
 
-    A method takes the flags of the verb of its name (`kl-lens measure --help-all`) as keywords, with underscores. It
-    does what the command does, keeps its results in the run folder, and prints nothing. What the study knows, such as
-    the folder and the target, need not be said again.
+    Each method does the same as the command of that name. It takes the command's flags as keywords, with underscores
+    (see `kl-lens measure --help-all`), stores its results in the run folder, and prints nothing. The folder and the
+    target are filled in from the study.
 
     Args:
         model: a folder, a hub id, `reference:mamba`, or a model from `kl_lens.load`.
         target: the runtime to measure, plan and export for, such as `gguf` or `openvino`.
-        folder: the run folder (default: runs/<model>). What it holds already is not done again.
-        events: hears notes, warnings and progress.
+        folder: the run folder (default: runs/<model>). Work that is already done there is not repeated.
+        events: receives notes, warnings and progress.
         loading: how the model is opened: `device`, `dtype`, `revision`, `tokenizer`, `trust_remote_code`, …
 
     Example:
@@ -72,12 +72,12 @@ class Study:
         self._loading = loading
         if unknown := sorted(set(loading) - set(LOADING_NAMES)):
             raise KLLensError(
-                f"Study takes no {unknown[0]!r}; there are model, target, folder, events, {', '.join(LOADING_NAMES)}"
+                f"Study has no setting {unknown[0]!r}; it has model, target, folder, events, {', '.join(LOADING_NAMES)}"
             )
 
     @cached_property
     def bench(self) -> Workbench:
-        """What the verbs share: the opened model, windows of texts, the original's outputs."""
+        """What the commands share: the opened model, windows of text, the original's outputs."""
         from kl_lens.pipeline.workbench import Workbench
 
         bench = Workbench(self.events)
@@ -97,7 +97,7 @@ class Study:
 
     @property
     def table(self) -> SensitivityTable:
-        """What was measured for the target, one row for each component and recipe."""
+        """The measurements for the target, one row for each component and recipe."""
         from kl_lens.runs import Run
 
         with Run.open(self.folder) as run:
@@ -106,7 +106,7 @@ class Study:
     # -- every verb goes through these two --------------------------------------------------------------------
 
     def settings(self, verb: str, **given: Any) -> Settings:
-        """A verb's settings: what is given, and where the verb asks for it what the study knows."""
+        """The settings of a command: the given values, and model, target and folder from the study."""
         kind = settings_of(verb)
         name = self._model if isinstance(self._model, str | Path) else self._model.source or self._model.name
         known = {"model": str(name), "target": self.target, **self._loading}
@@ -119,25 +119,25 @@ class Study:
         return from_python(kind, own | given)
 
     def do(self, settings: Settings) -> Any:
-        """Does what settings say and returns all that the verb found; the methods below return the main part of it."""
+        """Runs a command and returns its whole result; the methods below return the main part of it."""
         return perform(settings, self.bench if settings.opens_models else None, self.events)
 
     # -- the verbs --------------------------------------------------------------------------------------------
 
     def run(self, **flags: Any) -> RunResult:
-        """Everything in order, for the study's target or for all of them."""
+        """All stages in order, for the study's target or, without one, for all targets."""
         return self.do(self.settings("run", **flags))
 
     def inspect(self, **flags: Any) -> InspectResult:
-        """What the model is made of."""
+        """The model's blocks and components."""
         return self.do(self.settings("inspect", **flags))
 
     def calibrate(self, **flags: Any) -> StoredStatistics:
-        """Gathers what a text shows of every component's inputs: what recipes such as `q4_k+gptq` learn from."""
+        """Gathers statistics of every component's inputs on a text. Recipes such as `q4_k+gptq` need them."""
         return self.do(self.settings("calibrate", **flags)).statistics
 
     def measure(self, **flags: Any) -> SensitivityTable:
-        """How much each component suffers from each format of the target. Goes on where it was stopped."""
+        """How much each component suffers from each format of the target. An interrupted sweep is resumed."""
         _complete(self.do(self.settings("measure", **flags)))
         return self.table
 
@@ -146,13 +146,13 @@ class Study:
         return self.do(self.settings("rank", **flags))
 
     def plan(self, **flags: Any) -> Plan:
-        """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; of several, the last."""
+        """The best plan within `max_bytes="4.5MB"`, `max_loss=0.01`, `max_drop="3%"`, …; the last of several."""
         if flags.get("frontier"):
-            raise KLLensError("plan(frontier=True): Study.frontier() gives the frontier")
+            raise KLLensError("plan(frontier=True): call Study.frontier() instead")
         return self.do(self.settings("plan", **flags)).plans[-1]
 
     def frontier(self, **flags: Any) -> Frontier:
-        """Every plan that no other one beats in both bytes and KL."""
+        """The Pareto frontier of bytes and KL."""
         return self.do(self.settings("plan", frontier=True, **flags)).frontier
 
     def export(self, plan: Plan | str | None = None, **flags: Any) -> Path:
@@ -165,12 +165,12 @@ class Study:
         return self.do(self.settings("export", **flags)).artifacts[-1][0]
 
     def evaluate(self, *files: Path | str, **flags: Any) -> list[Score]:
-        """Perplexity and KL from the original, of these files or of all that the run has; tasks too, if asked."""
+        """Perplexity and KL from the original for these files, or for all files of the run; `tasks=` adds tasks."""
         result = _complete(self.do(self.settings("evaluate", artifact=files, **flags)))
         return result.outcome.scores
 
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
-        """How fast these files, or all that the run has, load and write text, and how much memory they take."""
+        """Speed and memory of these files, or of all files of the run."""
         return _complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
@@ -178,11 +178,11 @@ class Study:
         return self.do(self.settings("generate", artifact=file, prompt=prompt, **flags))
 
     def report(self, **flags: Any) -> Path:
-        """The run as one HTML file. Returns where it is."""
+        """Writes the run as one HTML file and returns its path."""
         return self.do(self.settings("report", **flags)).path
 
     def _kept(self, plan: Plan) -> str:
-        """The plan's name in the run folder, which holds it from here on as it is."""
+        """Writes the plan to the run folder if it differs from the stored one; returns its name."""
         from kl_lens import planning
         from kl_lens.runs import Run
 
@@ -194,7 +194,7 @@ class Study:
         return plan.name
 
 
-# -- files that stand alone, without a run --------------------------------------------------------------------------
+# -- files without a run folder --------------------------------------------------------------------------
 
 
 def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
@@ -203,7 +203,7 @@ def evaluate(*files: Path | str, **flags: Any) -> list[Score]:
 
 
 def benchmark(*files: Path | str, **flags: Any) -> list[Profile]:
-    """How fast exported folders or `.gguf` files load and write text."""
+    """Speed and memory of exported folders or `.gguf` files."""
     return _alone("benchmark", artifacts=files, **flags).report.profiles
 
 
@@ -217,7 +217,7 @@ def _alone(verb: str, **given: Any) -> Any:
 
 
 def _complete(result: Any) -> Any:
-    """A command ends with exit code 1 where a part of it failed; a caller in Python hears of it as an error."""
+    """Raises if part of the work failed (the command line would return exit code 1)."""
     if failures := getattr(result, "failures", None):
         subject, reason = next(iter(failures.items()))
         raise KLLensError(reason if reason.startswith(subject) else f"{subject}: {reason}")

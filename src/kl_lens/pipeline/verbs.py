@@ -1,4 +1,4 @@
-"""The verbs by name: where each has its settings and its function. Its libraries load when it is first used."""
+"""Finds the settings class and the function of each command. A command's libraries load on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kl_lens.pipeline.settings import Settings
 if TYPE_CHECKING:
     from kl_lens.pipeline.workbench import Workbench
 
-# In the order of the pipeline. A new verb is one module here and one that shows its result in `cli/`.
+# In pipeline order. A new command needs one module here and one in `cli/` that shows its result.
 HOMES = {
     "run": "running",
     "inspect": "inspecting",
@@ -39,7 +39,7 @@ def settings_of(verb: str) -> type[Settings]:
 
 
 def perform(settings: Settings, bench: Workbench | None = None, events: Events | None = None) -> Any:
-    """Does what the settings say and returns the verb's result; prints nothing. Settings that cannot work are refused.
+    """Checks the settings, runs the command and returns its result. Prints nothing.
 
     Example:
         >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements

@@ -1,4 +1,4 @@
-"""What the verbs of a study share: models opened once, texts cut into windows once, one teacher for a text."""
+"""What the commands of a study share: the model is opened once, each text is cut into windows once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
 
-# A meter keeps its teacher, which may fill the memory budget: one half of a held-out text decides, one confirms.
+# A meter keeps its teacher, which may fill the memory budget. Two are needed: one per half of the held-out text.
 KEPT_METERS = 2
-WEIGHTS = "weights"  # folder of a run: what was expensive to quantize
+WEIGHTS = "weights"  # folder in a run: quantized weights that were expensive to make
 
 
 class Workbench:
-    """Verbs that are given the same one share what they open; a verb alone makes its own.
+    """Commands that are given the same workbench share what they open.
 
     Example:
         >>> bench = Workbench()
@@ -37,9 +37,7 @@ class Workbench:
 
     def __init__(self, events: Events | None = None) -> None:
         self.events = events or Events()
-        self.given: LoadedModel | None = (
-            None  # a model that was opened elsewhere: the one that all settings mean
-        )
+        self.given: LoadedModel | None = None  # a model opened elsewhere; used for all settings
         self._kept: dict[tuple[Hashable, ...], Any] = {}
         self._meters: OrderedDict[Hashable, PlanMeter] = OrderedDict()
 
@@ -49,7 +47,6 @@ class Workbench:
         return self._kept[key]
 
     def model(self, loading: Loading) -> LoadedModel:
-        """The model that these settings name."""
         if self.given is not None:
             return self.given
         name = loading.model
@@ -67,28 +64,30 @@ class Workbench:
             model = load(name, **loading.how, weights=where, memory_budget=room)
             if model.not_on_disk:
                 self.events.warn(
-                    f"{model.name} is larger than the memory for it, but is loaded as a whole: {model.not_on_disk}"
+                    f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
                 )
-            if model.residency is None:  # the same one for verbs that want it in memory
+            if model.residency is None:  # share it with commands that want it in memory
                 return self._once(key, lambda: model)
-            self.events.note(f"{model.name}: weights stay on disk and are read a block at a time")
+            self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
             self._kept[known] = model
         return self._kept[known]
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:
-        """The model a run was made with, from where it was, or from --model; refused when its weights differ."""
+        """The model of a run, from its recorded place or from --model. Raises if its weights differ."""
         known = run.identity
         place = loading.model or known.get("source") or known.get("model")
         names = ("tokenizer", "task", "images")
         how: dict[str, Any] = {name: getattr(loading, name) or known.get(name) for name in names}
         model = self.model(replace(loading, model=place, **how))
         if known.get("model_fingerprint") != model.fingerprint:
-            raise RunError(f"{place} is not the model of {run.folder}: its weights differ")
+            raise RunError(
+                f"{place} is not the model of {run.folder}: its weights differ; name the right one with --model"
+            )
         return self.in_run(model, run.folder)
 
     def in_run(self, model: LoadedModel, folder: Path, learn_from: Path | None = None) -> LoadedModel:
-        """The model with the weight store of a run: it keeps what is expensive there and learns from what
-        `calibrate` gathered there (in `learn_from`, for a share of that run)."""
+        """The model with the weight store of a run. Methods learn from the statistics in `learn_from` (default: the
+        same folder; a shard uses its run's)."""
         learnt = learn_from or folder
         return self._once(
             ("in run", id(model), folder.resolve(), learnt.resolve()),
@@ -97,41 +96,41 @@ class Workbench:
             ),
         )
 
-    def learnt_anew(self) -> None:
-        """After `calibrate`: statistics that were opened before no longer count."""
+    def drop_statistics(self) -> None:
+        """Drops statistics opened before `calibrate` wrote new ones."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] != "in run"}
         self._meters.clear()
 
     def drawn(self, text: str, task: Task, **how: Any) -> Windows:
-        """Windows at random places of a text, as `Task.drawn` takes them."""
+        """Windows at random places of a text; see `Task.drawn`."""
         how["length"] = how.get("length") or task.window_length
         key = ("drawn", text, task.key, *sorted(how.items()))
         return self._once(key, lambda: task.drawn(text, **how))
 
     def from_start(self, text: str, task: Task, **how: Any) -> Windows:
-        """Windows from the beginning of a text on, as `Task.from_start` takes them."""
+        """Windows from the beginning of a text; see `Task.from_start`."""
         key = ("from start", text, task.key, *sorted(how.items()))
         return self._once(key, lambda: task.from_start(text, **how))
 
     @property
     def judging(self) -> list[Windows]:
-        """The texts that verbs were to judge by, so far."""
+        """The evaluation texts opened so far."""
         return [windows for key, windows in self._kept.items() if key[0] == "from start"]
 
     def calibration(self, run: Run, task: Task) -> Windows:
         """The calibration windows of a run, drawn again."""
         identity = run.text_identity(CALIBRATION)
         if identity is None:
-            raise RunError(f"{run.folder} holds no measurements of our own; run kl-lens measure first")
+            raise RunError(f"{run.folder} holds no measurements made by KL Lens; run kl-lens measure first")
         return self.drawn_again(identity, task)
 
     def drawn_again(self, identity: Mapping[str, Any], task: Task) -> Windows:
-        """Windows as a record of them says."""
+        """The windows that a record describes."""
         how = {name: identity[name] for name in ("windows", "length", "seed", "split")}
         return self.drawn(identity["source"], task, **how)
 
     def held_out(self, settings: HeldOut, run: Run, task: Task) -> Windows:
-        """The windows of --held-out, of the run's window length; refused where they overlap its calibration text."""
+        """The windows of --held-out. Raises if they overlap the run's calibration text."""
         text = run.text_identity(CALIBRATION)
         length = text["length"] if text else task.window_length
         windows = self.from_start(settings.held_out, task, length=length, limit=settings.held_out_windows)
@@ -139,7 +138,7 @@ class Workbench:
         return windows
 
     def refuse_overlap(self, run: Run, windows: Windows, task: Task) -> None:
-        """Raises when a run was measured on, or learnt from, some of this text; each pair is compared once."""
+        """Raises if the run was measured on, or calibrated with, part of this text. Each pair is compared once."""
         learnt = StoredStatistics.held_by(run.folder)
         for identity in (run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]):
             if identity is not None:
@@ -150,7 +149,7 @@ class Workbench:
         self._once(key, lambda: refuse_overlap(drawn, windows))
 
     def meter(self, model: LoadedModel, windows: Windows, target: str | None = None) -> PlanMeter:
-        """What measures whole plans on a text; `target`: with the activations that its kernels see."""
+        """Measures whole plans on a text; `target`: with activations as its kernels quantize them."""
         key = (id(model), windows.fingerprint, target)
         if key not in self._meters:
             self._meters[key] = PlanMeter(model, windows, deployed=deployed(target))

@@ -27,10 +27,10 @@ _OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "latency": "--max-latency"}
 
 @dataclass(frozen=True)
 class BudgetSolution:
-    """A plan and how well it is proven."""
+    """A plan, and the proof of its optimality."""
 
     plan: Plan
-    totals: Totals  # bytes are the file's, where the problem knows what a file needs besides
+    totals: Totals  # bytes are those of the file if `fixed_bytes` was given
     minimised: str  # bytes, kl or latency
     gap: float  # relative; 0.0: proven optimal (to 1e-9, HiGHS's arithmetic)
     variables: int
@@ -39,7 +39,7 @@ class BudgetSolution:
 
 @dataclass(frozen=True)
 class AchievableRange:
-    """What each quantity can be at all, over every plan."""
+    """Smallest and largest possible value of each quantity over all plans."""
 
     bytes: tuple[int, int]
     kl: tuple[float, float]
@@ -64,12 +64,12 @@ def plan_for_budget(
     fixed_bytes: int = 0,
     name: str | None = None,
 ) -> BudgetSolution:
-    """The plan that is best within the limits, proven by a mixed-integer solver.
+    """The best plan within the limits, proven by a mixed-integer solver.
 
-    What is minimised, unless `minimise` says: bytes where KL is limited and bytes are not, predicted KL
-    otherwise. `latency` holds measured seconds per (component, format), `max_latency` is in seconds. For the
-    other choices see `build_problem`; with `fixed_bytes`, `max_bytes` is the file's, `max_bpw` still the weights'.
-    Raises BudgetError with the achievable range where no plan meets the limits.
+    By default it minimises bytes if KL is limited and bytes are not, otherwise predicted KL. `latency` holds measured
+    seconds per (component, format), `max_latency` is in seconds. For the other arguments see `build_problem`. With
+    `fixed_bytes`, `max_bytes` is the size of the file; `max_bpw` always counts weights. Raises BudgetError with the
+    possible range if no plan meets the limits.
     """
     if max_latency is not None and latency is None:
         raise PlanError(
@@ -140,13 +140,13 @@ def achievable_range(problem: Problem) -> AchievableRange:
 
 
 def solve(problem: Problem, goal: str, limits: dict[str, float]) -> tuple[list[int], knapsack.Optimum]:
-    """The selection that makes `goal` least within limits on the other quantities (totals, fixed parts in)."""
+    """The selection that minimises `goal` within limits on the other quantities (totals, including fixed parts)."""
     _require_each_possible(problem, limits)
     amounts = _amounts(problem)
     fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "latency": problem.fixed_seconds}
     rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
     optimum = knapsack.minimise(amounts[goal], rows)
-    # A limit on what is minimised anyway needs no row: the least either meets it or nothing does.
+    # A limit on the goal itself needs no row: compare the minimum with it.
     if optimum is None or (goal in limits and _reached(problem, optimum.selection, goal) > limits[goal]):
         raise BudgetError(_contradiction(problem, limits))
     return optimum.selection, optimum
@@ -189,7 +189,7 @@ def _limits(
         )
     for quantity, most in limits.items():
         if not math.isfinite(most):
-            raise PlanError(f"{_OPTION[quantity]} {most} is no limit; give a number")
+            raise PlanError(f"{_OPTION[quantity]} {most} is not a limit; give a number")
         if quantity == "bytes":
             limits[quantity] = math.floor(most)
     return limits
@@ -206,13 +206,13 @@ def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
                 bits = [8 * (end - problem.besides_bytes) / problem.parameters for end in (low, high)]
                 extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
             raise BudgetError(
-                f"{_OPTION[quantity]} {show(most)} cannot be met: plans from these measurements reach "
+                f"{_OPTION[quantity]} {show(most)} cannot be met: plans from these measurements range from "
                 f"{show(low)} to {show(high)}{extra}; raise the budget or measure smaller formats"
             )
 
 
 def _contradiction(problem: Problem, limits: dict[str, float]) -> str:
-    """Why limits that are possible one by one are not so together: what each leaves of the others."""
+    """Explains limits that are possible one by one but not together."""
     asked = " and ".join(f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items())
     facts = []
     for quantity in limits:
@@ -223,7 +223,7 @@ def _contradiction(problem: Problem, limits: dict[str, float]) -> str:
             continue
         reached = _reached(problem, selection, quantity)
         rest = " and ".join(f"{q} ≤ {_HUMAN[q](most)}" for q, most in others.items())
-        facts.append(f"with {rest} the least {quantity} is {_HUMAN[quantity](reached)}")
+        facts.append(f"with {rest} the smallest {quantity} is {_HUMAN[quantity](reached)}")
     return f"{asked} cannot be met together: {'; '.join(facts)}; relax one of them"
 
 

@@ -1,8 +1,7 @@
-"""What an assignment of recipes costs on disk, to the byte.
+"""The exact size of an assignment on disk.
 
-Every weight of the model counts once (tied weights are one component already). What is not quantizable, and
-what the assignment does not name, is stored as FP16: two bytes a weight. A recipe's bytes are its grid's: how
-the values were put there does not show in a file's size.
+Every weight counts once (tied weights are one component). Weights that are not quantizable or not named are FP16: two
+bytes each. The size of a recipe depends on its format only, not on the method.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from kl_lens.records import Component
 
 @dataclass(frozen=True)
 class RecipeShare:
-    """How much of a model one recipe got."""
+    """How many components and weights have one recipe."""
 
     recipe: Recipe
     components: int
     parameters: int
     share: float  # of all weights of the model
-    quantizable: bool = True  # False for the one row of weights that never had a choice
+    quantizable: bool = True  # False for the row of weights that cannot be quantized
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Exact size of a model under an assignment, and what was really stored where."""
+    """Exact size of a model under an assignment, and the recipes really used."""
 
     bytes: int
     parameters: int
-    stored: dict[str, Recipe]  # every quantizable component → the recipe it really gets
-    fallbacks: dict[str, str]  # component → why it did not get the recipe asked for
+    stored: dict[str, Recipe]  # quantizable component → the recipe it really gets
+    fallbacks: dict[str, str]  # component → why it did not get the wanted recipe
     shares: tuple[RecipeShare, ...]
 
     @property
@@ -58,7 +57,7 @@ def fp16_bytes(component: Component) -> int:
 
 
 def stored_recipe(component: Component, wanted: str) -> tuple[Recipe, str | None]:
-    """The recipe a component really gets when asked for one, and why it is another (or None)."""
+    """The recipe a component gets, and why it differs from the wanted one (or None)."""
     try:
         return _stored(wanted, component.shape)
     except FormatError as error:
@@ -66,12 +65,11 @@ def stored_recipe(component: Component, wanted: str) -> tuple[Recipe, str | None
 
 
 def component_bytes(component: Component, recipe: Recipe) -> int:
-    """Bytes of one component in a recipe that fits it."""
     return fp16_bytes(component) if recipe == FP16 else _bytes(recipe, component.shape)
 
 
 def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> Cost:
-    """Prices an assignment; recipes that do not fit a component fall back, and `fallbacks` says so."""
+    """Computes the size. Recipes that do not fit are replaced; `fallbacks` says why."""
     components = tuple(components)
     require_known(components, assignment)
     stored: dict[str, Recipe] = {}
@@ -82,7 +80,7 @@ def cost_of(components: Iterable[Component], assignment: Mapping[str, str]) -> C
         if not component.quantizable:
             if wanted != FP16:
                 raise PlanError(
-                    f"{component.name}: {wanted} asked for, but it stays FP16 ({component.reason}); "
+                    f"{component.name} cannot be {wanted}: it stays FP16 ({component.reason}); "
                     "take it out of the plan"
                 )
             total += fp16_bytes(component)
@@ -116,7 +114,7 @@ def _shares(
         else:
             kept_components += 1
             kept_weights += component.parameters
-    # Most bits first, so that every table reads the same way round.
+    # Most bits first in every table.
     recipes = sorted(count, key=lambda recipe: (-recipe.grid.bits, recipe))
     rows = [RecipeShare(r, count[r], weights[r], weights[r] / total) for r in recipes]
     if kept_components:

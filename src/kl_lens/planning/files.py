@@ -1,7 +1,7 @@
-"""Plans as files: readable, editable by hand, and checked when they are read back.
+"""Plan files: readable, editable by hand, and checked when read.
 
-A plan's name is the file's own: `plans/small.json` holds the plan `small`. A copy must get a name of its own,
-or what is made from it would overwrite what was made from the first.
+A plan is named after its file: `plans/small.json` holds the plan `small`. A copy needs its own name; otherwise its
+artifacts would overwrite the first one's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIELDS = {
     "assignment",
     "notes",
 }
-_LARGEST_NUMBER = 2**63  # nothing that a plan counts is larger
+_LARGEST_NUMBER = 2**63
 
 
 def plan_path(folder: Path | str, name: str) -> Path:
@@ -48,7 +48,7 @@ def plan_path(folder: Path | str, name: str) -> Path:
 
 
 def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) -> Path:
-    """Writes a plan whole or not at all. Every quantizable component is named, FP16 ones too."""
+    """Writes a plan atomically. Every quantizable component is named, FP16 ones too."""
     path = Path(path)
     if checked_plan_name(plan.name) != path.stem:
         raise PlanError(f"{path}: the file of plan {plan.name} must be called {plan.name}.json")
@@ -81,11 +81,11 @@ def write_plan(plan: Plan, path: Path | str, components: Iterable[Component]) ->
 
 
 def read_plan(path: Path | str, components: Iterable[Component]) -> Plan:
-    """Reads a plan and checks every line of it against the model.
+    """Reads a plan and checks every line against the model.
 
-    Components that are not named stay FP16; `notes["not_named"]` lists them. Bytes are computed afresh. Where
-    the assignment was edited since it was written, or the model is another, what was predicted and measured of
-    the old one is dropped and `edited` is set; `repredicted` makes a new prediction.
+    Components not named stay FP16; `notes["not_named"]` lists them. Bytes are computed again. If the assignment was
+    edited, or the model is another, the old prediction and measurement are dropped and `edited` is set; `repredicted`
+    makes a new prediction.
     """
     path = Path(path)
     components = tuple(components)
@@ -125,15 +125,15 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except FileNotFoundError:
-        raise PlanError(f"{path}: no such plan; `kl-lens plan` makes one") from None
+        raise PlanError(f"{path}: no such plan; make one with kl-lens plan") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error}") from None
     except _DuplicateKey as error:
         raise PlanError(f"{path}: {error.args[0]!r} appears twice; keep one of the two lines") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: no valid JSON: {error}; look for a missing comma or quote") from None
+        raise PlanError(f"{path}: not valid JSON: {error}; look for a missing comma or quote") from None
     if not isinstance(content, dict) or not isinstance(content.get("assignment"), dict):
-        raise PlanError(f'{path}: no plan: expected an object with an "assignment" of component to format')
+        raise PlanError(f'{path}: not a plan: expected an object with an "assignment" of component to format')
     version = content.get("version")
     if version != PLAN_FILE_VERSION:
         raise PlanError(
@@ -150,7 +150,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _require_storable(path: Path, content: Mapping[str, Any]) -> None:
-    """Numbers must be finite and of this world, and strings must be text, wherever they stand."""
+    """Numbers must be finite and strings valid Unicode, also inside nested values."""
     waiting: list[tuple[str, Any]] = list(content.items())
     while waiting:
         field, value = waiting.pop()
@@ -160,9 +160,9 @@ def _require_storable(path: Path, content: Mapping[str, Any]) -> None:
         elif isinstance(value, list):
             waiting += [(field, inner) for inner in value]
         elif isinstance(value, int | float) and not abs(value) < _LARGEST_NUMBER:  # nan compares as False
-            raise PlanError(f"{path}: {field} is no finite number; give one, or null where there is none")
+            raise PlanError(f"{path}: {field} is not a finite number; give one, or null")
         elif isinstance(value, str) and not value.isascii() and _is_broken(value):
-            raise PlanError(f"{path}: {field} holds characters that are no text (half a surrogate pair)")
+            raise PlanError(f"{path}: {field} holds invalid characters (half a surrogate pair)")
 
 
 def _is_broken(text: str) -> bool:
@@ -174,7 +174,7 @@ def _is_broken(text: str) -> bool:
 
 
 def _require_types(path: Path, content: Mapping[str, Any]) -> None:
-    """Every field of its kind; all but the assignment may be missing or null."""
+    """Checks the type of every field; all but the assignment may be missing or null."""
 
     def require(field: str, fits: Callable[[Any], bool], expected: str, value: Any) -> None:
         if value is not None and not fits(value):
@@ -183,8 +183,8 @@ def _require_types(path: Path, content: Mapping[str, Any]) -> None:
     name = content.get("name")
     if name is not None and name != path.stem:
         raise PlanError(
-            f"{path}: the plan inside is called {name!r}, but a plan is called like its file; "
-            f'write "name": {json.dumps(path.stem)} into it if it is a copy, or rename the file'
+            f"{path}: the name inside is {name!r}, but must be that of the file; "
+            f'write "name": {json.dumps(path.stem)} if it is a copy, or rename the file'
         )
     try:
         checked_plan_name(path.stem)
@@ -246,25 +246,25 @@ def _checked_assignment(
             raise PlanError(f"{path}: {name}: {error}") from None
         if not component.quantizable:
             if recipe != FP16:
-                raise PlanError(f"{path}: {name} cannot be {recipe}: {component.reason}; take the line out")
+                raise PlanError(f"{path}: {name} cannot be {recipe}: {component.reason}; remove the line")
             continue
         if reason := recipe.grid.fits(component.shape):
             raise PlanError(f"{path}: {name} cannot be {recipe}: {reason}; choose another format")
         if assignment.setdefault(component.name, recipe) != recipe:
             raise PlanError(
                 f"{path}: {name} is the same weight as {component.name}, which has {assignment[component.name]}, "
-                f"not {recipe}; give both one format"
+                f"not {recipe}; give both the same format"
             )
     return assignment
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else "; `kl-lens inspect` lists what there is"
+    return f"; did you mean {' or '.join(close)}?" if close else "; `kl-lens inspect` lists the known names"
 
 
 def _fingerprint(assignment: Mapping[str, str], statistics: str | None, target: str | None) -> str:
-    """Of all that makes the numbers: recipes, what they learnt from, and whose kernels compute with them."""
+    """Of everything the numbers depend on: recipes, statistics, target."""
     facts: list[Any] = sorted(assignment.items())
     facts += [fact for fact in (statistics, target) if fact is not None]
     text = json.dumps(facts)

@@ -1,13 +1,13 @@
-"""The Pareto frontier of bytes and predicted KL, from which any budget is read at once.
+"""The Pareto frontier of bytes and predicted KL: the answer for every budget at once.
 
-The frontier is built by dynamic programming: group by group, all sums of choices, without those that another
-beats in both bytes and KL. That is exact, but the number of sums can grow beyond any bound. Past
-`most_points` states, states whose KL agrees within a small factor are merged into the smallest of them. The
-product of these factors is kept in `within`: no plan of the same size or less has a KL below the frontier's
-divided by `within`. `within == 1` means that nothing was merged and the frontier is complete.
+Built by dynamic programming: group by group, all sums of choices, without those that another beats in both bytes and
+KL. This is exact, but the number of sums may explode. Above `most_points` states, states with nearly equal KL are
+merged into the smallest of them. The product of the merging factors is kept in `within`: no plan of the same size or
+smaller has a KL below the frontier's divided by `within`. `within == 1`: nothing was merged and the frontier is
+complete.
 
-Corners of the lower convex hull are always exact and always on the frontier; the lines between them bound
-the KL of every plan from below. `plan_for_budget` proves the optimum of one budget.
+Corners of the lower convex hull are always exact and always on the frontier; the lines between them bound the KL of
+every plan from below. `plan_for_budget` proves the optimum of one budget.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans none of which is beaten in both bytes and predicted KL, smallest first."""
+    """Plans that no other beats in both bytes and predicted KL, smallest first."""
 
     problem: Problem
     sizes: npt.NDArray[np.int64]  # increasing
     kls: npt.NDArray[np.float64]  # decreasing
-    within: float  # 1.0: every Pareto-optimal (bytes, KL) is here; else see the module's first lines
+    within: float  # 1.0: complete; else see the module's docstring
     _trail: _Trail
     _hull: Hull
 
@@ -63,21 +63,21 @@ class Frontier:
         return (self[i] for i in range(len(self)))
 
     def at_bytes(self, max_bytes: float) -> FrontierPoint:
-        """The point of least KL within a size."""
+        """The point with the lowest KL within a size."""
         index = bisect.bisect_right(self.sizes.tolist(), max_bytes) - 1
         if index < 0:
             raise BudgetError(
-                f"{human_bytes(max_bytes)} cannot be met: the frontier runs from {human_bytes(int(self.sizes[0]))} "
+                f"{human_bytes(max_bytes)} cannot be met: the frontier goes from {human_bytes(int(self.sizes[0]))} "
                 f"to {human_bytes(int(self.sizes[-1]))}; raise the budget"
             )
         return self[index]
 
     def least_possible_kl(self, max_bytes: float) -> float:
-        """A lower bound that no plan of this size can beat (the convex hull)."""
+        """A lower bound on the KL of any plan of this size (the convex hull)."""
         return self._hull.bound(max_bytes - self.problem.fixed_bytes)
 
     def thinned(self, points: int) -> list[FrontierPoint]:
-        """A few points for a figure, evenly spread over the bytes, both ends among them."""
+        """Some points for a figure, evenly spread over the bytes, with both ends."""
         if len(self) <= points:
             return list(self)
         wanted = np.linspace(self.sizes[0], self.sizes[-1], points)
@@ -97,7 +97,7 @@ class Frontier:
 
 
 class _Trail:
-    """Which choice made each state out of which earlier state; lets any point tell its selection."""
+    """The choice and the previous state of each state, to trace a point's selection."""
 
     def __init__(self, order: npt.NDArray[np.intp]) -> None:
         self.order = order
@@ -118,10 +118,10 @@ class _Trail:
 
 
 def pareto_frontier(problem: Problem, most_points: int = MOST_POINTS) -> Frontier:
-    """All undominated (bytes, predicted KL), or a frontier that says how close to them it is."""
+    """The Pareto-optimal (bytes, predicted KL), complete or to within a stated factor."""
     sizes_of = [np.array([c.bytes for c in g.choices], dtype=np.int64) for g in problem.groups]
     kls_of = [np.array([c.kl for c in g.choices], dtype=np.float64) for g in problem.groups]
-    # Groups of equal shape one after the other: their sums coincide in bytes, and most states fall away.
+    # Groups of equal shape in a row: their sums coincide in bytes, which removes most states.
     keys = [tuple(sizes.tolist()) for sizes in sizes_of]
     order = np.array(sorted(range(len(keys)), key=lambda g: (len(keys[g]), keys[g])), dtype=np.intp)
     trail = _Trail(order)
@@ -146,9 +146,9 @@ def pareto_frontier(problem: Problem, most_points: int = MOST_POINTS) -> Frontie
 def _merged(
     kept: npt.NDArray[np.intp], kls: npt.NDArray[np.float64], most: int, factor: float
 ) -> tuple[npt.NDArray[np.intp], float]:
-    """One state, the smallest, for each bucket of KLs within 1 + factor of each other."""
+    """Keeps the smallest state of each bucket of KLs within 1 + factor of each other."""
     with np.errstate(divide="ignore"):
-        logs = np.log(kls[kept])  # decreasing; −inf for a KL of zero, which is a bucket of its own
+        logs = np.log(kls[kept])  # decreasing; −inf for a KL of zero, which gets its own bucket
     while True:
         buckets = np.floor((logs[0] - logs) / np.log1p(factor))
         first = np.ones(len(kept), dtype=bool)
@@ -161,7 +161,7 @@ def _merged(
 def _with_corners(
     problem: Problem, hull: Hull, sizes: npt.NDArray[np.int64], kls: npt.NDArray[np.float64], trail: _Trail
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Puts the hull's corners back where merging lost them: they are exact."""
+    """Adds the hull's corners again, which are exact, in case merging removed them."""
     corners = [hull.selection(step) for step in range(len(hull.steps) + 1)]
     totals = [problem.totals(selection) for selection in corners]
     all_sizes = np.concatenate([sizes, np.array([t.bytes for t in totals], dtype=np.int64)])

@@ -1,11 +1,10 @@
-"""HiGHS behind an interface that gives answers which hold in exact arithmetic.
+"""Runs HiGHS so that its answers hold in exact arithmetic.
 
-HiGHS works in floating point with absolute tolerances of 1e-6, which is where "feasible" and "optimal" can go
-wrong quietly:
+HiGHS works in floating point with absolute tolerances of 1e-6, so "feasible" and "optimal" can be slightly wrong:
 
 - integer amounts are shifted and divided by their greatest common divisor, real ones scaled to the limit;
-- every answer is added up again exactly. One that breaks a limit by a hair is forbidden by a cut that
-  excludes this very selection and no other, and the solver runs again.
+- every answer is added up again exactly. If it slightly breaks a limit, a cut excludes exactly this selection, and the
+  solver runs again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_SOLVES = 40
 
 @dataclass(frozen=True)
 class Limit:
-    """The chosen amounts, one array per group, may add up to at most `most`."""
+    """The sum of the chosen amounts, one array per group, may be at most `most`."""
 
     amounts: Sequence[Numbers]
     most: float
@@ -47,7 +46,7 @@ class Answer:
 
 
 class Program:
-    """The integer program over the choices that are still alive in each group."""
+    """The integer program over the remaining choices of each group."""
 
     def __init__(self, costs: Sequence[Numbers], limits: Sequence[Limit], alive: Sequence[Indices]) -> None:
         self.limits, self.alive = limits, alive
@@ -62,12 +61,12 @@ class Program:
         self.rows = [LinearConstraint(one_each, 1, 1), *(_row(limit, alive) for limit in limits)]
 
     def relaxed(self, scale: float) -> float:
-        """Cost above the cheapest choices when choices may be mixed: a quick idea of the optimum's size."""
+        """Cost above the cheapest choices in the linear relaxation: a rough size of the optimum."""
         result = self._run(scale, integer=False, seconds=60.0)
         return float(result.fun) / scale if result.fun is not None else 0.0
 
     def solve(self, scale: float, seconds: float) -> Answer:
-        """Runs HiGHS until its answer is feasible in exact arithmetic, too."""
+        """Runs HiGHS until its answer is feasible in exact arithmetic."""
         deadline = time.perf_counter() + seconds
         bound = self.base
         for solves in range(1, MOST_SOLVES + 1):
@@ -106,7 +105,7 @@ class Program:
 
 
 def _row(limit: Limit, alive: Sequence[Indices]) -> LinearConstraint:
-    """One limit as HiGHS sees it: amounts above each group's least, in units that suit its tolerances."""
+    """One limit for HiGHS: amounts above each group's minimum, in units that suit its tolerances."""
     least = [a[i].min() for a, i in zip(limit.amounts, alive, strict=True)]
     extra = np.concatenate([a[i] - low for a, i, low in zip(limit.amounts, alive, least, strict=True)])
     room = limit.most - exact_sum(least)
@@ -114,9 +113,9 @@ def _row(limit: Limit, alive: Sequence[Indices]) -> LinearConstraint:
         unit = int(np.gcd.reduce(extra)) or 1
         room = math.floor(room) // unit
         coefficients = (extra // unit).astype(float)
-        half = 0.5  # amounts are whole units: half of one lets nothing in and keeps rounding out
+        half = 0.5  # amounts are whole units: half a unit absorbs rounding and admits nothing
     else:
-        # Room below the limit's own last digits, or next to the smallest number there is, is no unit.
+        # Keep the unit above the limit's rounding error and above the smallest float.
         unit_size = max(room / 1e6, abs(limit.most) * 1e-15, 1e-290)
         coefficients, room, half = extra / unit_size, room / unit_size, 1e-6
     return LinearConstraint(csr_array(coefficients.reshape(1, -1)), -np.inf, room + half)
@@ -131,7 +130,7 @@ def total(amounts: Sequence[Numbers], selection: Sequence[int]) -> float:
 
 
 def exact_sum(values: Sequence[np.int64 | np.float64]) -> float:
-    """Exact: Python integers for whole numbers, a correctly rounded sum for the others."""
+    """Exact for integers, correctly rounded for floats."""
     if all(isinstance(v, np.integer) for v in values):
         return sum(int(v) for v in values)
     return math.fsum(float(v) for v in values)
@@ -143,12 +142,12 @@ def integral(amounts: Sequence[Numbers]) -> bool:
 
 @contextlib.contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """HiGHS prints a debugging line from C now and then, which would end up inside `--json` output."""
+    """HiGHS sometimes prints a debugging line from C, which would end up in `--json` output."""
     try:
         flush = ctypes.CDLL(None).fflush
         flush(None)
         saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    except (OSError, TypeError, AttributeError):  # no such C library, or no standard output at all
+    except (OSError, TypeError, AttributeError):  # no C library of this kind, or no standard output
         yield
         return
     try:

@@ -1,8 +1,8 @@
-"""The lower convex hull of a multiple-choice knapsack: bounds, and points that are provably optimal.
+"""The lower convex hull of a multiple-choice knapsack: bounds, and provably optimal points.
 
-Relaxing the budget with a price per unit (Lagrange) splits the problem into its groups. The selections that
-are best for some price are the corners of the lower convex hull of all plans: each is the exact optimum at
-its own amount, and the straight lines between them are a lower bound everywhere else.
+With a price per unit instead of the budget (Lagrange), each group can be solved alone. The selections that are best for
+some price are the corners of the lower convex hull of all plans. Each is the exact optimum at its own amount, and the
+lines between them are a lower bound everywhere else.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Hull:
-    """Start with the least amount in every group, then take the steps in order, best gain per unit first."""
+    """Starts with the smallest amount in every group, then takes the steps in order, best gain per unit first."""
 
-    start: tuple[int, ...]  # choice of each group at the least amount
+    start: tuple[int, ...]  # choice of each group at the smallest amount
     steps: tuple[tuple[int, int], ...]  # (group, choice it changes to)
     step_amounts: Array  # what each step adds to the amount
-    step_costs: Array  # and to the cost: negative, most per unit first
+    step_costs: Array  # and to the cost: negative, steepest first
     amounts: Array  # total amount at the start and after each step
     costs: Array  # total cost likewise; decreasing and convex
 
     def bound(self, amount: float) -> float:
-        """No selection of at most this amount costs less."""
+        """A lower bound on the cost of any selection of at most this amount."""
         if amount < self.amounts[0]:
             return float("inf")
         return float(np.interp(amount, self.amounts, self.costs))
@@ -43,7 +43,7 @@ class Hull:
         return selection
 
     def fill(self, amounts: Sequence[Array], limit: float) -> list[int]:
-        """A feasible selection near the optimum: steps in order, each where it still fits."""
+        """A feasible selection near the optimum: takes the steps that still fit."""
         selection = list(self.start)
         total = float(self.amounts[0])
         blocked: set[int] = set()
@@ -60,7 +60,7 @@ class Hull:
 
 
 def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
-    """Hull of all sums, from the hulls of the groups: the steps of all groups sorted by slope."""
+    """The hull of all sums: the steps of all groups sorted by slope."""
     start: list[int] = []
     steps: list[tuple[float, int, int, float, float]] = []  # slope, group, choice, extra amount, extra cost
     for group, (cost, amount) in enumerate(zip(costs, amounts, strict=True)):
@@ -84,17 +84,17 @@ def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
 
 
 def sums_from_the_end(last: float, changes: Array) -> Array:
-    """Running sums that end at `last`. Adding up from the small end keeps the small values exact."""
+    """Running sums that end at `last`; adding from the small end keeps small values exact."""
     return np.cumsum(np.concatenate([[last], -changes[::-1]]))[::-1]
 
 
 def _corners(cost: Array, amount: Array) -> list[int]:
-    """Choices on a group's lower convex hull, from the least amount to the least cost."""
+    """Choices on a group's lower convex hull, from the smallest amount to the lowest cost."""
     order = np.lexsort((cost, amount))
     corners: list[int] = []
     for i in order:
         if corners and cost[i] >= cost[corners[-1]]:
-            continue  # dominated: more of the amount for no less cost
+            continue  # dominated: larger and not cheaper
         while len(corners) > 1:
             a, b = corners[-2], corners[-1]
             if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (amount[b] - amount[a]):

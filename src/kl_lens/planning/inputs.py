@@ -1,6 +1,6 @@
-"""What plans for a target are made from, besides the measurements, as the run folder holds it.
+"""Inputs of planning besides the measurements, as stored in the run folder.
 
-`plan`, its frontier and the report's slider read it here, so that all three solve the same problem.
+`plan`, its frontier and the report's slider all read them here, so that they solve the same problem.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIXED_BYTES = "fixed_bytes"  # kind of the run's records: target → bytes
 
 
 def store_fixed_bytes(run: Run, target: Target, fixed_bytes: int) -> None:
-    """Keeps what the target's file needs besides the weights; only a verb that opens the model can find out."""
+    """Stores the bytes of the target's file besides the weights; the report cannot compute them without the model."""
     run.store(_FIXED_BYTES, target.name, fixed_bytes)
 
 
@@ -31,13 +31,13 @@ def stored_fixed_bytes(run: Run, target: Target | None) -> int:
     if known is None:
         raise PlanError(
             f"the run does not say what its {target.title} file needs besides the weights; "
-            f"any `kl-lens plan --target {target.name}` that writes a plan finds out"
+            f"write any plan with: kl-lens plan --target {target.name}"
         )
     return int(known)
 
 
 def latency_profiles(run: Run, target: str | None) -> dict[str, LatencyTable]:
-    """Latency tables of the run by name, the newest last; with a target, its own alone."""
+    """The run's latency tables by name, newest last; only of `target` if given."""
     return {
         name: {(c, fmt): float(s) for c, row in stored.items() for fmt, s in row.items()}
         for name, stored in run.load_all(KIND).items()
@@ -54,21 +54,20 @@ def stock_with_our_methods(
     no_head: bool = False,
     metric: str | None = None,
 ) -> list[dict[str, Recipe]]:
-    """The target's own mixtures with our methods: of what plans choose from, each component gets the recipe of least
-    damage that takes no more bytes than the mixture's.
+    """The target's stock recipes with our methods: each component gets the recipe with the least damage that is no
+    larger than the stock recipe's.
 
-    Component by component: a mixture may well give siblings different formats. One that has nothing as small to choose
-    from is left out.
+    Fused siblings may differ here. A stock recipe smaller than anything measured is left out.
     """
     problem = build_problem(
         table, recipes=recipes, no_head=no_head, metric=metric, target=target, keep_fused=False
     )
     by_name = {c.name: c for c in table.components}
     found = []
-    for mixture in stock:
+    for one in stock:
         sizes = {
             name: bytes_for(by_name[name], stored_recipe(by_name[name], recipe)[0], target)
-            for name, recipe in mixture.items()
+            for name, recipe in one.items()
         }
         if (assignment := _least_damage(problem, sizes)) is not None:
             found.append(assignment)

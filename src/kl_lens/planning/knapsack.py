@@ -1,8 +1,8 @@
 """The multiple-choice knapsack, solved to proven optimality with HiGHS.
 
-Pick one choice per group so that the total cost is least and every limit holds. What cannot be part of the
-best selection is taken out first; `highs` solves the rest, with the cost scaled until the optimum itself is
-large against the solver's absolute tolerances.
+Picks one choice per group so that the total cost is minimal and every limit holds. Choices that cannot be in the best
+selection are removed first. `highs` solves the rest, with costs scaled so that the optimum is large compared with the
+solver's absolute tolerances.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kl_lens.planning.proof import better_selection
 
 __all__ = ["Limit", "Numbers", "Optimum", "minimise"]
 
-# A bound this close to the value (relatively) is the same number as far as HiGHS's arithmetic can tell.
+# A bound this close to the value (relatively) is equal to it within HiGHS's precision.
 ARITHMETIC = 1e-9
 MOST_SECONDS = 60.0
-SCALED_OPTIMUM = 1e4  # the size the optimum is scaled to: HiGHS's 1e-6 is then 1e-10 of it
+SCALED_OPTIMUM = 1e4  # the optimum is scaled to this; HiGHS's 1e-6 is then 1e-10 of it
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Optimum:
 
 
 def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | None:
-    """The best selection, or None where none meets the limits."""
+    """The best selection, or None if no selection meets the limits."""
     started = time.perf_counter()
     alive = [np.sort(undominated(c, *(limit.amounts[g] for limit in limits))) for g, c in enumerate(costs)]
     cheapest = [int(index[np.argmin(costs[g][index])]) for g, index in enumerate(alive)]
@@ -58,13 +58,13 @@ def minimise(costs: Sequence[Numbers], limits: Sequence[Limit]) -> Optimum | Non
         solves += answer.solves
         if answer.selection is None:
             if answer.stopped and incumbent is None:
-                raise PlanError(f"no plan within {MOST_SECONDS:g} s of searching; allow fewer formats")
+                raise PlanError(f"no plan found within {MOST_SECONDS:g} s; use fewer --formats")
             if incumbent is None:
                 return None
-            answer.selection = incumbent  # HiGHS ran out of time, or lost the incumbent to a tolerance
+            answer.selection = incumbent  # HiGHS ran out of time, or rejected the incumbent by a tolerance
         value, excess = total(costs, answer.selection), _excess(costs, alive, answer.selection)
         variables = sum(map(len, alive))
-        # A bad first scale shows in the size of the scaled optimum; the answer itself gives a better one.
+        # If the first scale was bad, the answer gives a better one.
         if integral(costs) or answer.stopped or excess == 0 or 1e2 <= excess * scale <= 1e8:
             step = 1 / scale if integral(costs) else 0.0
             gap = _relative_gap(value, answer.bound, step)
@@ -81,7 +81,7 @@ def _closed_gap(
     gap: float,
     step: float,
 ) -> tuple[list[int], float]:
-    """Where HiGHS leaves a gap and there is but one limit, decides by exact steps what it hides."""
+    """If HiGHS leaves a gap and there is one limit, an exact search closes it."""
     if gap == 0.0 or len(limits) != 1:
         return selection, gap
     prices = [c[i].astype(float) for c, i in zip(costs, alive, strict=True)]
@@ -99,7 +99,7 @@ def _closed_gap(
 
 
 def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indices] | None:
-    """Drops choices that break a limit even when all other groups take their least."""
+    """Drops choices that break a limit even if all other groups take their smallest."""
     for limit in limits:
         least = [a[i].min() for a, i in zip(limit.amounts, alive, strict=True)]
         room = limit.most - exact_sum(least)
@@ -113,7 +113,7 @@ def _within_limits(alive: list[Indices], limits: Sequence[Limit]) -> list[Indice
 
 
 def _first_guess(costs: Sequence[Numbers], limits: Sequence[Limit], alive: list[Indices]) -> list[int] | None:
-    """With a single limit the hull gives a feasible selection near the optimum for nothing."""
+    """With one limit the hull gives a feasible selection near the optimum."""
     if len(limits) != 1:
         return None
     amounts = [a[i].astype(float) for a, i in zip(limits[0].amounts, alive, strict=True)]
@@ -124,7 +124,7 @@ def _first_guess(costs: Sequence[Numbers], limits: Sequence[Limit], alive: list[
 
 
 def _not_worse_than(alive: list[Indices], costs: Sequence[Numbers], value: float) -> list[Indices]:
-    """Drops choices that cost more than a known selection even when all other groups take their cheapest."""
+    """Drops choices that cost more than a known selection even if all other groups take their cheapest."""
     cheapest = [c[i].min() for c, i in zip(costs, alive, strict=True)]
     room = (value - exact_sum(cheapest)) + ARITHMETIC * abs(value)
     return [i[c[i] - low <= room] for c, i, low in zip(costs, alive, cheapest, strict=True)]
@@ -133,7 +133,7 @@ def _not_worse_than(alive: list[Indices], costs: Sequence[Numbers], value: float
 def _scale(
     costs: Sequence[Numbers], alive: list[Indices], incumbent: list[int] | None, program: Program
 ) -> float:
-    """Brings the optimum to a size against which HiGHS's tolerances are nothing."""
+    """A scale at which HiGHS's tolerances are negligible."""
     if integral(costs):
         extra = np.concatenate([c[i] - c[i].min() for c, i in zip(costs, alive, strict=True)])
         return 1.0 / (int(np.gcd.reduce(extra)) or 1)
@@ -147,12 +147,12 @@ def _scale(
 
 
 def _excess(costs: Sequence[Numbers], alive: list[Indices], selection: Sequence[int]) -> float:
-    """What a selection costs above the cheapest choice in every group."""
+    """Cost above the cheapest choice of every group."""
     return float(exact_sum([c[s] - c[i].min() for c, i, s in zip(costs, alive, selection, strict=True)]))
 
 
 def _relative_gap(value: float, bound: float, step: float) -> float:
-    """Whole-numbered costs come in steps: a bound less than one step below the value proves the value."""
+    """Integer costs come in steps: a bound less than one step below the value proves it."""
     distance = max(0.0, value - bound)
     if distance < 0.99 * step:
         return 0.0

@@ -1,4 +1,4 @@
-"""Which of many things are worth keeping: those that no other beats in every respect."""
+"""Pareto-optimal elements: those that no other beats in every respect."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Numbers = npt.NDArray[Any]
 
 
 def undominated(*quantities: Numbers) -> npt.NDArray[np.intp]:
-    """Indices for which no other is at least as small in every quantity; of equals, the first stays.
+    """Indices of elements that no other beats or equals in every quantity; of equals, the first is kept.
 
-    Two quantities are sorted, whatever their number, and the indices come by the first one increasing and the second
-    decreasing. More are compared pair by pair, which is for the few choices of one component.
+    With two quantities the result is sorted by the first, increasing. More quantities are compared pair by pair, which
+    suits only few elements.
     """
     if len(quantities) == 2:
         first, second = quantities
@@ -24,7 +24,7 @@ def undominated(*quantities: Numbers) -> npt.NDArray[np.intp]:
         best_so_far = np.minimum.accumulate(second[order])
         return order[np.concatenate([[True], best_so_far[1:] < best_so_far[:-1]])]
     rows = np.stack(quantities, axis=1)
-    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(axis=2)  # [i, j]: j is no worse than i
+    no_worse = (rows[None, :, :] <= rows[:, None, :]).all(axis=2)  # [i, j]: j is not worse than i
     place = np.arange(len(rows))
     beaten = no_worse & (~no_worse.T | (place[None, :] < place[:, None]))
     np.fill_diagonal(beaten, False)

@@ -1,4 +1,4 @@
-"""The additive prediction: the KL of a plan is the sum of what its components cost one by one."""
+"""The additive prediction: the KL of a plan is the sum of its components' single KLs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable, check
 
 PREDICTED_METRIC = "kl_teacher_to_student"
 OTHER_KL = "kl_student_to_teacher"
-# What can be added up over components; larger must be worse, so SQNR is not among them.
+# Metrics that can be summed over components; larger must be worse, so SQNR is excluded.
 ADDITIVE_METRICS = (PREDICTED_METRIC, OTHER_KL, "mse", "delta_cross_entropy")
 
-# KL is as large as the widest gap between two logits at most. So many times the entropy of a blind guess leaves room
-# for ruined models, and for published values, which are sums over a window; 5e8 is beyond anything that is a KL.
+# A KL is at most the largest gap between two logits. This many times the entropy of a uniform guess leaves room for
+# ruined models, and for published values, which are sums over a window.
 _LARGEST = 1e4
-_NOISE = 1e-4  # nats per token: a KL is never negative but for rounding
+_NOISE = 1e-4  # nats per token: below zero only by rounding
 
 
 class Predictor:
-    """Looks up single-component damage and adds it up.
+    """Looks up the damage of single components and adds it up.
 
-    A mean KL is never negative, but a measured one may be by rounding, next to the noise floor; such values
-    count as zero, or an optimiser would collect noise as if it were a gain.
+    A measured KL near the noise floor may be slightly negative by rounding. It counts as zero; otherwise an optimiser
+    would collect noise as gain.
     """
 
     def __init__(self, table: SensitivityTable, metric: str | None = None) -> None:
@@ -43,12 +43,12 @@ class Predictor:
             self._measured.setdefault((m.component, Recipe.parse(m.format)), clamped)
             if reason is not None:
                 through_fallback.setdefault((m.component, stored), clamped)
-        # What a recipe falls back to was measured under the name that was asked for.
+        # A replacement recipe was measured under the name of the wanted one.
         for key, estimate in through_fallback.items():
             self._measured.setdefault(key, estimate)
 
     def estimate(self, component: str, recipe: str) -> Estimate | None:
-        """Damage of one component in one recipe; None where nobody measured it."""
+        """Damage of one component in one recipe; None if not measured."""
         if recipe == FP16:
             return Estimate(0.0, 0.0)
         return self._measured.get((component, recipe))
@@ -57,10 +57,10 @@ class Predictor:
         return tuple(c for c, r in assignment.items() if self.estimate(c, r) is None)
 
     def total(self, assignment: Mapping[str, str]) -> Estimate | None:
-        """Predicted KL of a plan; None where a part of it was never measured.
+        """Predicted KL of a plan; None if a part was never measured.
 
-        All parts were measured on the same windows, so their errors are correlated in a way that the table
-        does not hold. The sum of the standard errors is an upper bound whatever the correlation.
+        All parts were measured on the same windows, so their errors are correlated in an unknown way. The sum of the
+        standard errors is an upper bound for any correlation.
         """
         estimates = [self.estimate(c, r) for c, r in assignment.items()]
         known = [e for e in estimates if e is not None]
@@ -72,7 +72,7 @@ class Predictor:
 def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
     """The metric whose sum predicts a plan's damage, and why it is not KL(teacher ‖ student) (or None).
 
-    Published files hold numbers under that name of which not one is a KL; the other direction is right there.
+    Some published files hold numbers under that name that cannot be a KL; the other direction is right there.
     """
     usable = {metric: _usable(table, metric) for metric in (PREDICTED_METRIC, OTHER_KL)}
     if usable[PREDICTED_METRIC] or not usable[OTHER_KL]:
@@ -82,37 +82,37 @@ def prediction_metric(table: SensitivityTable) -> tuple[str, str | None]:
         f"{PREDICTED_METRIC} was not measured")  # fmt: skip
     published = all(m.compute_dtype == "published" for m in table.measurements)
     unit = "; published KLs are sums over a window, not per token" if published else ""
-    return OTHER_KL, f"{why}, so plans go by {OTHER_KL}{unit}"
+    return OTHER_KL, f"{why}, so plans use {OTHER_KL}{unit}"
 
 
 def require_sane(table: SensitivityTable, metric: str) -> None:
-    """Refuses to add up what cannot be added up, and values that cannot be what they are called."""
+    """Raises if the metric cannot be summed, or if a value is impossible."""
     if metric not in ADDITIVE_METRICS:
         raise PlanError(f"{metric} cannot be added up over components; choose {', '.join(ADDITIVE_METRICS)}")
     if table.measurements and not any(metric in m.metrics for m in table.measurements):
-        raise PlanError(f"{table.model}: no measurement holds {metric}; plan by another --metric, or measure")
+        raise PlanError(f"{table.model}: no measurement has {metric}; use another --metric, or measure again")
     most = _most(table)
     for m in table.measurements:
         if why := _impossible(m, metric, most):
             raise PlanError(
-                f"{m.component} at {m.format}: {metric} is {m.metrics[metric].value:.4g}, {why}; measure it again, "
-                "or plan by another --metric"
+                f"{m.component} in {m.format}: {metric} is {m.metrics[metric].value:.4g}, {why}; measure it again, "
+                "or use another --metric"
             )
 
 
 def _usable(table: SensitivityTable, metric: str) -> bool:
-    """Whether any value can be what the metric says; one wrong one among right ones is not the metric's fault."""
+    """Whether any value is possible; a single wrong one does not disqualify the metric."""
     most = _most(table)
     return any(metric in m.metrics and not _impossible(m, metric, most) for m in table.measurements)
 
 
 def _impossible(measurement: Measurement, metric: str, most: float) -> str | None:
-    """Why a measured value is no KL, or None. Infinity is one: a next token was ruled out altogether."""
+    """Why a value cannot be a KL, or None. Infinity can: a next token became impossible."""
     estimate = measurement.metrics.get(metric)
     if metric not in (PREDICTED_METRIC, OTHER_KL) or estimate is None or estimate.value == math.inf:
         return None
     if math.isnan(estimate.value):
-        return "which is no number"
+        return "which is not a number"
     error = estimate.standard_error if math.isfinite(estimate.standard_error) else 0.0
     if estimate.value < -(_NOISE + 4 * error):
         return "but a KL is never negative"
@@ -120,7 +120,7 @@ def _impossible(measurement: Measurement, metric: str, most: float) -> str | Non
 
 
 def _most(table: SensitivityTable) -> float:
-    """The head has a row for each token of the vocabulary."""
+    """Largest plausible KL; the head has one row per token of the vocabulary."""
     rows = [c.shape[-2] for c in table.components if c.name == table.head and len(c.shape) > 1]
     return _LARGEST * math.log(max(rows[0], 2) if rows else 2**20)
 
@@ -140,7 +140,7 @@ def finished_plan(
     *,
     family: str = "other",
 ) -> Plan:
-    """A plan with all components named, its exact bytes, its prediction, and its fallbacks in the notes."""
+    """A plan with all components named, exact bytes, a prediction, and replaced recipes in the notes."""
     cost = cost_of(table.components, assignment)
     predictor = predictor or Predictor(table)
     settled = complete(table, cost.stored)
@@ -163,7 +163,7 @@ def finished_plan(
 
 
 def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False) -> Plan:
-    """Everything in one recipe; `uniform_int4-g64.gptq` is how names spell its plus."""
+    """One recipe for all components. The name spells `+` as a dot: `uniform_int4-g64.gptq`."""
     wanted = Recipe.parse(recipe)
     kept = {table.head} if no_head else set()
     assignment = {c.name: wanted for c in table.candidates if c.name not in kept}
@@ -172,7 +172,7 @@ def uniform_plan(table: SensitivityTable, recipe: str, *, no_head: bool = False)
 
 
 def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
-    """The same assignment with bytes and prediction computed afresh: what a plan edited by hand needs."""
+    """The same assignment with bytes and prediction computed again, for a plan edited by hand."""
     fresh = finished_plan(table, plan.name, plan.assignment, plan.made_by)
     stale = ("fallbacks", "predicted_kl_standard_error", "unmeasured", "predicted_by")
     kept = {key: value for key, value in plan.notes.items() if key not in stale}
@@ -188,7 +188,7 @@ def repredicted(plan: Plan, table: SensitivityTable) -> Plan:
 
 
 def measured_recipes(table: SensitivityTable) -> tuple[Recipe, ...]:
-    """What was measured, in the order of first appearance."""
+    """Measured recipes, in order of first appearance."""
     try:
         return tuple(dict.fromkeys(Recipe.parse(name) for name in table.formats))
     except FormatError as error:
@@ -205,5 +205,5 @@ def require_measurements(table: SensitivityTable, recipe: Recipe) -> None:
 
 
 def finite_or_none(value: float) -> float | None:
-    """An error that is not defined is null in a file."""
+    """Undefined errors are null in files."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The choice that planning is about: one recipe for each group of components, with what each would cost."""
+"""The planning problem: one recipe for each group of components, with the cost of each choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kl_lens.records import Component, SensitivityTable
 if TYPE_CHECKING:
     from kl_lens.targets import Target
 
-# Seconds that one component takes in one format (or recipe), measured on the target.
+# Seconds of one component in one format (or recipe), measured on the target.
 LatencyTable = Mapping[tuple[str, str], float]
 
 
@@ -53,15 +53,17 @@ class Totals:
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a plan decides (groups) and everything that it does not (fixed)."""
+    """What a plan decides (groups) and what is fixed."""
 
     groups: tuple[Group, ...]
-    fixed_bytes: int  # weights without a choice, and what the file needs besides
+    fixed_bytes: int  # weights without a choice, and the rest of the file
     fixed_seconds: float
     parameters: int
     has_latency: bool = False
-    besides_bytes: int = 0  # of the fixed ones: what is no weight, or more than plans count for one
-    refused: Mapping[tuple[str, Recipe], str] = field(default_factory=dict)  # of a component: why not
+    besides_bytes: int = 0  # the part of `fixed_bytes` that is not weights
+    refused: Mapping[tuple[str, Recipe], str] = field(
+        default_factory=dict
+    )  # (component, recipe) → why the target cannot use it
 
     def assignment(self, selection: Sequence[int]) -> dict[str, Recipe]:
         return {
@@ -80,13 +82,13 @@ class Problem:
 
 
 def bytes_for(component: Component, recipe: Recipe, target: Target | None) -> int:
-    """Of a component in a recipe that fits it, with what the target's file needs for it besides."""
+    """Bytes of a component, with the overhead in the target's file."""
     extra = target.overhead(recipe.grid) if target else 0
     return component_bytes(component, recipe) + extra
 
 
 def _why_not(component: Component, recipe: Recipe, target: Target) -> str | None:
-    """Why a plan for the target never gives this component this recipe, or None."""
+    """Why this component cannot have this recipe on the target, or None."""
     reason = target.holds(recipe.grid, component.shape)
     if reason is None and bytes_for(component, recipe, target) > fp16_bytes(component):
         return "the file would not become smaller"
@@ -105,16 +107,16 @@ def build_problem(
     target: Target | None = None,
     fixed_bytes: int = 0,
 ) -> Problem:
-    """Groups and choices from a sensitivity table: the one builder for `plan`, its frontier and the report's slider.
+    """Builds the problem for `plan`, its frontier and the report's slider.
 
-    A group's choices are FP16 and each of `recipes` (default: all measured ones that a runtime can store)
-    that all its members were measured in. Components in `exclude`, and the head with `no_head`, stay FP16.
+    A group's choices are FP16 and each of `recipes` (default: all measured ones that a runtime can store) that all its
+    members were measured in. Components in `exclude`, and the head with `no_head`, stay FP16.
 
     Args:
-        metric: whose sum is the damage (default: `prediction_metric`).
-        target: a plan made for it has only recipes that it holds, and sizes count what its file adds for each.
-        fixed_bytes: what the target's file needs besides the weights as plans count them (header, tokenizer,
-            vectors in float32); sizes and limits in bytes are then the file's.
+        metric: the damage to sum up (default: `prediction_metric`).
+        target: only recipes that it supports; sizes include its overhead per recipe.
+        fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
+            limits in bytes are then those of the file.
     """
     metric = metric or prediction_metric(table)[0]
     require_sane(table, metric)
@@ -161,7 +163,7 @@ def _menu(table: SensitivityTable, recipes: Sequence[str] | None) -> list[Recipe
 
 
 def _clusters(free: Sequence[Component]) -> list[tuple[Component, ...]]:
-    """Fused siblings together, in the model's order; siblings of siblings belong to the same cluster."""
+    """Groups fused siblings, in the model's order; siblings of siblings join the same group."""
     leader = {c.name: c.name for c in free}
 
     def find(name: str) -> str:
@@ -191,7 +193,7 @@ def _choices(
     for wanted in (FP16, *menu):
         stored = {stored_recipe(member, wanted)[0] for member in members}
         if len(stored) > 1:
-            continue  # the siblings would fall back differently, and not share a recipe after all
+            continue  # the siblings would get different replacements
         recipe = stored.pop()
         estimates = [predictor.estimate(member.name, recipe) for member in members]
         values = [e.value for e in estimates if e is not None and math.isfinite(e.value)]
@@ -210,18 +212,18 @@ def _choices(
         )
     if not choices:
         told = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
-        raise PlanError(f"{members[0].name}: the target can hold none of its recipes: {told}; measure others")
+        raise PlanError(f"{members[0].name}: the target supports none of its recipes: {told}; measure others")
     return tuple(choices.values())
 
 
 def _seconds(component: Component, recipe: Recipe, latency: LatencyTable) -> float:
-    """A kernel's time depends on the format alone, so a profile need not know the methods."""
+    """A kernel's time depends on the format only, so a profile need not name methods."""
     seconds = latency.get((component.name, recipe))
     if seconds is None:
         seconds = latency.get((component.name, recipe.grid.name))
     if seconds is None:
         raise PlanError(
             f"the latency profile has no time for {component.name} in {recipe}; "
-            "profile it or leave the format out"
+            "run kl-lens benchmark --layers again, or leave the format out"
         )
     return seconds

@@ -1,8 +1,8 @@
 """A second, independent proof of optimality for knapsacks with one limit.
 
-HiGHS accepts variables that are whole to 1e-6, so its bound can lie a hair below the true optimum. Given a
-selection, this looks for anything better in exact steps: dynamic programming over the groups that keeps only
-partial sums whose convex bound is below the known value. With a value that is optimal or nearly so, few are.
+HiGHS accepts variables that are integer to within 1e-6, so its bound can be slightly below the true optimum. Given a
+selection, this searches exactly for anything better: dynamic programming over the groups that keeps only partial sums
+whose convex bound is below the known value. If that value is (nearly) optimal, few remain.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def better_selection(
 
 
 def _hulls_of_the_rest(costs: Sequence[Array], amounts: Sequence[Array]) -> list[tuple[Array, Array]]:
-    """For each group the convex hull of all groups behind it: the steps of the whole, less those before."""
+    """For each group, the convex hull of all later groups."""
     whole = hull_of(costs, amounts)
     owner = np.array([group for group, _ in whole.steps], dtype=np.intp)
     extra_amounts, extra_costs = whole.step_amounts, whole.step_costs

@@ -1,4 +1,5 @@
-"""Ours against the mixtures that everybody knows, on the same windows: never worse at no more bytes."""
+"""Compares our plan with stock recipes on the same windows. We recommend ours only if no rival of the same size or
+smaller is as good."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Windows = npt.NDArray[np.float64]  # mean KL of every window of a fixed text
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """KL of one plan less that of another on the same windows; negative is better."""
+    """KL of one plan minus that of another on the same windows; negative is better."""
 
     mean: float
     standard_error: float
@@ -25,7 +26,7 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan in the contest: how large its file is, and what it loses on each window."""
+    """A plan with the size of its file and its KL on each window."""
 
     name: str
     bytes: int
@@ -39,19 +40,17 @@ class Contender:
 @dataclass(frozen=True)
 class Contest:
     winner: str
-    beaten: dict[str, PairedDifference]  # every rival of no more bytes → the winner's KL less the rival's
+    beaten: dict[str, PairedDifference]  # every rival that is no larger → the winner's KL minus the rival's
 
     def sentence(self, ours: str) -> str:
-        """For people: who won, against whom."""
+        """The result in words."""
         if self.winner != ours:
-            return (
-                f"{self.winner} is no larger than our own plan and not measurably worse, so it is recommended"
-            )
+            return f"{self.winner} is no larger than our plan and not measurably worse, so it is recommended"
         if not self.beaten:
-            return "no rival is as small"
-        return (
-            f"measured KL is lower, beyond its error, than that of {', '.join(self.beaten)}, of no more bytes"
-        )
+            return "all stock recipes are larger"
+        names = " and ".join(filter(None, [", ".join([*self.beaten][:-1]), [*self.beaten][-1]]))
+        are = "are" if len(self.beaten) > 1 else "is"
+        return f"lower KL than {names}, which {are} no larger; the difference exceeds the measurement error"
 
 
 def paired_difference(windows: Windows, reference: Windows) -> PairedDifference:
@@ -69,11 +68,11 @@ def contest(
     z: float = 2.0,
     keeps: Callable[[Contender], bool] | None = None,
 ) -> Contest:
-    """Who is to be recommended: ours, unless a rival of no more bytes is not measurably worse.
+    """Recommends ours, unless a rival that is no larger is not measurably worse.
 
     Args:
         z: standard errors of the paired difference by which a winner must be better.
-        keeps: whether a contender keeps the limit that was asked for; a rival that does not cannot win.
+        keeps: whether a rival is within the user's limit; only then can it win.
     """
     best, open_ = ours, [rival for rival in rivals if keeps is None or keeps(rival)]
     while challengers := [

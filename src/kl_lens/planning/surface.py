@@ -1,7 +1,7 @@
-"""Bytes, predicted KL and seconds per token at once: plans of which no other is as good in all three.
+"""Pareto-optimal plans in bytes, predicted KL and seconds per token.
 
-A complete frontier in three quantities has no bound, so a net is laid over it: some sizes of the frontier in bytes and
-KL, and for each several speeds from the fastest plan of that size to that of its best. Each point is an exact optimum.
+The complete frontier would be too large. So this samples it: some sizes from the frontier of bytes and KL, and for each
+several speeds from the fastest plan of that size to its best. Each point is an exact optimum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kl_lens.planning.frontier import pareto_frontier
 from kl_lens.planning.pareto import undominated
 from kl_lens.planning.problem import Problem
 
-_ROUNDING = 1e-9  # of a limit that a plan reaches exactly
+_ROUNDING = 1e-9  # relative slack for a limit that a plan reaches exactly
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SurfacePoint:
 
 
 def pareto_surface(problem: Problem, *, sizes: int = 10, speeds: int = 4) -> list[SurfacePoint]:
-    """Smallest first, of equal size the fastest first."""
+    """Sorted by size, then fastest first."""
     if not problem.has_latency:
         raise PlanError(
             "speeds need a latency profile of the target; make one with: kl-lens benchmark --layers"

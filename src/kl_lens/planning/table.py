@@ -1,4 +1,4 @@
-"""Plans in rows: what each costs, what it predicts, which recipe got how much, and where plans differ."""
+"""Plans as table rows: size, predicted and measured KL, share of each recipe, and where plans differ."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from kl_lens.records import Component, Plan
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan in numbers."""
-
     name: str
     bytes: int
     bits_per_weight: float
@@ -36,7 +34,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Difference:
-    """A component that does not have the same recipe in all plans."""
+    """A component with different recipes in these plans."""
 
     component: str
     recipes: tuple[Recipe, ...]  # in the order of the plans
@@ -62,10 +60,10 @@ def plan_row(plan: Plan, components: Iterable[Component]) -> PlanRow:
 
 
 def compare(plans: Sequence[Plan], components: Iterable[Component]) -> Comparison:
-    """Plans side by side, and every component on which they disagree, in the model's order."""
+    """Plans side by side, and every component on which they differ, in the model's order."""
     components = tuple(components)
     if len(plans) < 2:
-        raise PlanError("comparing takes at least two plans")
+        raise PlanError("comparing needs at least two plans")
     stored = [cost_of(components, plan.assignment).stored for plan in plans]
     differences = []
     for component in components:

@@ -1,4 +1,4 @@
-"""Prediction against reality: does the sum of single damages explain the joint damage?"""
+"""Compares the predicted KL of a plan (the sum of its parts) with the measured one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kl_lens.records import Estimate
 class Verification:
     """Predicted and measured KL of one plan.
 
-    The error of a prediction is the sum of its parts' standard errors, an upper bound: the parts were
-    measured on the same windows, and how their errors go together is not known.
+    The error of the prediction is the sum of the standard errors of its parts. That is an upper bound: all parts were
+    measured on the same windows, and their correlation is unknown.
     """
 
     predicted: Estimate
@@ -26,12 +26,12 @@ class Verification:
 
     @property
     def difference(self) -> float:
-        """Measured less predicted."""
+        """Measured minus predicted."""
         return self.measured.value - self.predicted.value
 
     @property
     def standard_error(self) -> float:
-        """Of the difference; the two were measured on different text, so independently."""
+        """Of the difference; prediction and measurement use different text, so they are independent."""
         return math.hypot(self.predicted.standard_error, self.measured.standard_error)
 
     @property
@@ -40,20 +40,20 @@ class Verification:
 
     @property
     def explained(self) -> bool | None:
-        """Whether the errors explain the difference; None where an error is not known."""
+        """Whether the errors explain the difference; None if an error is unknown."""
         if not math.isfinite(self.standard_error) or not math.isfinite(self.difference):
             return None
         return abs(self.difference) <= self.z * self.standard_error
 
     @property
     def message(self) -> str:
-        """One line for people; a warning where the two differ by more than their errors explain."""
+        """One line for the user; a warning if the errors do not explain the difference."""
         numbers = (
             f"predicted {_show(self.predicted)}, measured {_show(self.measured)} nats per token "
             f"({self.ratio:.3g} times)"
         )
         if self.explained is None:
-            return f"{numbers}; an error is not known, so nothing follows from the difference"
+            return f"{numbers}; without a known error the difference means nothing"
         if self.explained:
             return f"{numbers}; the errors explain the difference"
         direction = "add up to more" if self.difference > 0 else "partly cancel"
@@ -64,9 +64,9 @@ class Verification:
 
 
 def interaction(pairs: Iterable[tuple[float, float]]) -> float:
-    """By what factor whole plans lose more than their parts added up: the geometric mean of measured over predicted.
+    """How many times more whole plans lose than the sum of their parts: the geometric mean of measured / predicted.
 
-    Along the frontier it varies by a few percent; what one factor leaves of the error is in docs/method.md.
+    Along the frontier it varies by a few percent; docs/method.md has the remaining error.
     """
     logs = [math.log(measured / predicted) for predicted, measured in pairs if predicted > 0 < measured]
     return math.exp(math.fsum(logs) / len(logs)) if logs else 1.0
@@ -75,7 +75,7 @@ def interaction(pairs: Iterable[tuple[float, float]]) -> float:
 def verify(
     predicted: Estimate, measured: Estimate | npt.NDArray[np.float64], *, z: float = 2.0
 ) -> Verification:
-    """Compares a prediction with a measured joint KL: an estimate, or the mean KL of every window."""
+    """Compares a prediction with a measured KL: an estimate, or the mean KL of every window."""
     if not isinstance(measured, Estimate):
         windows = np.asarray(measured, dtype=np.float64)
         error = float(windows.std(ddof=1)) / math.sqrt(len(windows)) if len(windows) > 1 else math.nan

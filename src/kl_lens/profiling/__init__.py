@@ -1,4 +1,4 @@
-"""How fast and how large exported files are, in the way they are used, and how fast they could be at most.
+"""Speed, memory and size of exported files, and how fast they could be at most.
 
 Example:
     >>> report = Benchmark(UseSettings(repeats=3)).measure([Path("out/mamba-4mb")])
@@ -30,5 +30,5 @@ if TYPE_CHECKING:
     from kl_lens.targets.latency import LatencyProfile as LatencyProfile
     from kl_lens.units import tag_of as tag_of
 else:
-    # `peak`, which weighs a process, must not itself weigh what the benchmark does.
+    # `peak` measures its own process's memory, so it must not load the benchmark's libraries.
     __getattr__, __all__ = lazy_names(__name__)

@@ -1,4 +1,4 @@
-"""All of `kl-lens benchmark` without the printing: protocols of timing, records, the latency table."""
+"""`kl-lens benchmark` without the printing: timing protocols, records, the latency table."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kl_lens.targets.latency import (
 )
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
-CURVE_KIND = "curve"  # of the run's records
+CURVE_KIND = "curve"  # kind of record in the run
 
 
 @dataclass
 class Report:
-    """What one benchmark found."""
+    """The results of one benchmark."""
 
     machine: Machine
     profiles: list[Profile] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Timing(Protocol):
     """One way to time artifacts."""
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
-        """How many times the benchmark will be told that it advanced."""
+        """How many times `advanced` will be called."""
 
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
-        """Adds profiles, failures and notes to the report; each profile goes to the benchmark's `store` too."""
+        """Adds profiles, failures and notes to the report, and passes each profile to the benchmark's `store`."""
 
 
 class InUse:
-    """What a user feels: loading, the first token, the speed of text."""
+    """Times loading, the first token and text generation."""
 
     def steps(self, subjects: Sequence[Timed], settings: UseSettings) -> int:
         return in_use.steps_of(in_use.runnable(subjects), settings)
@@ -66,7 +66,7 @@ class InUse:
     def measure(self, subjects: Sequence[Timed], benchmark: Benchmark, report: Report) -> None:
         runnable = in_use.runnable(subjects)
         report.notes += [
-            f"{subject.name} is a static forward, or has no head: it cannot generate; --protocol benchmark_app times it"
+            f"{subject.name} cannot generate text (static shape or no head); time it with --protocol benchmark_app"
             for subject in subjects
             if subject not in runnable
         ]
@@ -91,26 +91,23 @@ class Benchmark:
 
     settings: UseSettings = field(default_factory=UseSettings)
     timings: Sequence[Timing] = (InUse(),)
-    # Setting → values to try first, the least first; the best goes into `settings` before anything else is timed.
+    # Setting → values to compare first, smallest first; the best goes into `settings` before anything else is timed.
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    run: Run | None = None  # where profiles are kept; nowhere when not given
+    run: Run | None = None  # stores the profiles; None: not stored
     started: Callable[[int], None] = lambda total: None
     advanced: Callable[[str], None] = lambda what: None
 
     def measure(
         self, places: Sequence[Path], *, layers: bool = False, formats: Sequence[str] | None = None
     ) -> Report:
-        """Benchmarks artifacts; those that cannot be are in the report's failures, the others are done.
-
-        Raises TargetError where none can be.
-        """
+        """Benchmarks artifacts; those that fail are listed in the report. Raises TargetError if all fail."""
         subjects, failures = read_all(places, self.run)
         notes: list[str] = []
         usable = [s for s in subjects if self._has_place(s, notes)]
-        if not usable:  # before the machine is measured, which takes most of a minute
+        if not usable:  # measuring the machine takes most of a minute, so check first
             raise TargetError("; ".join([*(failure.reason for failure in failures), *notes]))
         if layers:
-            self._tables(usable)  # refused now rather than after the measuring
+            self._tables(usable)  # raises now rather than after measuring
         self.started(self._steps(usable, layers, formats))
         curves = self._choose(usable, failures)
         report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes, curves=curves)
@@ -123,7 +120,7 @@ class Benchmark:
         return report
 
     def _choose(self, subjects: Sequence[Timed], failures: list[Failure]) -> list[Curve]:
-        """The curves of all choices, one after the other: later ones run with what was best in those before."""
+        """The curves of all settings; later ones use the best values of earlier ones."""
         curves: list[Curve] = []
         for setting, values in self.choices.items():
             found = []
@@ -132,7 +129,7 @@ class Benchmark:
                     found.append(measure_curve(subject, self.settings, setting, values, self.advanced))
                 except KLLensError as error:
                     failures.append(Failure(f"{subject.name}, --{setting.replace('_', '-')}", str(error)))
-            if found:  # the largest model is the one for which it matters
+            if found:  # it matters most for the largest model
                 best = max(found, key=lambda curve: curve.points[0].peak_memory_bytes).best
                 self.settings = replace(self.settings, **{setting: best.value})
             if self.run is not None:
@@ -186,7 +183,7 @@ class Benchmark:
             report.latency.append(profile)
 
     def _check_tables(self, subjects: Sequence[Timed], report: Report, run: Run) -> None:
-        """What the run's latency tables say of the artifacts that were timed just now."""
+        """Compares the run's latency tables with the artifacts just timed."""
         known = run.load_all(KIND)
         timed = {p.subject.key for p in report.profiles if p.protocol == in_use.PROTOCOL}
         measured = self._measured([s for s in subjects if s.subject.key in timed], report)
@@ -204,7 +201,7 @@ class Benchmark:
             report.latency.append(profile)
 
     def _measured(self, subjects: Sequence[Timed], report: Report) -> dict[str, list[TimedArtifact]]:
-        """Target → whole artifacts with their decode times: of this benchmark, or what the run knows from before."""
+        """Target → artifacts with their decode times, from this benchmark or an earlier one of the run."""
         assert self.run is not None
         known = {p.subject.key: p for p in report.profiles if p.protocol == in_use.PROTOCOL}
         for result in current_results(self.run, "profile"):
@@ -223,11 +220,9 @@ class Benchmark:
         return timed
 
     def _tables(self, subjects: Sequence[Timed]) -> list[tuple[Target, SensitivityTable]]:
-        """What a latency table is about: for each target what was measured as it computes, or else for nobody."""
+        """Target → its components and formats: as measured for it, or weights alone."""
         if self.run is None:
-            raise TargetError(
-                "--layers needs a run: its components are what a latency table is about; give --run DIR"
-            )
+            raise TargetError("--layers times the components of a run; give --run DIR")
         targets = {s.target.name: s.target for s in subjects}.values()
         return [(target, self.run.table(target=target.name)) for target in targets]
 
@@ -238,7 +233,7 @@ class Benchmark:
                 name += f"|{profile.settings['tag']}"
             if profile.settings.get("quick"):
                 name += "|quick"
-            # Until the last round it stands beside a finished one of the same name, not in its place.
+            # Stored under another name until the last round, so that it does not replace a finished one.
             if partial:
                 name += "|partial"
             else:
@@ -253,7 +248,7 @@ def profile_from(record: dict[str, object]) -> Profile:
 
 
 def quick(settings: UseSettings) -> UseSettings:
-    """Short enough to try things out; the record says that it was."""
+    """Shorter settings for trying things out; marked in the record."""
     return replace(
         settings,
         repeats=min(settings.repeats, QUICK_REPEATS),

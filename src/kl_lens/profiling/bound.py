@@ -1,18 +1,18 @@
-"""The limit: how fast an artifact could run if the machine did nothing but read what has to be read.
+"""The memory bound: how fast an artifact could run if the machine only read what has to be read.
 
-Generating one token reads every weight of the model once (an untied embedding only one row, a mixture of experts only
-the experts that were chosen), the state of the state-space layers, and the keys and values of all earlier tokens.
-No runtime can do it faster than that many bytes come out of memory:
+Generating one token reads every weight of the model once (of an untied embedding only one row, of a mixture of experts
+only the chosen experts), the state of the state-space layers, and the keys and values of all earlier tokens. No runtime
+can be faster than memory delivers these bytes:
 
     tokens/s ≤ read bandwidth / bytes per token
 
-A prompt of N tokens reads the weights once for all, but multiplies with them N times (the head only behind the last
-token), so its limit is a roofline: the larger of the time for the products and the time for the bytes,
+A prompt of N tokens reads the weights once, but multiplies with them N times (with the head only after the last token).
+So its limit is a roofline: the larger of the time for the products and the time for the bytes,
 
     seconds ≥ max(2 × (parameters × N + head) / matmul rate, bytes / read bandwidth).
 
-The rate is that of float32 products. Kernels that multiply integers can beat it, and a model that fits into the
-caches is not read from memory at all: then a share exceeds 1, and the bound says nothing.
+The matmul rate is that of float32. Integer kernels can beat it, and a model that fits into the caches is not read from
+memory at all: then the share exceeds 1, and the bound says nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kl_lens.targets.contents import Contents
 
 
 def limits_hold(device: str) -> bool:
-    """Whether what was measured of the machine limits this device: others have memory or arithmetic of their own."""
+    """Whether the machine's limits apply to this device; GPUs and NPUs have their own memory and arithmetic."""
     return not device.upper().startswith(("GPU", "NPU"))
 
 
 def decode_bound(
     contents: Contents, machine: Machine, *, context: float, tokens_per_second: float | None
 ) -> dict[str, float]:
-    """Bytes per token, the bound on tokens/s that follows, and the share of it that was achieved."""
+    """Bytes per token, the bound on tokens/s, and the achieved share of it."""
     read = contents.bytes_per_token(context)
     bandwidth = machine.bandwidth.best
     bound = {
@@ -56,14 +56,14 @@ def decode_bound(
 
 
 def prefill_seconds(contents: Contents, machine: Machine, tokens: int) -> float:
-    """The least time that a prompt of `tokens` tokens can take."""
+    """The shortest possible time for a prompt of `tokens` tokens."""
     products = 2 * (contents.body_parameters * tokens + contents.head_parameters) / machine.matmul_rate
     read = contents.weight_bytes_per_token + contents.state_bytes
     return max(products, read / machine.bandwidth.best)
 
 
 def prefill_bound(contents: Contents, machine: Machine, timings: Mapping[str, Quartiles]) -> dict[str, float]:
-    """For every prompt length that was timed: the least seconds, and least over measured."""
+    """For every timed prompt length: the shortest possible time, and its ratio to the measured one."""
     bound = {"matmul_rate": machine.matmul_rate}
     for name, spread in timings.items():
         if name.startswith("first_token_seconds@"):

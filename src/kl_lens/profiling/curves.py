@@ -1,6 +1,6 @@
-"""What one setting does to speed and memory: threads, layers on a GPU, the way of loading; and which value to take.
+"""The effect of one setting on speed and memory (threads, GPU layers, way of loading), and the best value.
 
-Every point is a process of its own, so that neither threads nor memory of one are another's, and values take turns.
+Each point runs in its own process, so that threads and memory are separate, and values take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kl_lens.profiling.spread import spread_of
 from kl_lens.profiling.subjects import Timed
 from kl_lens.records import Quartiles, Record
 
-SAME = 0.05  # speeds that differ by less are the same: the lesser value is taken
+SAME = 0.05  # smaller differences in speed do not count: the smaller value is taken
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Curve(Record):
 
     @property
     def best(self) -> CurvePoint:
-        """The fastest that memory holds; of those as fast, the one with the least memory where the way of loading is
-        chosen, and else the least value."""
+        """The fastest that fits into memory. Of equally fast ones: the one with the least memory for `load`, otherwise
+        the smallest value."""
         fitting = [p for p in self.points if p.peak_memory_bytes < self.free_memory_bytes]
         fitting = fitting or [min(self.points, key=lambda p: p.peak_memory_bytes)]
         fastest = max(p.tokens_per_second.median for p in fitting)
@@ -54,7 +54,7 @@ def measure_curve(
     values: Sequence[Any],
     advanced: Callable[[str], None] = lambda what: None,
 ) -> Curve:
-    """`values` of one of the settings' fields, the least first; everything else as the settings say."""
+    """Compares `values` of one setting, smallest first."""
     uses: dict[Any, list[MemoryUse]] = {value: [] for value in values}
     for _ in range(settings.repeats):
         for value in values:

@@ -1,7 +1,7 @@
-"""Peak memory of a process that loads an artifact and generates a little: a fresh one, not the benchmark's own.
+"""Peak memory of a fresh process that loads an artifact and generates a little.
 
-The number is read inside the fresh process, from VmHWM. What its parent could ask for (`ru_maxrss`) is wrong here:
-Linux lets a child inherit the peak of the process that started it, and a benchmark is large.
+The number is read inside that process, from VmHWM. `ru_maxrss`, which the parent could read, is wrong here: on Linux a
+child inherits the peak of the process that started it, and a benchmark is large.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ CHILD = "kl_lens.profiling.peak"
 
 
 def fresh_process(place: Path, target: str, settings: SessionSettings, new_tokens: int = 0) -> MemoryUse:
-    """Loads the artifact in a process of its own; a file that makes the runtime crash ends only that process.
+    """Loads the artifact in its own process, so that a crash of the runtime ends only that process.
 
-    `new_tokens` are timed after the few that it generates in any case.
+    `new_tokens` are timed after a short warm-up.
     """
     arguments = [str(place), "--target", target, TARGETS[target], "--device", settings.device]
     arguments += ["--gpu-layers", str(settings.gpu_layers), "--load", settings.load]
@@ -33,6 +33,8 @@ def fresh_process(place: Path, target: str, settings: SessionSettings, new_token
     done = subprocess.run(command, capture_output=True, text=True, env=for_child())
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        reason = lines[-1] if lines and done.returncode > 0 else f"the process ended with {done.returncode}"
+        reason = (
+            lines[-1] if lines and done.returncode > 0 else f"the process ended with code {done.returncode}"
+        )
         raise TargetError(reason if str(place) in reason else f"{place} cannot be loaded: {reason}")
     return MemoryUse.from_json(json.loads(done.stdout.splitlines()[-1]))

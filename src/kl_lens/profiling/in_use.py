@@ -1,7 +1,7 @@
-"""What a user feels: loading, the wait for the first token, and the speed of the text that follows.
+"""Times what a user notices: loading, the wait for the first token, and the speed of generation.
 
-Artifacts take turns of a prompt or a few tokens, in an order that is drawn anew each time, so that a noisy machine
-hurts all alike; the first round warms up and is not counted. Ratios are taken turn by turn (`spread.py`).
+Artifacts take turns of a prompt or a few tokens, in a new random order each time, so that noise affects all of them;
+the first round is warm-up and not counted. Ratios are taken turn by turn (`spread.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kl_lens.units import human_bytes
 
 PROTOCOL = "use"
 LOADS = (
-    3  # timed loads of each artifact, after one that leaves the files and the compiled graph in their caches
+    3  # timed loads of each artifact, after one that fills the file cache and the cache of compiled graphs
 )
-TURN_TOKENS = 4  # that one artifact generates before it is the next one's turn
-# Loaded weights against the file: what was expanded or repacked stands beside what was mapped.
+TURN_TOKENS = 4  # tokens that an artifact generates per turn
+# Memory relative to the file: expanded or repacked weights come on top of mapped ones.
 MEMORY_PER_FILE_BYTE = 2.5
-FREE_SHARE = 0.7  # of the free memory that sessions may fill together
+FREE_SHARE = 0.7  # of free memory that all sessions may use
 
 Clock = Callable[[], float]
 
@@ -58,7 +58,7 @@ class UseSettings:
 
     @property
     def context(self) -> float:
-        """Tokens behind a generated one, in the mean: text is generated after the longest prompt."""
+        """Mean context of a generated token: text is generated after the longest prompt."""
         return max(self.prompt_lengths) + (self.new_tokens - 1) / 2
 
 
@@ -69,10 +69,10 @@ class Player:
         self.session, self._clock = session, clock
         self._token = 0
         self._prompts: dict[int, float] = {}  # tokens → seconds
-        self._text: list[list[float]] = []  # seconds of the tokens of each turn
+        self._text: list[list[float]] = []  # seconds per token, by turn
 
     def read(self, length: int) -> None:
-        """The first token is there when the prompt is read and its likeliest successor chosen."""
+        """Times a prompt up to the choice of the first token."""
         (prompt,) = prompts_for(self.session.vocabulary, (length,))
         self.session.reset()
         started = self._clock()
@@ -80,7 +80,8 @@ class Player:
         self._prompts[length] = self._clock() - started
 
     def write(self, tokens: int) -> None:
-        """The first token does not count where there are others: the caches still hold another artifact's weights."""
+        """Times some tokens. The first is not counted if there are others: the caches still hold another artifact's
+        weights."""
         times = []
         for _ in range(tokens):
             started = self._clock()
@@ -90,7 +91,7 @@ class Player:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Of the round, as a user feels it: the mean of all tokens."""
+        """The timings of the round; text as the mean over all tokens."""
         timings: dict[str, float] = {}
         for length, seconds in self._prompts.items():
             timings[f"first_token_seconds@{length}"] = seconds
@@ -100,26 +101,26 @@ class Player:
 
     @property
     def turns(self) -> dict[str, list[float]]:
-        """Seconds of every turn, for ratios: a prompt's, or the quickest token's."""
+        """Seconds of every turn, for ratios: of a prompt, or of the fastest token."""
         prompts = {f"@{length}": [seconds] for length, seconds in self._prompts.items()}
         return prompts | {"": [min(turn) for turn in self._text]}
 
 
 def acts_of(settings: UseSettings) -> list[tuple[Callable[[Player, int], None], int]]:
-    """What every artifact does in a round, in parts between which others have their turn."""
+    """The turns of every artifact in a round; artifacts alternate between turns."""
     starts = range(0, settings.new_tokens, TURN_TOKENS)
     reading = [(Player.read, length) for length in sorted(settings.prompt_lengths)]
     return reading + [(Player.write, min(TURN_TOKENS, settings.new_tokens - start)) for start in starts]
 
 
 def prompts_for(vocabulary: int, lengths: Sequence[int]) -> list[list[int]]:
-    """The same tokens for everybody: speed does not depend on which they are."""
+    """Random prompts, the same for all artifacts."""
     random = np.random.default_rng(0)
     return [random.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
 class Sessions:
-    """The sessions of all subjects: kept open together where memory allows, opened for each round otherwise."""
+    """The sessions of all subjects: kept open if memory allows, otherwise opened for each round."""
 
     def __init__(self, subjects: Sequence[Timed], settings: UseSettings) -> None:
         self._settings = settings
@@ -129,7 +130,7 @@ class Sessions:
         self.description = (
             f"all loaded at once, taking turns of {TURN_TOKENS} tokens"
             if self.resident
-            else f"loaded anew for each round, one after the other: together they need {human_bytes(need)}, "
+            else f"loaded again for each round, one at a time: together they need {human_bytes(need)}, "
             f"{human_bytes(free)} are free"
         )
         self._open: dict[str, Session] = {}
@@ -158,7 +159,7 @@ class Sessions:
 
 @dataclass
 class _Record:
-    """What is known about one subject so far."""
+    """The measurements of one subject so far."""
 
     memory: MemoryUse
     contents: Contents
@@ -176,7 +177,7 @@ class _Record:
 
 
 def runnable(subjects: Sequence[Timed]) -> list[Timed]:
-    """Those that generate."""
+    """The subjects that can generate text."""
     return [s for s in subjects if s.static_tokens is None and s.with_head]
 
 
@@ -195,8 +196,8 @@ def benchmark_use(
 ) -> Timings:
     """Profiles of all subjects.
 
-    `store` gets the profiles after every round, with what was measured by then, so that a stop loses one round. A
-    subject that fails is left out from there on; what was stored of it before stays.
+    `store` gets the profiles after every round, so that a stop loses one round. A subject that fails is left out from
+    then on; what was stored before stays.
     """
     results = Timings()
     records: dict[str, _Record] = {}
@@ -223,7 +224,7 @@ def benchmark_use(
 
             for subject in together:
                 attempt(what, subject, enter)
-            # A session that was opened just now has to warm up before a round that counts.
+            # A session opened just now has to warm up first.
             for _ in range(2 if number and not sessions.resident else 1):
                 players |= {name: Player(player.session) for name, player in players.items()}
                 for act, tokens in acts_of(settings):
@@ -281,7 +282,7 @@ def _time_loads(subject: Timed, sessions: Sessions, records: dict[str, _Record])
 
 
 def _ratios(own: _Record, base: _Record) -> dict[str, Quartiles]:
-    """Those that have an interval, by the names of the timings; the base itself is 1."""
+    """Ratios by the names of the timings, if they have an interval; the base itself is 1."""
     if own is base:
         return {name: Quartiles(1.0, 1.0, 1.0, len(own.rounds)) for name in own.rounds[0]}
     found = {key: compared(own.turns[key], base.turns[key]) for key in own.turns}
@@ -335,7 +336,7 @@ def _profile(
 
 
 def threads_of(runtime: dict[str, Any], asked: int | None) -> int:
-    """What the runtime says that it uses; what was asked for, or all processors, where it does not say."""
+    """The number of threads the runtime reports; otherwise the requested one, or all processors."""
     for key in ("threads", "inference_num_threads"):
         text = str(runtime.get(key, ""))
         if text.isdigit() and int(text) > 0:

@@ -1,7 +1,7 @@
-"""What the machine can do at most: how fast it reads memory, how fast it multiplies, how much its caches hold.
+"""The limits of the machine: memory bandwidth, matmul rate, cache size.
 
-Measured, never looked up: the bound of a benchmark is only worth something if it was taken in the same minute, on
-the same machine, with the same load from elsewhere.
+Always measured, never looked up: the bound of a benchmark is only useful if it was measured at the same time, on the
+same machine, under the same load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def last_level_cache(root: Path = _CACHES) -> int | None:
-    """Bytes of the largest caches, all of them together; None where the system does not say."""
+    """Total size of the last-level caches; None if unknown."""
     level, sizes = 0, dict[str, int]()
     for index in sorted(root.glob("cpu[0-9]*/cache/index*")):
         try:
@@ -46,7 +46,7 @@ def last_level_cache(root: Path = _CACHES) -> int | None:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second that threads read from memory."""
+    """Read bandwidth of memory in bytes per second."""
 
     best: float  # the bound: whatever disturbs a repeat makes it slower, never faster
     median: float
@@ -57,11 +57,11 @@ class Bandwidth:
 
 @numba.njit(parallel=True, cache=True)
 def summed(values: npt.NDArray[np.int64], parts: int) -> int:
-    """One stretch of memory for each thread."""
+    """Each thread reads one part of the buffer."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts
     for part in numba.prange(parts):
-        # A slice, not an offset in the index: only then is the loop vectorised, and fast enough to wait for memory.
+        # A slice, not an offset: otherwise the loop is not vectorised and too slow to be limited by memory.
         own = values[part * size : (part + 1) * size]
         partial = np.int64(0)
         for index in range(own.size):
@@ -72,7 +72,7 @@ def summed(values: npt.NDArray[np.int64], parts: int) -> int:
 
 @numba.njit(parallel=True, cache=True)
 def summed_by_eight(values: npt.NDArray[np.int64], parts: int) -> int:
-    """Eight stretches at once for each thread: on some processors 1.4 times as fast, and a bound has to be one."""
+    """Each thread reads eight parts at once: 1.4 times as fast on some processors."""
     sums = np.zeros(parts, np.int64)
     size = values.size // parts // 8 * 8
     for part in numba.prange(parts):
@@ -98,7 +98,7 @@ def _fill(values: npt.NDArray[np.int64], parts: int) -> None:
 def read_bandwidth(
     threads: int | None = None, *, buffer_bytes: int | None = None, repeats: int = 5
 ) -> Bandwidth:
-    """Sums a buffer that no cache holds, each thread its own part."""
+    """Sums a buffer larger than the caches, each thread its own part."""
     threads = min(threads or processors(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     if buffer_bytes is None:
         wanted = max(SMALLEST_BUFFER, 4 * (last_level_cache() or 0))
@@ -107,9 +107,7 @@ def read_bandwidth(
     numba.set_num_threads(threads)
     try:
         values = np.empty(max(buffer_bytes // 8, 8 * threads), np.int64)
-        _fill(
-            values, threads
-        )  # each thread its own part: on several sockets the memory lies where it is read
+        _fill(values, threads)  # by the thread that reads it, so that it lies on the same socket
         rates = max((_rates(read, values, threads, repeats) for read in (summed, summed_by_eight)), key=max)
     finally:
         numba.set_num_threads(before)
@@ -134,7 +132,7 @@ def _rates(
 def matmul_rate(
     rows: int = 1024, inner: int = 768, columns: int = 3072, *, threads: int | None = None, repeats: int = 5
 ) -> float:
-    """Floating-point operations per second of a float32 product of this shape: the best of several."""
+    """Floating-point operations per second of a float32 matrix product: the best of several."""
     before = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
@@ -151,20 +149,21 @@ def matmul_rate(
 
 
 class LoadMeter:
-    """Where the processors' time goes that this process does not get, from now on."""
+    """Measures how much processor time other processes take, from now on."""
 
     def __init__(self) -> None:
         self._before = _processor_seconds()
 
     def read(self) -> dict[str, float]:
-        """Shares of the time: `stolen` by the host for other machines, used by `others` here; empty where unknown."""
+        """Shares of the time: `stolen` by the host for other virtual machines, used by `others` here; empty if
+        unknown."""
         spent = {name: now - self._before.get(name, 0.0) for name, now in _processor_seconds().items()}
         whole = spent.pop("whole", 0.0)
         return {name: min(1.0, max(0.0, value / whole)) for name, value in spent.items()} if whole > 0 else {}
 
 
 def _processor_seconds() -> dict[str, float]:
-    """Since the start: whole, others, and stolen where the system tells (Linux, in /proc/stat)."""
+    """Seconds since boot: whole, others, and stolen if the system reports it (Linux)."""
     try:
         times, own = psutil.cpu_times(), psutil.Process().cpu_times()
     except (OSError, psutil.Error):
@@ -178,16 +177,16 @@ def _processor_seconds() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """The limits that bounds are computed from."""
+    """The limits used by the bounds."""
 
     bandwidth: Bandwidth  # with all threads
     matmul_rate: float  # float32 operations per second, all threads
     last_level_cache: int | None
-    bandwidth_at_threads: Bandwidth | None = None  # with the threads of the benchmark, when those are fewer
+    bandwidth_at_threads: Bandwidth | None = None  # with the benchmark's threads, if fewer
 
 
 def measure_machine(threads: int | None = None) -> Machine:
-    """Read bandwidth and matmul rate with all threads; the bandwidth also with `threads`, if those are fewer."""
+    """Bandwidth and matmul rate with all threads; bandwidth also with `threads`, if fewer."""
     every = processors()
     return Machine(
         bandwidth=read_bandwidth(every),

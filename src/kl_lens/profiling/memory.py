@@ -1,4 +1,4 @@
-"""Resident memory of this process, and what a fresh one that ran an artifact says of its own."""
+"""Resident memory of this process, and the record of a fresh process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def resident(field: str) -> int:
         for line in _STATUS.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return 1024 * int(line.split()[1])
-    return peak_memory()  # no /proc: macOS, where only the peak is to be had
+    return peak_memory()  # macOS has no /proc, only the peak
 
 
 @dataclass(frozen=True)
 class MemoryUse(Record):
     """Resident memory of one fresh process, mapped pages of the model's file included."""
 
-    base_bytes: int  # the interpreter and its libraries, before the model was touched
-    peak_bytes: int  # at most, from start to end
+    base_bytes: int  # the interpreter and its libraries, before the model is loaded
+    peak_bytes: int  # largest, from start to end
     load_seconds: float  # loading without a graph compiled earlier
-    seconds_per_token: float = 0.0  # of those that were asked for, after the warm-up
+    seconds_per_token: float = 0.0  # after the warm-up
 
     @property
     def model_bytes(self) -> int:
-        """What the model and its running added."""
+        """Memory added by loading and running the model."""
         return self.peak_bytes - self.base_bytes

@@ -1,4 +1,4 @@
-"""The fresh process of `fresh.fresh_process`: loads an artifact, generates a little, prints what memory that took.
+"""The child process of `fresh.fresh_process`: loads an artifact, generates a little, prints its memory use.
 
 python -m kl_lens.profiling.peak ARTIFACT [--device CPU] [--threads N]
 """
@@ -21,22 +21,24 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 8
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--target", nargs=2, metavar=("NAME", "MODULE:CLASS"), help="one to register first")
+    parser.add_argument(
+        "--target", nargs=2, metavar=("NAME", "MODULE:CLASS"), help="target to register first"
+    )
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0)
     parser.add_argument("--load", default="auto")
-    parser.add_argument("--new-tokens", type=int, default=0, help="to time, after those that warm up")
+    parser.add_argument("--new-tokens", type=int, default=0, help="tokens to time after the warm-up")
     options = parser.parse_args()
     try:
         if options.target:
             register(*options.target)
         target = target_of(options.artifact)
-        target.prepare()  # the libraries belong to the base; loading the model begins after them
+        target.prepare()  # libraries count as base; loading the model starts after them
         base = resident("VmRSS")
         settings = SessionSettings(options.device, options.threads, options.gpu_layers, load=options.load)
         started = time.perf_counter()
-        # Cold: a graph that was compiled earlier would hide the compiler's memory.
+        # Cold: a cached compiled graph would hide the compiler's memory.
         session = target.open(options.artifact, settings, cold=True)
         loaded = time.perf_counter() - started
         logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])

@@ -1,9 +1,9 @@
-"""Repeated timings in few numbers; ratios that share their noise, and whether they say anything.
+"""Summaries of repeated timings, ratios with a shared noise, and whether a ratio may be shown.
 
-Whatever disturbs a token makes it slower, never faster. So a turn of a few tokens counts as its quickest one, and a
-file as the low quantile of its turns. The interval of a ratio is a bootstrap over turns: files are drawn together,
-because what lasts longer than a turn is in both. It is stretched to the ratio of the very quickest turns: where those
-tell another story than the low quantile, most turns were disturbed.
+Whatever disturbs a token makes it slower, never faster. So a turn of a few tokens counts as its fastest one, and a file
+as the low quantile of its turns. The interval of a ratio is a bootstrap over turns: both files are drawn together,
+because disturbances longer than a turn affect both. It is widened to include the ratio of the very fastest turns: if
+those differ much from the low quantile, most turns were disturbed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 
 from kl_lens.records import Profile, Quartiles
 
-# Timings for which more is better; of all others, less is.
+# Timings where more is better; for all others, less is.
 _RATES = ("_per_second", "throughput")
 
-LOW = 0.1  # the quantile of turns that stands for a file
+LOW = 0.1  # quantile of turns that represents a file
 CONFIDENCE, DRAWS = 0.95, 1000
 FEWEST_TURNS = 5
-WIDEST = 1.5  # an interval whose ends are further apart, as a factor, says nothing
-NOTICED = 0.05  # share of the processors' time that is worth naming
-# Processors that all ask for, over those that are there. Beyond this, threads that wait for each other are descheduled
-# in every token, and no statistic can know better: llama.cpp with two threads beside two busy processes took 76 ms for
-# each token, whatever the format; with one thread 3.9 ms, and 1.4 times as fast in 4 or 8 bits.
+WIDEST = 1.5  # a ratio of the ends above this says nothing
+NOTICED = 0.05  # share of processor time worth reporting
+# Requested processors over existing ones. Above this, threads that wait for each other are descheduled in every token,
+# and no statistic helps: llama.cpp with two threads next to two busy processes took 76 ms per token in every format;
+# with one thread it took 3.9 ms, and was 1.4 times as fast in 4 or 8 bits.
 CROWDED = 1.3
 
 Rounds = Sequence[Mapping[str, float]]  # one mapping of timings per round
 
 
 def spread_of(values: Sequence[float]) -> Quartiles:
-    """Median and quartiles (linear between the values, as numpy does)."""
+    """Median and quartiles (linear interpolation)."""
     low, median, high = (float(v) for v in np.percentile(np.asarray(values, np.float64), (25, 50, 75)))
     return Quartiles(median, low, high, len(values))
 
@@ -42,13 +42,13 @@ def spreads(rounds: Rounds) -> dict[str, Quartiles]:
 
 
 def ratio(name: str, value: float, base: float) -> float:
-    """How many times better than the base; 1 is the same, 2 twice as fast."""
+    """How many times better than the base; 2: twice as fast."""
     is_rate = any(mark in name for mark in _RATES)
     return value / base if is_rate else base / value
 
 
 def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | None:
-    """How many times as fast as the base, with its 95 % interval, from seconds of the same turns; None for too few."""
+    """Speed relative to the base with its 95 % interval, from seconds of the same turns; None if there are too few."""
     times = np.array([base, seconds], np.float64)
     turns = times.shape[1]
     if turns < FEWEST_TURNS:
@@ -64,14 +64,13 @@ def compared(seconds: Sequence[float], base: Sequence[float]) -> Quartiles | Non
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as the FP16 file, or why nobody can say."""
+    """Speed relative to the FP16 file, or why it cannot be measured."""
 
-    spread: Quartiles | None  # None: there is not even an interval
-    obstacle: str | None = None  # why it is not to be shown
+    spread: Quartiles | None  # None: too few turns
+    obstacle: str | None = None  # why it may not be shown
 
     @property
     def brief(self) -> str:
-        """For a cell of a table."""
         if self.obstacle or self.spread is None:
             return "not measurable"
         low, median, high = (f"{v:.2f}" for v in (self.spread.low, self.spread.median, self.spread.high))
@@ -82,7 +81,7 @@ class Ratio:
         return f"not measurable here: {self.obstacle}" if self.obstacle else self.brief
 
     def to_json(self) -> dict[str, object]:
-        """As it is shown: no number in the middle of an interval that says nothing."""
+        """As shown: without a median if the interval says nothing."""
         told: dict[str, object] = {} if self.spread is None else self.spread.to_json()
         if self.obstacle:
             told.pop("median", None)
@@ -91,12 +90,12 @@ class Ratio:
 
 
 def ratio_of(profile: Profile, timing: str) -> Ratio:
-    """The one place that decides whether a ratio is shown: screen, tables, report and JSON ask here."""
+    """Decides whether a ratio is shown; used by screen, tables, report and JSON."""
     spread = profile.ratios.get(timing)
     if spread is None:
         return Ratio(None, "too few turns; raise --repeats or --new-tokens")
     asked, stolen, others = (profile.load.get(name, 0.0) for name in ("asked", "stolen", "others"))
-    is_exact = spread.low == spread.high  # the base itself, or a program that gives no interval
+    is_exact = spread.low == spread.high  # the base itself, or a tool without intervals
     if is_exact or (spread.high <= WIDEST * spread.low and asked + stolen + others <= CROWDED):
         return Ratio(spread)
     share = ""

@@ -1,4 +1,4 @@
-"""What is benchmarked: exported folders of a run, or folders and files that are named."""
+"""What to benchmark: exported folders of a run, or given folders and files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kl_lens.targets import TARGETS, Target, exported_places, locate, target_of
 
 @dataclass(frozen=True)
 class Timed:
-    """One artifact that is there and whole."""
+    """One artifact, checked."""
 
     subject: Subject
     path: Path  # what a session opens
     target: Target
     file_bytes: int
-    is_fp16: bool  # nothing in it is quantized: the base of ratios
+    is_fp16: bool  # nothing is quantized: the base of ratios
     artifact: Artifact | None = None  # None for a bare file
 
     @property
@@ -30,12 +30,12 @@ class Timed:
 
     @property
     def static_tokens(self) -> int | None:
-        """Tokens of a forward of fixed shape; None for a model that goes on token by token."""
+        """Tokens of a model with fixed shape; None for a model that generates."""
         return None if self.artifact is None else self.artifact.settings.get("static_tokens")
 
     @property
     def signature(self) -> str:
-        """What one call computes: only equal ones can be compared."""
+        """What one call computes; only equal ones are compared."""
         if self.static_tokens is None:
             return "any tokens, with state"
         return f"{self.static_tokens} tokens{'' if self.with_head else ', no head'}"
@@ -61,11 +61,11 @@ class Timings:
     failures: list[Failure] = field(default_factory=list)
 
 
-Known = Mapping[Path, tuple[str, str]]  # where the run has exported what: folder → (target, plan)
+Known = Mapping[Path, tuple[str, str]]  # exports of a run: folder → (target, plan)
 
 
 def read_timed(path: Path, known: Known | None = None) -> Timed:
-    """Raises TargetError that names the artifact when it is missing, damaged or not the size it should have."""
+    """Raises TargetError if the artifact is missing, damaged or of the wrong size."""
     place, artifact = locate(path)
     target = target_of(place)
     size = _checked_size(place, target, artifact)
@@ -73,24 +73,24 @@ def read_timed(path: Path, known: Known | None = None) -> Timed:
     of_run = (known or {}).get(place.resolve())
     if of_run is not None:
         subject = Subject(ARTIFACT, of_run[1], of_run[0], digest=digest)
-    else:  # known by its path alone
+    else:  # outside the run
         plan = None if artifact is None else artifact.plan
         subject = Subject(ARTIFACT, plan, target.name, {"path": outside_path(place)}, digest)
     return Timed(subject, place, target, size, target.is_all_floating(place), artifact)
 
 
 def _checked_size(place: Path, target: Target, artifact: Artifact | None) -> int:
-    """Bytes that the runtime loads, which must be those of the record where there is one."""
+    """Bytes that the runtime loads; raises if they differ from the record."""
     size = target.loaded_bytes(place)
     if artifact is not None and size != artifact.realised_bytes:
         raise TargetError(
-            f"{place} holds {size} bytes and its record says {artifact.realised_bytes}; export the model again"
+            f"{place} has {size} bytes, but its record says {artifact.realised_bytes}; export it again"
         )
     return size
 
 
 def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tuple(TARGETS)) -> list[Path]:
-    """Folders of what was exported for a run."""
+    """The exported folders of a run."""
     places = exported_places(run)
     wanted = named_plans(plans)
     chosen = [
@@ -105,7 +105,7 @@ def run_places(run: Run, *, plans: str = ALL_PLANS, targets: Sequence[str] = tup
 
 def _nothing(run: Run, plan: str, targets: Sequence[str], names: Sequence[str]) -> str:
     wanted = f"no plan {plan!r} for" if plan != ALL_PLANS else "nothing for"
-    there = f"; exported are {', '.join(names)}" if names else ""
+    there = f"; it has {', '.join(names)}" if names else ""
     name = "" if plan == ALL_PLANS else f" --plan {plan}"
     return (
         f"{run.folder} has {wanted} {' or '.join(targets)}{there}; "
@@ -114,7 +114,7 @@ def _nothing(run: Run, plan: str, targets: Sequence[str], names: Sequence[str]) 
 
 
 def read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], list[Failure]]:
-    """Those that are whole, FP16 first within each target, and those that are not."""
+    """Readable artifacts, FP16 first within each target, and failures."""
     known = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
     subjects, failures = [], []
     for path in places:
@@ -129,6 +129,6 @@ def read_all(places: Iterable[Path], run: Run | None) -> tuple[list[Timed], list
 
 
 def base_of(subject: Timed, subjects: Sequence[Timed]) -> Timed:
-    """What ratios are to: the FP16 subject of the same target and signature, or the first of those if none is FP16."""
+    """The base of ratios: the FP16 subject of the same target and signature, else the first one."""
     same = [s for s in subjects if s.target is subject.target and s.signature == subject.signature]
     return next((s for s in same if s.is_fp16), same[0])

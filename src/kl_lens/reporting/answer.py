@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kl_lens.profiling import Ratio, ratio_of
-from kl_lens.records import ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score
+from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
 from kl_lens.reporting.data import Command, RunView
+from kl_lens.reporting.names import readable
+from kl_lens.reporting.numbers import count, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 
 RECOMMENDED = "recommended"
@@ -37,15 +39,46 @@ def recommended_names(view: RunView) -> frozenset[str]:
 
 def _why(plan: PlanView) -> str:
     contest = plan.plan.contest
-    beside = f" Beside the runtime's own mixtures: {contest}." if contest else ""
+    return f"Against stock recipes: {readable(contest)}." if contest else target_of(plan)
+
+
+def target_of(plan: PlanView) -> str:
+    """What the plan had to meet."""
     limits = plan.plan.limits
     if "loss" in limits:
-        why = f"Asked for: the smallest file that loses at most {limits['loss']:g} nats of KL per token."
-    elif "drop" in limits:
-        why = f"Asked for: the smallest file whose perplexity rises by at most {limits['drop']:.1%}."
-    else:
-        why = f'It is the run\'s plan "{plan.name}" (made by: {plan.plan.made_by}).'
-    return why + beside
+        return f"Target: KL ≤ {limits['loss']:g} nats per token (--max-loss)."
+    if "drop" in limits:
+        return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop)."
+    if "bytes" in limits:
+        return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
+    return f"Made by: {plan.plan.made_by}."
+
+
+def measured_of(view: RunView, plan: PlanView) -> str:
+    """What the file loses on test text, in the target's own unit."""
+    subject = Subject(ARTIFACT, plan.name, plan.target) if plan.target else Subject(PLAN, plan.name)
+    limits = plan.plan.limits
+    if "drop" in limits:
+        original = value_of(view, Subject(ORIGINAL), "perplexity", "token_perplexity")
+        change = value_of(view, subject, "perplexity", "token_perplexity_change")
+        if change is None or original is None:
+            return ""
+        rise, error = (percent(v / original.value, 2) for v in (change.value, change.standard_error))
+        missed = change.value / original.value > limits["drop"]
+        return f" Measured on test text: {rise} ± {error}{' (above the target)' if missed else ''}."
+    kl = value_of(view, subject, "divergence", "kl_mean")
+    if kl is None:
+        return ""
+    name = "Measured" if "loss" in limits else "KL measured"
+    unit = "" if "loss" in limits else " nats per token"
+    missed = kl.value > limits.get("loss", math.inf)
+    return f" {name} on test text: {with_error(kl)}{unit}{' (above the target)' if missed else ''}."
+
+
+def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate | None:
+    """The last score of its kind."""
+    scores = [s for s in view.scores if s.subject.key == subject.key and s.kind == kind]
+    return scores[-1].values.get(name) if scores else None
 
 
 def recommend(view: RunView) -> Answer | None:
@@ -99,13 +132,9 @@ def speed_ratio(profile: Profile) -> Ratio | None:
 
 
 def unmeasurable(profiles: Sequence[Profile]) -> list[str]:
-    """A line for each reason why speeds cannot be compared, with the files that it holds for."""
-    files: dict[str, list[str]] = {}
-    for profile in profiles:
-        ratio = speed_ratio(profile)
-        if ratio is not None and ratio.obstacle:
-            files.setdefault(ratio.words, []).append(profile.subject.label)
-    return [f"Speed against FP16 {words}: {', '.join(names)}." for words, names in files.items()]
+    """A line for each reason why a speed cannot be compared; tables show for which files."""
+    ratios = [ratio for profile in profiles if (ratio := speed_ratio(profile)) is not None]
+    return list(dict.fromkeys(f"Speed against FP16 {ratio.words}." for ratio in ratios if ratio.obstacle))
 
 
 def quality_scores(view: RunView, plan: PlanView) -> list[tuple[Score, Estimate | None]]:
@@ -154,15 +183,21 @@ def _planning(view: RunView, plan: PlanView) -> list[Command]:
 
 
 def libraries(profiles: Sequence[Profile]) -> list[str]:
-    """What ran them, where that may be one of several libraries; and the command for a faster one, if any."""
-    lines: dict[str, None] = {}
-    for runtime in (profile.runtime for profile in profiles if "found" in profile.runtime):
-        line = (
-            f"{runtime['runtime']} here is {runtime['library']} from {runtime['found']} ({runtime['version']}), "
-            f"{runtime['threads']} thread(s), weights loaded by {runtime['load_mode']}."
-        )
-        slow = runtime.get("unused_instructions")
-        lines[
-            line + (f" Slow: it leaves {slow} unused; to mend it: kl-lens runtime build" if slow else "")
-        ] = None
-    return list(lines)
+    """What ran them, where that may be one of several libraries."""
+    runtimes = [profile.runtime for profile in profiles if "found" in profile.runtime]
+    lines = (
+        f"{r['runtime']} here is {r['library']} from {r['found']} ({r['version']}), {count(r['threads'], 'thread')}, "
+        f"weights loaded by {r['load_mode']}."
+        for r in runtimes
+    )
+    return list(dict.fromkeys(lines))
+
+
+def faster_libraries(profiles: Sequence[Profile]) -> list[str]:
+    """Which library leaves instructions of this processor unused, and what to type."""
+    runtimes = [profile.runtime for profile in profiles if profile.runtime.get("unused_instructions")]
+    lines = (
+        f"This {r['runtime']} does not use {r['unused_instructions']}. Build a faster one with: kl-lens runtime build"
+        for r in runtimes
+    )
+    return list(dict.fromkeys(lines))

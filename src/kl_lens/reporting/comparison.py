@@ -13,6 +13,7 @@ from kl_lens.reporting.figures.damage import METRIC_NAMES
 from kl_lens.reporting.figures.kinds import spread_rows, values_by_kind
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
 from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, percent, size, with_error
 from kl_lens.reporting.page import page
 from kl_lens.reporting.palette import series_class
@@ -20,20 +21,21 @@ from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.scales import by_span, linear, logarithmic
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.provenance import shown_place
-from kl_lens.reporting.sections.words import fills, grid, heading, note, on_run, paragraph
+from kl_lens.reporting.sections.words import grid, heading, note, paragraph
 from kl_lens.reporting.svg import SHAPES, Mark, Plot, ends, figure, legend
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 
 def comparison_page(views: Sequence[RunView]) -> str:
     names = run_names(views)
-    sections = [
-        Section("runs", "The runs", _runs(views, names)),
-        Section("sizes", "Size against quality", _sizes(views, names)),
-        _section("kinds", "Sensitivity by component kind", _kinds(views, names), views, "measure"),
-        _section("metrics", "Which metric predicts the damage", _metrics(views, names), views, "rank"),
-        _section("speed", "Speed against size", _speeds(views, names), views, "benchmark"),
+    parts = [
+        ("runs", "The runs", _runs(views, names)),
+        ("sizes", "Size against quality", _sizes(views, names)),
+        ("kinds", "Sensitivity by component kind", _kinds(views, names)),
+        ("metrics", "Which metric predicts the damage", _metrics(views, names)),
+        ("speed", "Speed against size", _speeds(views, names)),
     ]
+    sections = [Section(name, title, body) for name, title, body in parts if body is not None]
     return page(f"KL Lens: {len(views)} runs side by side", sections)
 
 
@@ -44,10 +46,6 @@ def run_names(views: Sequence[RunView]) -> list[str]:
         model if models.count(model) == 1 else f"{model} ({shown_place(view.folder)})"
         for model, view in zip(models, views, strict=True)
     ]
-
-
-def _section(identifier: str, title: str, body: Html | None, views: Sequence[RunView], verb: str) -> Section:
-    return Section(identifier, title, body, on_run(views[0], verb), "none of the runs has it")
 
 
 def _style(index: int) -> tuple[str, str]:
@@ -63,7 +61,7 @@ def _runs(views: Sequence[RunView], names: Sequence[str]) -> Html:
     facts = [_facts(view) for view in views]
     rows = [[label, *(column[label] for column in facts)] for label in facts[0]]
     columns = [text_column(""), *(text_column(name) for name in names)]
-    words = "Perplexities of different models or texts are no contest; KL and the change against the original are."
+    words = "Compare KL and the change from the original: perplexities of different models or texts do not compare."
     side_by_side = table(columns, rows, sortable=False, caption="Side by side")
     return join([side_by_side, note(words), explorer(views, names)])
 
@@ -85,7 +83,7 @@ def _facts(view: RunView) -> dict[str, str]:
         f"{text.get('length')} tokens"
         if text
         else "–",
-        "recommended plan": plan.name if plan else "–",
+        "recommended": plan.title if plan else "–",
         "its size": f"{size(plan.bytes)} ({percent(plan.bytes / view.fp16_bytes, 1)})" if plan else "–",
         "its KL, nats per token": with_error(plan.kl) if plan else "–",
         "its perplexity (the original's)": f"{plan.perplexity.value:.2f} ({plan.original_perplexity:.2f})"
@@ -101,7 +99,7 @@ def _facts(view: RunView) -> dict[str, str]:
 Quality = Callable[[PlanView], Estimate | None]
 
 
-def _sizes(views: Sequence[RunView], names: Sequence[str]) -> Html:
+def _sizes(views: Sequence[RunView], names: Sequence[str]) -> Html | None:
     figures = [
         _overlay(views, names, "Size against KL", "measured KL, nats per token (log)", lambda p: p.kl, True),
         _overlay(
@@ -121,11 +119,7 @@ def _sizes(views: Sequence[RunView], names: Sequence[str]) -> Html:
         _key(names),
         grid(figures),
     ]
-    missing = [view for view in views if not any(p.kl for p in view.plans)]
-    parts += [
-        fills(f"Verified plans of {v.model}", on_run(v, "plan", "--paper", "--verify")) for v in missing
-    ]
-    return join(parts)
+    return join(parts) if any(figures) else None
 
 
 def _relative_perplexity(plan: PlanView) -> Estimate | None:
@@ -159,7 +153,7 @@ def _overlay(
         for view, plan, value in mine:
             star = chosen is not None and plan.name == chosen.plan.name
             share = 100 * plan.bytes / view.fp16_bytes
-            words = f"{name}\n{plan.name}: {size(plan.bytes)}, {share:.1f} % of FP16\n{axis}: {with_error(value, 4)}"
+            words = f"{name}\n{plan.title}: {size(plan.bytes)}, {share:.1f} % of FP16\n{axis}: {with_error(value, 4)}"
             plot.marks.append(
                 Mark(share, value.value, words, colour, shape, y_error=ends(value), emphasis=star,
                      label=plan.label if star else None)
@@ -278,7 +272,7 @@ def _speed_table(profiles: Sequence[Profile], series: Callable[[Profile], str]) 
         rows.append(
             [
                 series(profile),
-                profile.subject.label,
+                subject_title(profile.subject),
                 Cell(size(profile.file_bytes), profile.file_bytes),
                 Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
                 ratio.brief if ratio else "–",

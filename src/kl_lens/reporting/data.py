@@ -34,6 +34,7 @@ from kl_lens.records import (
     SensitivityTable,
     Subject,
 )
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.reporting.spaces import Line, Space, read_spaces
 from kl_lens.runs import Result, Run
@@ -129,10 +130,10 @@ class RunView:
 
 
 def runtime_of(subject: Subject) -> str:
-    """What computed it, for titles and legends."""
+    """What computed it, for titles and legends: `llama.cpp`, `PyTorch`."""
     if subject.what != ARTIFACT:
-        return "torch"
-    return str(subject.target) if subject.own_plan else "other files"
+        return runtime_title(None)
+    return runtime_title(subject.target) if subject.own_plan else "other files"
 
 
 def plan_or_file(subject: Subject) -> str:

@@ -131,7 +131,7 @@ def _short(value: float) -> float | None:
 
 
 def plans_of(view: RunView, space: Space) -> list[PlanView]:
-    """The target's own, and those for nobody in particular that are there as its files."""
+    """The target's own, and those without a target that were written as its files."""
     if space.target is None:
         return [p for p in view.plans if p.target is None]
     return [p for p in view.plans if p.target == space.target or f"{space.target}/{p.name}" in view.artifacts]

@@ -23,13 +23,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def with_error(estimate: Estimate | None, digits: int = 3) -> str:
-    """`0.0123 ± 0.0004`: one standard error, where there is one."""
+    """`0.0091 ± 0.0005`, `8.3e-4 ± 3e-5`: the standard error to one digit, the value to the same place."""
     if estimate is None:
         return "–"
-    text = number(estimate.value, digits)
-    if math.isnan(estimate.standard_error):
-        return text
-    return f"{text} ± {number(estimate.standard_error, 2)}"
+    value, error = estimate.value, estimate.standard_error
+    if not (math.isfinite(value) and math.isfinite(error) and error > 0):
+        return number(value, digits) + ("" if math.isnan(error) else f" ± {number(error, 1)}")
+    place = -math.floor(math.log10(float(f"{error:.0e}")))  # of the error's digit
+    if 0 <= place <= 5 and abs(value) >= 1e-3:
+        return f"{value:,.{place}f} ± {error:.{place}f}"
+    digits = max(1, place + 1 + math.floor(math.log10(abs(value)))) if value else 1
+    return f"{number(value, digits)} ± {number(error, 1)}"
 
 
 def fixed_with_error(estimate: Estimate | None, decimals: int = 2) -> str:

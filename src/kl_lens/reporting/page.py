@@ -36,7 +36,8 @@ def report_page(view: RunView) -> str:
     """The report of one run."""
     modules = (summary, sensitivity, prediction, sizes, speed, details, provenance)
     told = TOLD.get(view.identity.get("task"), of_tokens)
-    return page(f"KL Lens: {view.model}", [module.section(view) for module in modules], told)
+    sections = [part for module in modules if (part := module.section(view)) is not None]
+    return page(f"KL Lens: {view.model}", sections, told)
 
 
 def page(title: str, sections: Sequence[Section], told: Callable[[str], str] = of_tokens) -> str:
@@ -82,19 +83,12 @@ def _contents(sections: Sequence[Section]) -> Html:
     links = [
         tag("li", tag("a", f"{number} {section.title}", href=f"#{section.identifier}"))
         for number, section in enumerate(sections, 1)
-        if section.body is not None
     ]
     return tag("nav", tag("ul", *links), aria_label="Sections")
 
 
 def _section(number: int, section: Section) -> Html:
-    title = tag("h2", f"{number} {section.title}")
-    if section.body is not None:
-        return tag("section", title, section.body, id=section.identifier)
-    line = tag(
-        "p", f"Left out: {section.reason}. ", tag("code", section.command), " fills it.", class_="missing"
-    )
-    return tag("section", title, line, id=section.identifier, class_="absent")
+    return tag("section", tag("h2", f"{number} {section.title}"), section.body, id=section.identifier)
 
 
 def _asset(name: str) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from kl_lens import planning
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Estimate, Plan
+from kl_lens.reporting.names import plan_title, short_title
 
 # Families of plans in the order in which legends list them.
 FAMILIES = {
-    "uniform": "uniform",
+    "uniform": "one format for all",
     "paper": "paper's points",
-    "exact": "exact budget",
+    "exact": "KL Lens",
     "greedy": "greedy",
     "stock": "stock recipes",
     "other": "other plans",
@@ -33,6 +33,10 @@ class PlanView:
     @property
     def name(self) -> str:
         return self.plan.name
+
+    @property
+    def title(self) -> str:
+        return plan_title(self.plan.name)
 
     @property
     def family(self) -> str:
@@ -57,7 +61,7 @@ class PlanView:
 
     @property
     def target(self) -> str | None:
-        """Whom it was made for."""
+        """The target it was made for."""
         return self.plan.target
 
     @property
@@ -79,15 +83,5 @@ def _plan_view(plan: Plan, components: tuple[Component, ...]) -> PlanView:
         plan=plan,
         row=planning.plan_row(plan, components),
         stored=planning.cost_of(components, plan.assignment).stored,
-        label=_label(plan),
+        label=short_title(plan),
     )
-
-
-def _label(plan: Plan) -> str:
-    if plan.family == "uniform":
-        return plan.name.replace("uniform_", "").upper()
-    if plan.family == "stock":
-        return plan.name.removeprefix("stock.").upper()
-    if plan.family == "paper" and (digits := re.search(r"(\d+)$", plan.name)):
-        return f"p{digits[1]}"
-    return plan.name

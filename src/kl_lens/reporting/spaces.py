@@ -16,6 +16,7 @@ from kl_lens.errors import KLLensError, PlanError
 from kl_lens.planning.hull import hull_of
 from kl_lens.recipes import FP16
 from kl_lens.records import SensitivityTable
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
@@ -25,7 +26,7 @@ Line = tuple[tuple[int, float], ...]  # bytes, predicted KL
 
 @dataclass(frozen=True)
 class Space:
-    """All plans for one target, or for nobody in particular (weights alone)."""
+    """All plans for one target, or for none (weights alone)."""
 
     target: str | None
     table: SensitivityTable
@@ -33,16 +34,17 @@ class Space:
     factor: float  # by which whole plans were seen to lose more than their parts
     frontier: Line  # plans that are proven best at their own size; predicted, the factor in it
     windows: Mapping[tuple[str, str], list[float]]  # (component, format) → KL on each window
+    noise: float | None  # KL of the original against itself
     latency: str | None = None  # the profile that the problem's seconds are from
 
     @property
     def title(self) -> str:
-        return "weights alone" if self.target is None else get_target(self.target).title
+        return "weights alone" if self.target is None else runtime_title(self.target)
 
 
 def read_spaces(run: Run, plans: Sequence[PlanView]) -> tuple[dict[str | None, Space], tuple[str, ...]]:
-    """One for each target that the run has plans for, and one for plans that are nobody's in particular; and a line for
-    each that cannot be had, or not with speeds."""
+    """One for each target that the run has plans for, one for plans without a target; and a line for each that cannot
+    be had, or not with speeds."""
     targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
     if "components" not in run.identity:
         return {}, ()
@@ -54,7 +56,8 @@ def read_spaces(run: Run, plans: Sequence[PlanView]) -> tuple[dict[str | None, S
             spaces[target], why = _space(run, target, plans)
             missing += why
         except KLLensError as error:
-            missing.append(f"No slider for {target or 'weights alone'}: {error}.")
+            whose = runtime_title(target) if target else "weights alone"
+            missing.append(f"No slider for {whose}: {error}.")
     return spaces, tuple(missing)
 
 
@@ -73,10 +76,11 @@ def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> tuple[Space
         try:
             problem = planning.build_problem(table, latency=profiles[profile], **choice)
         except PlanError as error:  # a format has no time
-            missing.append(f"No speeds in the slider for {name}: {error}.")
+            missing.append(f"No speeds in the slider for {runtime_title(name)}: {error}.")
             timed = []
     windows = run.window_kl(run.measured_role(name))
-    return Space(name, table, problem, factor, _line(problem, factor), windows, *timed), missing
+    noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
+    return Space(name, table, problem, factor, _line(problem, factor), windows, noise, *timed), missing
 
 
 def _line(problem: planning.Problem, factor: float) -> Line:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from kl_lens.records import Estimate
 from kl_lens.reporting.markup import Html, join, tag
@@ -102,6 +103,15 @@ class Mark:
     emphasis: bool = False
     plan: str | None = None  # TARGET/PLAN, for the script
 
+    @property
+    def drawn_radius(self) -> float:
+        return self.radius + (2 if self.emphasis else 0)
+
+
+def _reach(mark: Mark) -> float:
+    """How far a mark reaches from its middle."""
+    return mark.drawn_radius * {"star": 1.5, "diamond": 1.25}.get(mark.shape, 1.15)
+
 
 def ends(estimate: Estimate) -> tuple[float, float] | None:
     """One standard error to both sides."""
@@ -163,8 +173,7 @@ class Plot:
 
     def _mark(self, mark: Mark) -> Html:
         kind = "m loud" if mark.emphasis else "m"
-        radius = mark.radius + (2 if mark.emphasis else 0)
-        path = outline(mark.shape, self.x(mark.x), self.y(mark.y), radius)
+        path = outline(mark.shape, self.x(mark.x), self.y(mark.y), mark.drawn_radius)
         return titled(f"{kind} {mark.colour}", mark.title, path, mark.plan)
 
     def _errors(self, mark: Mark) -> list[Html]:
@@ -195,32 +204,39 @@ class Plot:
         return parts
 
     def _labels(self, marks: Sequence[Mark]) -> list[Html]:
-        """Each label in the first free place around its mark; one that has none is left to the tooltip."""
+        """Each label in the first free place around its mark, with a line to it where that is further off; one that
+        has none is left to the tooltip."""
         taken = [
-            (self.x(m.x) - m.radius, self.y(m.y) - m.radius, self.x(m.x) + m.radius, self.y(m.y) + m.radius)
+            (self.x(m.x) - r, self.y(m.y) - r, self.x(m.x) + r, self.y(m.y) + r)
             for m in marks
+            for r in [_reach(m)]
+        ]
+        bars = [
+            (self.x(m.x) - 1, min(ends_), self.x(m.x) + 1, max(ends_))
+            for m in marks
+            if m.y_error and (ends_ := [self.y(self._inside(self.y, v)) for v in m.y_error])
         ]
         parts = []
         for mark in sorted((m for m in marks if m.label), key=lambda m: not m.emphasis):
             assert mark.label is not None
-            x, y = self.x(mark.x), self.y(mark.y)
+            x, y, gap = self.x(mark.x), self.y(mark.y), _reach(mark) + 3
             width = _LABEL_CHARACTER[mark.emphasis] * len(mark.label)
-            gap = mark.radius + (5 if mark.emphasis else 3)
-            options = (
-                (x + gap, y + 4, "start"),
-                (x - gap - width, y + 4, "end"),
-                (x - width / 2, y - gap - 3, "middle"),
-                (x - width / 2, y + gap + 11, "middle"),
-                (x + gap, y - gap, "start"),
-                (x + gap, y + gap + 8, "start"),
-                (x - gap - width, y - gap, "end"),
-                (x - gap - width, y + gap + 8, "end"),
-            )
-            for left, base, anchor in options:
+            beside = [(x + gap, y + 4, "start"), (x - gap, y + 4, "end")]
+            beside += [(x, y - gap - 3, "middle"), (x, y + gap + 11, "middle")]
+            beside += [
+                (x + side * gap, y + 4 + way * step, "start" if side > 0 else "end")
+                for step in (14, 28, 42)
+                for way in (-1, 1)
+                for side in (1, -1)
+            ]
+            # On an error bar only where there is no other place.
+            for obstacles, (place, base, anchor) in product((bars, []), beside):
+                left = place - {"start": 0, "middle": width / 2, "end": width}[anchor]
                 box = (left, base - 10, left + width, base + 2)
-                if self._free(box, taken):
+                if self._free(box, [*taken, *obstacles]):
                     taken.append(box)
-                    place = {"start": left, "end": left + width, "middle": left + width / 2}[anchor]
+                    if abs(base - 4 - y) > 20 and anchor != "middle":
+                        parts.append(line(x, y, place, base - 4, "leader"))
                     kind = "t label" + (" loud" if mark.emphasis else "")
                     parts.append(text(place, base, mark.label, kind, anchor))
                     break

@@ -1,4 +1,4 @@
-"""Text: where it comes from, the token windows cut out of it, and splits that never overlap."""
+"""Text sources, token windows, and splits that never overlap."""
 
 from kl_lens.text.documents import Document, TextSource
 from kl_lens.text.sources import KNOWN_NAMES, open_text

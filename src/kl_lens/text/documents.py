@@ -21,22 +21,22 @@ PARAGRAPH_BREAK = "\n\n"
 class Document:
     name: str  # where it comes from, for messages: "wikitext2:test, article 3 (Du Fu)", "notes.jsonl, line 7"
     text: str
-    joint: str = PARAGRAPH_BREAK  # what stands between this document and the next when documents are joined
+    joint: str = PARAGRAPH_BREAK  # separator before the next document
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the text without the blank space around it: a trailing newline makes no new document."""
+        """Hash of the stripped text: a trailing newline makes no new document."""
         return hashlib.sha256(self.text.strip().encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class TextSource:
-    """An ordered collection of documents, with the name under which the user asked for it."""
+    """An ordered collection of documents, with the name the user gave."""
 
     name: str
     split: str | None
     documents: tuple[Document, ...]
-    complete: bool = True  # False where reading stopped at `max_characters`
+    complete: bool = True  # False if reading stopped at `max_characters`
 
     @property
     def label(self) -> str:
@@ -48,14 +48,14 @@ class TextSource:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the whole text, joints included: equal hashes mean equal token streams."""
+        """Hash of the whole text with separators: equal hashes mean equal token streams."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(hashlib.sha256(piece.encode()).digest())
         return digest.hexdigest()
 
     def pieces(self) -> list[str]:
-        """Each document's text followed by its joint; nothing follows the last."""
+        """Each document's text with its separator; none after the last."""
         pieces = [document.text + document.joint for document in self.documents[:-1]]
         return [*pieces, *(document.text for document in self.documents[-1:])]
 
@@ -65,12 +65,12 @@ class TextSource:
 
 
 def checked_document(name: str, text: str) -> Document | None:
-    """A document of this text; None if it is blank; TextError if it is no valid Unicode text."""
+    """A document; None if blank; raises TextError if it is not valid Unicode."""
     if not text.strip():
         return None
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can smuggle in half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, which no tokenizer accepts
         raise TextError(
             f"{name}: half a surrogate pair at character {error.start}: expected valid Unicode text"
         ) from None
@@ -78,7 +78,7 @@ def checked_document(name: str, text: str) -> Document | None:
 
 
 def collect(documents: Iterable[Document], max_characters: int | None) -> tuple[tuple[Document, ...], bool]:
-    """Take documents until there are `max_characters` of text; say whether that was all of them."""
+    """Takes documents up to `max_characters` of text; also returns whether that was all."""
     taken: list[Document] = []
     characters = 0
     for document in documents:

@@ -1,7 +1,7 @@
-"""Documents from the user's own files: .txt, .jsonl, .jsonl.zst, .parquet, or a folder of such files.
+"""Documents from files: .txt, .jsonl, .jsonl.zst, .parquet, or a folder of them.
 
-A .txt file is one document. In .jsonl and .parquet every row is one, its text in the field `text`; blank
-rows are skipped, rows without the field are an error, because they usually mean the wrong file.
+A .txt file is one document. In .jsonl and .parquet every row is one, with its text in the field `text`. Blank rows are
+skipped; rows without the field are an error, because they usually mean the wrong file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 def read_path(path: Path) -> Iterator[Document]:
-    """The documents of one file, or of every text file in a folder and its subfolders, sorted by path."""
+    """The documents of a file, or of every text file in a folder and its subfolders, sorted by path."""
     if path.is_dir():
         yield from _read_folder(path)
         return
@@ -140,7 +140,7 @@ def _decode(raw: bytes, where: str, offset: int) -> str:
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    """Decompress frame after frame. zstandard's own stream reader takes a cut-off file for a whole one."""
+    """Decompresses frame by frame; zstandard's own stream reader accepts truncated files."""
     frame = zstandard.ZstdDecompressor().decompressobj()
     frame_is_open = False
     try:
@@ -168,7 +168,7 @@ def lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-# In the order in which they are tried and named in messages.
+# In the order they are tried and listed in messages.
 _READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,

@@ -1,7 +1,6 @@
-"""Texts that live on the Hugging Face hub: Penn Treebank, C4, the Pile.
+"""Texts from the Hugging Face hub: Penn Treebank, C4, the Pile.
 
-They are streamed with the `datasets` library, naming the files of just the split that is wanted, and only
-their beginning is read: a few windows need no terabyte.
+They are streamed with the `datasets` library, and only the beginning of the wanted split is read.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ def open_hub_text(
     max_characters: int | None = None,
     folder: Path | None = None,
 ) -> TextSource:
-    """The first `max_characters` of a text on the hub, one row a document.
+    """The first `max_characters` of a text on the hub; each row is a document.
 
-    With `folder`, a downloaded copy of the repository is read and the network is left alone.
+    With `folder`, a downloaded copy of the repository is read, without network.
     """
     text = HUB_TEXTS[name]
     split = {"valid": "validation"}.get(split, split)
@@ -104,7 +103,7 @@ def _rows(text: HubText, split: str, folder: Path | None) -> Iterator[Document]:
                 yield document
     except TextError:
         raise
-    except Exception as error:  # `datasets` lets through whatever its file systems and parsers raise
+    except Exception as error:  # `datasets` passes on any error of its file systems and parsers
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TextError(
             f"{text.name}:{split}: {text.repository} cannot be read ({reason}): pass a local file instead"
@@ -112,7 +111,7 @@ def _rows(text: HubText, split: str, folder: Path | None) -> Iterator[Document]:
 
 
 def _check_reachable(text: HubText) -> None:
-    """One short request first: left alone, `datasets` retries for half a minute and prints each failure."""
+    """Tests the connection: `datasets` alone would retry for half a minute and print each failure."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -120,7 +119,7 @@ def _check_reachable(text: HubText) -> None:
         HfApi().dataset_info(text.repository, revision=text.revision, timeout=_CONNECT_SECONDS)
     except HfHubHTTPError as error:
         reason = str(error).strip().partition("\n")[0]
-    except Exception as error:  # connection errors of whichever HTTP library the hub client uses
+    except Exception as error:  # connection errors of the hub client's HTTP library
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
         reason = "HF_HUB_OFFLINE is set" if offline else type(error).__name__
     else:

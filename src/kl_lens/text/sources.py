@@ -28,24 +28,22 @@ def open_text(
     for_evaluation: bool = False,
     max_characters: int | None = None,
 ) -> TextSource:
-    """Open a text by name (`wikitext2:train`), or by the path of a file or folder.
+    """Opens a text by name (`wikitext2:train`), or by the path of a file or folder.
 
     Args:
         name: a known name, with or without `:split`, or a path.
-        split: the split of a known name, where `name` does not hold one.
-        for_evaluation: without a split, take the one that is customary for evaluation instead of `train`.
-        max_characters: stop after this much text (whole documents); the hub's texts stop at 16 million.
+        split: the split, if `name` has none.
+        for_evaluation: default to the usual evaluation split instead of `train`.
+        max_characters: stop after this much text (whole documents); hub texts stop at 16 million.
 
     Raises:
-        TextError: nothing of that name, or nothing readable in it.
+        TextError: unknown name, or nothing readable.
     """
     name = os.fspath(name)
     base, _, split_in_name = name.partition(":")
     if base in KNOWN_NAMES:
         if split and split_in_name and split != split_in_name:
-            raise TextError(
-                f"{name}: asks for split {split_in_name}, but {split} was asked for as well: give one"
-            )
+            raise TextError(f"{name}: two different splits, {split_in_name} and {split}: give one")
         return _open_known(base, split_in_name or split, for_evaluation, max_characters)
 
     path = Path(name)

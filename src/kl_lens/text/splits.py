@@ -1,7 +1,6 @@
-"""Keeping calibration and evaluation apart.
+"""Keeps calibration and evaluation text apart.
 
-`split_documents` makes two texts of one; `refuse_overlap` checks any two sets of windows, however they were
-made.
+`split_documents` splits one text into two; `refuse_overlap` checks any two sets of windows.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from kl_lens.errors import TextError
 from kl_lens.text.documents import Document, TextSource
 from kl_lens.text.windows import Windows
 
-# How long a shared run of tokens must be to count as overlap. Articles on like subjects share boilerplate:
-# with an 8k BPE the longest run that WikiText-2's own train and test have in common is 84 tokens (a typhoon's
-# path), that of train and valid 165 (the rules of the Boat Race).
+# How long a shared run of tokens must be to count as overlap. Similar articles share boilerplate: with an 8k BPE the
+# longest run shared by WikiText-2's own train and test is 84 tokens (a typhoon's path), by train and valid 165 (the
+# rules of the Boat Race).
 OVERLAP_TOKENS = 192
 _SECTIONS = 32  # a document longer than this share of the text is cut before a split
 _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
@@ -29,15 +28,14 @@ _LINE_END = re.compile(r"\n")
 def split_documents(
     source: TextSource, evaluation_share: float = 0.5, seed: int = 42
 ) -> tuple[TextSource, TextSource]:
-    """Deal a text's documents into a calibration and an evaluation part that share none.
+    """Splits a text's documents into a calibration part and an evaluation part without overlap.
 
-    A document too long to be dealt fairly (a whole book in one file) is first cut into sections, at blank
-    lines, or at line ends where it has none. Equal documents go to the same side. Within each part the
-    order is kept.
+    A document too long for a fair split (a whole book in one file) is first cut into sections at blank lines, or at
+    line ends if it has none. Equal documents go to the same side. Each part keeps the order.
 
     Args:
         source: the text.
-        evaluation_share: part of the text, in characters, for evaluation (as nearly as documents allow).
+        evaluation_share: share of the characters for evaluation (as nearly as documents allow).
         seed: decides which documents go where.
 
     Returns:
@@ -78,10 +76,10 @@ def split_documents(
 
 
 def refuse_overlap(calibration: Windows, evaluation: Windows, ngram: int = OVERLAP_TOKENS) -> None:
-    """Raise TextError if the two share a document, or `ngram` tokens in a row (half a window if less).
+    """Raises TextError if the two share a document, or `ngram` tokens in a row (half a window if less).
 
-    The run of tokens catches what the documents' hashes cannot: an article that is part of another file, or
-    a copy that differs by a word.
+    The run of tokens catches what hashes of documents miss: an article inside another file, or a copy that differs by a
+    word.
     """
     known = {document.sha256: document.name for document in calibration.used_documents}
     shared = [document for document in evaluation.used_documents if document.sha256 in known]
@@ -104,7 +102,7 @@ def shared_ngram(
     a: Windows, b: Windows, ngram: int = OVERLAP_TOKENS
 ) -> tuple[tuple[int, int], tuple[int, int], int] | None:
     """((window, token) in `a`, (window, token) in `b`, run length) of a shared run of tokens, or None."""
-    # Windows of the same text begin at different places: of short ones we can only ask for half in common.
+    # Windows of the same text begin at different places, so short ones may share only half.
     size = min(ngram, max(1, min(a.length, b.length) // 2))
     rows_a, rows_b = a.ids.numpy(), b.ids.numpy()
     hashes_a, hashes_b = ngram_hashes(rows_a, size), ngram_hashes(rows_b, size)
@@ -112,9 +110,7 @@ def shared_ngram(
         window_b, at_b = (int(i) for i in np.unravel_index(flat, hashes_b.shape))
         wanted = rows_b[window_b, at_b : at_b + size]
         for window_a, at_a in np.argwhere(hashes_a == hashes_b[window_b, at_b]):
-            if np.array_equal(
-                rows_a[window_a, at_a : at_a + size], wanted
-            ):  # and no mere collision of hashes
+            if np.array_equal(rows_a[window_a, at_a : at_a + size], wanted):  # not just equal hashes
                 return (int(window_a), int(at_a)), (window_b, at_b), size
     return None
 
@@ -148,9 +144,9 @@ def _place(windows: Windows, window: int, token: int) -> str:
 
 
 def sections_of(document: Document, longest: int) -> list[Document]:
-    """Cut a document after blank lines (or lines) into sections of `longest` characters or a little more.
+    """Cuts a document at blank lines (or line ends) into sections of `longest` characters or a little more.
 
-    The sections put one after the other are the document, character for character.
+    Joined, the sections are exactly the document.
     """
     text = document.text
     if len(text) <= 2 * longest:

@@ -1,8 +1,8 @@
-"""From text to one long stream of tokens.
+"""Turns text into one long stream of tokens.
 
-Documents are tokenised one by one, in batches that use all cores, each together with the joint that follows
-it. For byte-level tokenizers (GPT-NeoX and the like) on WikiText this gives the very tokens of the joined
-text, since their words never reach across the blank lines before an indented title.
+Documents are tokenized one by one with the separator that follows them, in batches that use all cores. For byte-level
+tokenizers (such as GPT-NeoX's) on WikiText this gives exactly the tokens of the joined text, since their words never
+cross the blank lines before a title.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kl_lens.text.documents import Document, TextSource
 
-_BATCH_CHARACTERS = 2_000_000  # bounds what the tokenizer holds besides the ids
+_BATCH_CHARACTERS = 2_000_000  # limits the tokenizer's memory
 _KEPT_STREAMS = 4
 
 
@@ -35,14 +35,14 @@ class TokenStream:
         return self.documents[first:last]
 
 
-# The last few streams: a run comes back to the same text for more windows.
+# The last few streams: a run often reads the same text again.
 _streams: OrderedDict[tuple[str, str], TokenStream] = OrderedDict()
 
 
 def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
-    """All tokens of a source, no special tokens added.
+    """All tokens of a source, without special tokens.
 
-    `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is left as it was.
+    `tokenizer` is a transformers tokenizer or a `tokenizers.Tokenizer`; it is not changed.
     """
     backend = _backend(tokenizer)
     if backend is None:
@@ -57,7 +57,7 @@ def token_stream(source: TextSource, tokenizer: Any) -> TokenStream:
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
-    """The Rust tokenizer, with truncation and padding off: a tokenizer.json may bring both along."""
+    """The Rust tokenizer without truncation and padding, which a tokenizer.json may set."""
     backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         return None
@@ -76,7 +76,7 @@ def _encode_fast(backend: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]
 
 
 def _encode_slowly(tokenizer: Any, texts: list[str]) -> list[NDArray[np.int64]]:
-    """A tokenizer written in Python; `verbose=False` silences its warning about long sequences."""
+    """For a tokenizer written in Python; `verbose=False` silences its warning about long sequences."""
     encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
     return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 

@@ -1,13 +1,11 @@
 """WikiText-2 raw, from the copy that ships with the project.
 
-**Lines.** The published protocol takes the rows that the `datasets` library gives and joins the non-empty
-ones with two newlines. Such a row is a line of the file as it is, leading space and final newline included,
-so that three newlines stand between two lines of the joined text. We keep the rows as they are, because
-other people's figures on WikiText-2 rest on that text.
+**Lines.** The published protocol takes the rows of the `datasets` library and joins the non-empty ones with two
+newlines. A row is a line of the file with its leading space and final newline, so three newlines separate two lines of
+the joined text. We keep this, because published figures on WikiText-2 use that text.
 
-**Documents.** One article is one document. An article begins at a line ` = Title = ` with a blank line
-before and after it; without the blank lines, table legends such as ` = Goals ; A = ` would count as titles
-too.
+**Documents.** One article is one document. An article begins at a line ` = Title = ` with a blank line before and after
+it; without this rule, table legends such as ` = Goals ; A = ` would count as titles.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kl_lens.text.documents import PARAGRAPH_BREAK, Document, TextSource
 NAME = "wikitext2"
 SPLITS = ("train", "valid", "test")
 
-# SHA-256 of the uncompressed files; a damaged copy must not give quietly different numbers.
+# SHA-256 of the uncompressed files, so that a damaged copy is noticed.
 _CHECKSUMS = {
     "train": "6707892fa3788b5ab9ed78ab5ff37d9fe825f6011a2ad4fcd6a6d467f0e7da57",
     "valid": "4cd0f6876d07a413aa911261ff6d363c72d757d47f0fdd6015702014c89cb9c7",
@@ -63,7 +61,7 @@ def raw_text(split: str) -> str:
 
 
 def split_articles(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """(title, non-empty lines, the title's own among them) of each article, in order."""
+    """(title, non-empty lines including the title) of each article, in order."""
     articles: list[tuple[str, list[str]]] = []
     for index, line in enumerate(lines):
         if not line.strip():

@@ -1,13 +1,11 @@
-"""Windows of tokens: drawn at random for calibration, one after the other for evaluation.
+"""Windows of tokens: drawn at random for calibration, consecutive for evaluation.
 
-**Drawn** windows follow the published protocol: the documents are joined to one long stream of tokens, and
-each window begins at a random place in it (`random.Random(seed)`, Python's own generator, the same on every
-machine). A place that would overlap an earlier window is drawn again, so that no token counts twice.
-Windows are placed one by one without looking at how many are wanted: asking for more extends the earlier
-windows and never changes them.
+**Drawn** windows follow the published protocol: the documents are joined to one long stream of tokens, and each window
+begins at a random place in it (`random.Random(seed)`, the same on every machine). A place that would overlap an earlier
+window is drawn again, so that no token counts twice. Windows are placed one by one, so asking for more keeps the
+earlier ones.
 
-**Evaluation** windows cover the stream from its beginning. What is left at the end, less than a window, is
-dropped.
+**Evaluation** windows cover the stream from its beginning. An incomplete window at the end is dropped.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from kl_lens.text.documents import TextSource
 from kl_lens.text.sources import open_text
 from kl_lens.text.tokens import TokenStream, token_stream
 
-# Say here what changed when the same arguments begin to give other windows.
+# Raise it, with the reason, when the same arguments give other windows.
 PROTOCOL_VERSION = 1
 
-_TRIES = 200  # for a place that overlaps nothing; then the least overlap of these is taken
+_TRIES = 200  # to find a place without overlap; then the smallest overlap is taken
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class Windows:
     seed: int | None  # None for sequential windows
     stride: int | None  # None for drawn windows
     starts: tuple[int, ...]  # where in the token stream each window begins
-    documents: tuple[tuple[UsedDocument, ...], ...]  # those of each window
-    stream_tokens: int  # in the whole source
+    documents: tuple[tuple[UsedDocument, ...], ...]  # of each window
+    stream_tokens: int  # in the source
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -70,19 +68,19 @@ class Windows:
 
     @cached_property
     def used_documents(self) -> tuple[UsedDocument, ...]:
-        """Every document that has a token in some window, each once."""
+        """Every document with a token in some window, each once."""
         return tuple(dict.fromkeys(document for window in self.documents for document in window))
 
     @cached_property
     def overlapping(self) -> int:
-        """How many windows share tokens with another: some, where the text is nearly used up."""
+        """How many windows share tokens with another; above zero only if the text is nearly used up."""
         order = sorted(self.starts)
         close = [b - a < self.length for a, b in itertools.pairwise(order)]
         return sum(before or after for before, after in zip([False, *close], [*close, False], strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the tokens and the settings. A text that merely moved to another folder keeps it."""
+        """SHA-256 of the tokens and the settings; the folder of the text does not matter."""
         settings = {
             "version": PROTOCOL_VERSION,
             "order": self.order,
@@ -96,38 +94,35 @@ class Windows:
         return digest.hexdigest()
 
     def first(self, count: int) -> Windows:
-        """The first `count` windows, the same as if only they had been asked for."""
+        """The first `count` windows."""
         if not 1 <= count <= len(self):
-            raise TextError(
-                f"{self.source}: {count} windows asked for out of {len(self)}: expected 1 to {len(self)}"
-            )
+            raise TextError(f"{self.source}: {count} of {len(self)} windows: expected 1 to {len(self)}")
         return replace(
             self, ids=self.ids[:count], starts=self.starts[:count], documents=self.documents[:count]
         )
 
     def after(self, count: int) -> Windows:
-        """The windows behind the first `count`."""
+        """The windows after the first `count`."""
         return replace(
             self, ids=self.ids[count:], starts=self.starts[count:], documents=self.documents[count:]
         )
 
     @property
     def label(self) -> str:
-        """The text's name for people: `wikitext2:valid`."""
+        """The text's name: `wikitext2:valid`."""
         return f"{self.source}:{self.split}" if self.split else self.source
 
     def first_target(self, window: int) -> int:
-        """Index of the first token of this window whose prediction counts in a perplexity.
+        """Index of the first token of this window that is scored.
 
-        Nothing precedes token 0; where windows overlap, the tokens an earlier window has scored are context
-        only.
+        Nothing precedes token 0. If windows overlap, tokens scored in an earlier window are context only.
         """
         if window == 0 or self.stride is None:
             return 1
         return max(1, self.length - self.stride)
 
     def provenance(self) -> dict[str, Any]:
-        """Everything but the tokens, ready for JSON."""
+        """Everything but the tokens, as JSON."""
         return {
             "source": self.source,
             "split": self.split,
@@ -153,18 +148,18 @@ def draw_windows(
     seed: int = 42,
     split: str | None = None,
 ) -> Windows:
-    """Draw windows at random places of a text; the defaults are the published protocol's.
+    """Draws windows at random places of a text; the defaults are the published protocol's.
 
     Args:
-        source: a text, or its name as `open_text` takes it.
+        source: a text, or its name as in `open_text`.
         tokenizer: a transformers tokenizer or a `tokenizers.Tokenizer`; no special tokens are added.
-        windows: how many. The first k of a larger draw with the same seed are the draw of k.
+        windows: number of windows. The first k of a larger draw with the same seed are the draw of k.
         length: tokens per window.
         seed: of `random.Random`.
-        split: of a text given by name; `train` where neither says.
+        split: of a text given by name (default: `train`).
 
     Raises:
-        TextError: the text is shorter than one window, or has fewer tokens than the windows together.
+        TextError: the text is shorter than one window, or than all windows together.
     """
     source = _opened(source, split, for_evaluation=False)
     _check_sizes(source, windows=windows, length=length)
@@ -187,16 +182,16 @@ def evaluation_windows(
     limit: int | None = None,
     split: str | None = None,
 ) -> Windows:
-    """Windows from the beginning of a text on, one every `stride` tokens (default `length`), at most `limit`.
+    """Windows from the beginning of a text, one every `stride` tokens (default `length`), at most `limit`.
 
-    A text given by name and without a split means its evaluation split (`wikitext2:test`, `c4:validation`).
+    For a name without a split, the evaluation split is used (`wikitext2:test`, `c4:validation`).
     """
     source = _opened(source, split, for_evaluation=True)
     stride = length if stride is None else stride
     _check_sizes(source, length=length, stride=stride, limit=1 if limit is None else limit)
     if stride > length:
         raise TextError(
-            f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be lost"
+            f"{source.label}: stride {stride} is longer than the window of {length}: tokens would be skipped"
         )
     stream = _long_enough_stream(source, tokenizer, length)
     starts = list(range(0, len(stream.ids) - length + 1, stride))[:limit]
@@ -207,7 +202,7 @@ def _opened(source: TextSource | str, split: str | None, *, for_evaluation: bool
     if isinstance(source, str):
         return open_text(source, split, for_evaluation=for_evaluation)
     if split is not None and split != source.split:
-        raise TextError(f"{source.label}: this text is already open, it cannot be asked for split {split}")
+        raise TextError(f"{source.label}: this text is already open, so split {split} cannot be chosen")
     return source
 
 
@@ -215,7 +210,7 @@ def _check_sizes(source: TextSource, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < (2 if name == "length" else 1):
             raise TextError(
-                f"{source.label}: {name} {size} is too small: expected {2 if name == 'length' else 1} up"
+                f"{source.label}: {name} {size} is too small: expected at least {2 if name == 'length' else 1}"
             )
 
 

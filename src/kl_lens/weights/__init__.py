@@ -1,4 +1,4 @@
-"""Weights as things: (component, recipe) → the very bytes that are measured, evaluated and shipped."""
+"""(component, recipe) → the exact bytes that are measured, evaluated and exported."""
 
 from kl_lens.weights.store import GivenWeights, Statistics, WeightSource, WeightStore, bytes_digest, state_of
 

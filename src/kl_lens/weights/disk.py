@@ -1,7 +1,7 @@
-"""What was expensive to make, kept on disk: by content, whole or not there, checked when read, safe to delete.
+"""Disk cache of quantized weights: content-addressed, atomic, checked when read, safe to delete.
 
-`objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` say which digest a request
-had. Over the budget, what was used longest ago goes first.
+`objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` map requests to digests. Over
+the budget, the least recently used go first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ _PARTS = ("data", "scales", "zero_points")
 
 
 class DiskCache:
-    """A folder of quantized weights within a budget of bytes."""
-
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder = folder
         self._budget = budget
 
     def take(self, name: str) -> Quantized | None:
-        """What was put under this name, if it is there and undamaged."""
+        """The weight stored under this name, if it exists and is undamaged."""
         try:
             digest = self._name(name).read_text(encoding="ascii").strip()
             path = self._object(digest)
@@ -38,7 +36,7 @@ class DiskCache:
             quantized = Quantized(known["format"], shape, **parts)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None
-        if quantized.digest != digest:  # damaged: made again, and put in its place
+        if quantized.digest != digest:  # damaged
             path.unlink(missing_ok=True)
             return None
         os.utime(path)
@@ -67,7 +65,7 @@ class DiskCache:
 
     def _object(self, digest: str) -> Path:
         if not digest.isalnum():
-            raise ValueError(f"{digest!r} is no digest")
+            raise ValueError(f"{digest!r} is not a digest")
         return self.folder / "objects" / f"{digest}.safetensors"
 
     def _name(self, name: str) -> Path:

@@ -1,7 +1,7 @@
 """The weight store: the only caller of quantizers.
 
-Measuring, verifying, exporting, evaluating and timing all take their weights here, so they cannot differ. What is
-expensive (scale searches, error feedback) is kept on disk when the store has a folder; what is kept is safe to delete.
+Measuring, exporting, evaluating and timing all take their weights from here, so they cannot differ. Results of
+expensive methods are cached on disk if the store has a folder.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kl_lens.weights.disk import DiskCache
 
 DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
-_ROWS_AT_ONCE = 1 << 24  # weights turned to float32 at a time, where rows do not depend on each other
+_ROWS_AT_ONCE = 1 << 24  # weights converted to float32 at a time
 
 
-Factors = float | torch.Tensor  # of all rows, or (rows, 1) of each
+Factors = float | torch.Tensor  # one factor, or (rows, 1)
 
 
 class WeightSource(Protocol):
@@ -39,21 +39,21 @@ class WeightSource(Protocol):
         """Where the weights are."""
 
     def weight(self, component: str) -> torch.Tensor:
-        """The component's weight, (…, rows, columns), in the type and on the device where it is."""
+        """The component's weight, (…, rows, columns), in its own type and on its own device."""
 
     def state(self, component: str) -> Hashable:
-        """Another value after the weight was changed: what was made from it before no longer counts."""
+        """Changes whenever the weight changes."""
 
 
 class Statistics(Protocol):
-    """What calibration text showed of every component's inputs."""
+    """Statistics of every component's inputs."""
 
     @property
     def digest(self) -> str:
-        """Of the text, the model and the way of gathering: what a learnt recipe is bound to."""
+        """Of text, model and version; identifies what a recipe learned from."""
 
     def of(self, component: str) -> InputStatistics:
-        """Raises FormatError that names the component when there is nothing usable about it."""
+        """Raises FormatError if there are no usable statistics of the component."""
 
 
 class WeightStore:
@@ -85,42 +85,41 @@ class WeightStore:
         self._digests: dict[tuple[Hashable, ...], str] = {}
 
     def keep_in(self, folder: Path) -> None:
-        """From now on, what is expensive is kept in this folder and taken from there."""
+        """Caches expensive results in this folder."""
         self._disk = DiskCache(folder, DISK_BUDGET)
 
     def learn_from(self, statistics: Statistics) -> None:
-        """From now on, recipes whose method learns are bound to these statistics."""
+        """Sets the statistics for methods that learn."""
         self._statistics = statistics
 
     def learn_in_order(self, statistics: Statistics) -> None:
-        """From now on, `ordered` recipes are bound to these statistics of one plan."""
+        """Sets the statistics for `ordered` recipes."""
         self._in_order = statistics
 
     @property
     def statistics(self) -> Statistics | None:
-        """What learnt recipes are made from, where there is anything."""
         return self._statistics
 
     def learnt_by(self, recipes: Iterable[Recipe], expected: str | None = None) -> str | None:
-        """The digest of what some of these recipes are made from; None where none of them learns.
+        """The digest of the statistics these recipes use; None if no recipe learns.
 
-        Refused where there is nothing to learn from, or other statistics than expected.
+        Raises if there are none, or others than expected.
         """
         for recipe in recipes:
             if recipe.quantizer.learns:
                 known = self._learnt_from(recipe).digest
                 if expected not in (None, known):
                     raise FormatError(
-                        f"{recipe}: made from statistics {expected}, and those at hand are {known}; make the plan "
-                        "again, or bring back the text it learnt from"
+                        f"{recipe}: the plan was made with statistics {expected}, but the run has {known}; make the "
+                        "plan again, or restore the old statistics"
                     )
                 return known
         return None
 
     def output_error(self, component: str, recipe: Recipe) -> float:
-        """E‖(W − Q) x‖² over the calibration text's inputs x: how far the component's own outputs move."""
+        """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs."""
         if self._statistics is None:
-            raise FormatError(f"{component}: without statistics nothing is known of its inputs")
+            raise FormatError(f"{component}: there are no statistics of its inputs")
         weight, values = self._source.weight(component).detach(), self.values(component, recipe)
         moments = self._statistics.of(component).second_moments.to(weight.device)
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
@@ -133,7 +132,7 @@ class WeightStore:
         return total
 
     def _bound(self, recipe: Recipe) -> str:
-        """The recipe with the digest of what it learns from; refused where there is nothing to learn from."""
+        """The recipe with the digest of its statistics; raises if there are none."""
         return f"{recipe}@{self._learnt_from(recipe).digest}" if recipe.quantizer.learns else recipe
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
@@ -142,15 +141,15 @@ class WeightStore:
             return statistics
         if recipe.quantizer.of_a_plan:
             raise UnlearntError(
-                f"{recipe}: no plan was put in order here; do that with: kl-lens calibrate --run DIR --in-order PLAN"
+                f"{recipe}: no plan in order here; make one: kl-lens calibrate --run DIR --in-order PLAN"
             )
         raise UnlearntError(
-            f"{recipe}: {recipe.method} learns from text and this model has no statistics; gather them with: "
+            f"{recipe}: {recipe.method} needs statistics and this model has none; gather them with: "
             "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
         )
 
     def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
-        """The component as it is stored by this recipe; with factors, what is stored of its rows times those."""
+        """The quantized component; `factors` are multiplied with its rows first."""
         key = (component, self._bound(recipe), _spelled(factors), self._source.state(component))
         if key in self._recent:
             self._recent.move_to_end(key)
@@ -201,7 +200,7 @@ class WeightStore:
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         if rows <= step:
             return recipe.quantizer.quantize(weight, recipe.grid, component, None)
-        # Rows do not depend on each other: a large matrix is never in float32 as a whole.
+        # In parts, so that a large matrix is never whole in float32. Rows are independent.
         parts = [
             recipe.quantizer.quantize(weight[first : first + step], recipe.grid, component, None)
             for first in range(0, rows, step)
@@ -209,13 +208,13 @@ class WeightStore:
         return _stacked(parts, tuple(weight.shape))
 
     def _original(self, component: str) -> str:
-        """A digest of the weight itself: the same matrix in another checkpoint is the same matrix."""
+        """A digest of the weight, so that the same matrix in another checkpoint is found again."""
         key = (component, self._source.state(component))
         if key not in self._originals:
             weight = self._source.weight(component).detach()
             total = hashlib.blake2b(str(tuple(weight.shape)).encode(), digest_size=16)
             step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
-            # As float32, whatever it is stored in: quantizers see no more of it.
+            # As float32: quantizers see nothing else.
             for rows in weight.reshape(-1, weight.shape[-1]).split(step):
                 total.update(rows.float().cpu().contiguous().numpy().data)
             self._originals[key] = total.hexdigest()
@@ -227,7 +226,7 @@ def _matrices(weight: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(weight: torch.Tensor) -> Hashable:
-    """Of a tensor in memory: where it is, and how often it was written to."""
+    """Address and write count of a tensor in memory."""
     return weight.data_ptr(), weight._version
 
 
@@ -264,7 +263,6 @@ def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
 
 
 def bytes_digest(*parts: npt.NDArray[Any]) -> str:
-    """A digest of bytes as a file holds them."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
@@ -272,7 +270,7 @@ def bytes_digest(*parts: npt.NDArray[Any]) -> str:
 
 
 class GivenWeights:
-    """Some matrices by name, as a `WeightSource`."""
+    """Matrices by name as a `WeightSource`."""
 
     device = torch.device("cpu")
 

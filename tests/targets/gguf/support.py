@@ -19,8 +19,7 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Artifact, Plan
 from tests import families
 
-_COMMON, _ATTENTION = families._COMMON, families._ATTENTION
-_ONE_GROUP = {**families._MAMBA2, "mamba_n_groups": 1}
+_COMMON, _ATTENTION, _ONE_GROUP = families._COMMON, families._ATTENTION, families._ONE_GROUP
 
 
 def _falcon_h1(**changes: Any) -> transformers.PretrainedConfig:
@@ -79,6 +78,13 @@ def _falcon_mamba(**changes: Any) -> transformers.PretrainedConfig:
     )
 
 
+def _qwen3_5() -> transformers.PretrainedConfig:
+    """Heads of 32, so that a format with blocks of 32 fits into one."""
+    return families.OTHERS["qwen3_5_text"](
+        linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+    )
+
+
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mamba": families.CONFIGS["mamba"],
     "mamba without convolution bias": lambda: transformers.MambaConfig(
@@ -86,6 +92,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "falcon_mamba": lambda: _falcon_mamba(mixer_rms_eps=1e-5),
     "mamba2": families.CONFIGS["mamba2"],
+    "mamba2 with groups": families.UNUSUAL["mamba2_groups"],
     "jamba": families.CONFIGS["jamba"],
     "jamba with experts": families.CONFIGS["jamba_experts"],
     "falcon_h1": _falcon_h1,
@@ -94,12 +101,20 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "granitemoehybrid dense, with rope": lambda: _granite(
         num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope", attention_multiplier=0.3
     ),
-    "bamba": lambda: transformers.BambaConfig(
-        **_COMMON, **_ATTENTION, **_ONE_GROUP, num_hidden_layers=4, attn_layer_indices=[1, 3]
+    "granitemoehybrid with groups": lambda: _granite(mamba_n_groups=2),
+    "bamba": families.CONFIGS["bamba"],
+    "bamba with groups": lambda: transformers.BambaConfig(
+        **_COMMON, **_ATTENTION, **families._MAMBA2, num_hidden_layers=4, attn_layer_indices=[1, 3]
     ),
     "lfm2": families.OTHERS["lfm2"],
     "lfm2_moe": families.OTHERS["lfm2_moe"],
     "qwen3_5_text": families.OTHERS["qwen3_5_text"],
+    "qwen3_5_text, two value heads to a key head": _qwen3_5,
+    "qwen3_5_moe_text": families.OTHERS["qwen3_5_moe_text"],
+    "qwen3_next": families.OTHERS["qwen3_next"],
+    "kimi_linear": lambda: families.OTHERS["kimi_linear"](rms_norm_eps=1e-6),
+    "bailing_hybrid": families.OTHERS["bailing_hybrid"],
+    "bailing_hybrid with groups of experts": lambda: families.OTHERS["bailing_hybrid"](n_group=2),
     "nemotron_h": lambda: _nemotron("mlp"),
     "nemotron_h with experts": lambda: _nemotron("moe"),
     # Without rope a head may have any size.

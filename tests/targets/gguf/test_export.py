@@ -20,6 +20,7 @@ from kl_lens.records import Artifact, Plan
 from kl_lens.targets.gguf import export, open_session
 from kl_lens.targets.gguf.architectures import check_complete, get_architecture
 from kl_lens.targets.gguf.header import read_header
+from tests import families
 from tests.families import _COMMON, CONFIGS, tiny_model
 from tests.targets.gguf import support
 from tests.targets.gguf.support import tiny, uniform
@@ -192,6 +193,27 @@ def test_a_streamed_folder_gives_the_same_file(name: str, tmp_path: Path) -> Non
     assert set(one.tensors) == set(two.tensors)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_of_a_model_that_sees_images_the_language_model_is_exported(family: str, tmp_path: Path) -> None:
+    """Qwen3.5 as it is published: the language model under another name, beside a vision tower."""
+    title = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    vision = {
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64,
+        "patch_size": 4, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = families.OTHERS[f"{family}_text"]().to_dict()
+    config = getattr(transformers, f"{title}Config")(text_config=text, vision_config=vision)
+    getattr(transformers, f"{title}ForConditionalGeneration")(config).save_pretrained(tmp_path / "m")
+    model = load(tmp_path / "m")
+    assert model.config.model_type == f"{family}_text"
+    assert load(tmp_path / "m", weights="disk").fingerprint == model.fingerprint
+    one, two = (
+        export(source, Plan("p", {}, "test"), tmp_path / place, fingerprint="-")
+        for source, place in ((model, "memory"), (tmp_path / "m", "streamed"))
+    )
+    assert _tensors(tmp_path / "memory" / one.files[0]) == _tensors(tmp_path / "streamed" / two.files[0])
+
+
 def test_the_layout_of_the_state_spaces_originals(tmp_path: Path) -> None:
     model = tiny_model("mamba2")
     folder = tmp_path / "original"
@@ -213,7 +235,7 @@ def test_folders_that_cannot_be_exported(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(
         TargetError,
-        match=r"llama\.cpp has llama models, but GGUF export does not know them yet; it knows bamba, ",
+        match=r"llama\.cpp runs llama models, but KL Lens does not write GGUF files of them yet; it writes bail",
     ):
         export(tmp_path / "llama", Plan("p", {}, "test"), tmp_path / "out")
     model = tiny_model("mamba2")

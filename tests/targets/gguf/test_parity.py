@@ -16,7 +16,7 @@ from kl_lens.records import Plan
 from kl_lens.targets.gguf import FORMATS, as_deployed, export, open_session, supported_architectures, writer
 from kl_lens.targets.gguf.menu import STAND_INS
 from kl_lens.targets.session import Session
-from tests.families import _COMMON, token_ids
+from tests.families import _COMMON, OTHERS, token_ids
 from tests.targets.gguf.support import (
     CONFIGS,
     _granite,
@@ -75,6 +75,20 @@ def test_falcon_mamba_with_its_usual_two_epsilons_differs_a_little_and_says_so(t
     assert 1e-4 < difference < 1e-2
 
 
+def test_heads_that_change_places_keep_their_bytes(tmp_path: Path) -> None:
+    """Qwen3.5 with two value heads to a key head: llama.cpp has the columns of out_proj in another order."""
+    model = tiny("qwen3_5_text, two value heads to a key head")
+    artifact = export(model, uniform(model, "q4_k"), tmp_path, fingerprint="-")
+    formats = {t.component: t.realised for t in artifact.tensors if t.component.endswith("out_proj")}
+    assert set(formats.values()) == {"q5_0"}, "blocks of 256 are longer than a head"
+    assert "longer than a head (32 columns)" in artifact.settings["notes"][0]
+    with open_session(tmp_path / artifact.files[0], threads=1, exact_attention=True) as session:
+        short = _short_prompts(session)
+    with as_deployed(model.model, quantize_weights(model, artifact)):
+        expected = torch_logits(model, SHORT)
+    assert _equal(short, expected, 1e-3) >= 0.75
+
+
 QUANTIZED = [
     "mamba",
     "mamba2",
@@ -83,6 +97,7 @@ QUANTIZED = [
     "granitemoehybrid",
     "bamba",
     "nemotron_h with experts",
+    "qwen3_5_text, two value heads to a key head",
 ]
 
 
@@ -153,9 +168,6 @@ def test_k_quants_equal_pytorch_with_the_same_weights(format_name: str, tmp_path
 
 
 REFUSED = {
-    "n_groups 2": lambda: transformers.Mamba2Config(
-        **_COMMON, num_hidden_layers=1, state_size=16, num_heads=8, head_dim=16, n_groups=2
-    ),
     "twice 64": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, expand=3),
     "biases": lambda: transformers.MambaConfig(**_COMMON, num_hidden_layers=1, state_size=8, use_bias=True),
     "limits time steps": lambda: transformers.Mamba2Config(
@@ -168,7 +180,10 @@ REFUSED = {
     "one kind or the other": lambda: _nemotron("mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]),
     "latent space": lambda: _nemotron("moe", moe_latent_size=32),
     "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
-    "it knows bamba, falcon_h1, falcon_mamba": lambda: transformers.LlamaConfig(**_COMMON),
+    "latent of their own": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
+    "layers without experts first": lambda: OTHERS["kimi_linear"](mlp_layer_types=["sparse", "dense"] * 2),
+    "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(**_COMMON),
+    "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(**_COMMON),
 }
 
 
@@ -181,35 +196,6 @@ def test_what_llama_cpp_would_compute_differently_is_refused_in_one_line(message
         get_architecture(config.model_type).require(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_groups_really_are_another_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why n_groups above one is refused for Mamba-2: shown, so that the refusal can go when this fails."""
-    from kl_lens.targets.gguf.architectures import parts
-
-    monkeypatch.setattr(parts, "refuse_norm_groups", lambda groups: None)
-    model = tiny(
-        transformers.Mamba2Config(
-            **_COMMON, num_hidden_layers=4, state_size=16, num_heads=8, head_dim=16, n_groups=2, chunk_size=16
-        )
-    )
-    artifact = export(model, uniform(model, "fp32"), tmp_path, fingerprint="-")
-    with open_session(tmp_path / artifact.files[0], threads=1) as session:
-        found = session.logits(IDS[0].tolist())
-    assert np.abs(found - torch_logits(model, IDS)).max() > 0.1
-    with torch.no_grad():
-        for layer in model.model.backbone.layers:
-            layer.mixer.norm.forward = _grouped_norm(layer.mixer.norm, 2)
-    assert np.abs(found - torch_logits(model, IDS)).max() < 1e-4
-
-
-def _grouped_norm(norm: torch.nn.Module, groups: int):
-    def forward(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        hidden = (hidden * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-        return norm.weight * hidden.flatten(-2)
-
-    return forward
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a device cannot hold is refused, or lowered for everybody to see."""
+"""Formats that a device cannot hold are refused, or visibly replaced."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_everything_not_planned_is_fp16(anatomy) -> None:
 
 
 def test_names_that_are_not_there(anatomy) -> None:
-    with pytest.raises(CheckpointError, match=r"no component is called 'backbone.layers.9'"):
+    with pytest.raises(CheckpointError, match=r"there is no component 'backbone.layers.9'"):
         realise({"backbone.layers.9": "int8"}, anatomy, PROFILES["cpu"], fallback=True)
     with pytest.raises(TargetError, match="no device profile is called 'tpu'"):
         get_profile("tpu")

@@ -121,7 +121,7 @@ def test_bad_tokens(exported: Callable, ids: list[int]) -> None:
         session.prefill(ids)
 
 
-def test_folders_that_are_no_artifact(tmp_path) -> None:
+def test_folders_that_are_not_artifacts(tmp_path) -> None:
     with pytest.raises(TargetError, match=r"it has no artifact.json"):
         open_session(tmp_path)
     (tmp_path / RECORD_FILE).write_text("{}")

@@ -1,9 +1,9 @@
-"""Gives the state-space and attention layers of one model our kernels, and takes them away again.
+"""Replaces the kernels of a model's state-space and attention layers by ours, temporarily.
 
-transformers calls its scans, and its table of attention functions, by module-level names from each mixer's `forward`.
-Replacing what those names stand for would change the user's library for everybody; instead, for the time of a `with`
-block, each mixer *instance* gets a copy of its own `forward` whose globals name our functions. Layers that look
-different (remote code, other libraries) keep what they have: slower, never wrong.
+transformers calls its scans and its table of attention functions by module-level names from each mixer's `forward`.
+Changing those names would change the library for everyone. Instead, within a `with` block, each mixer *instance* gets a
+copy of its own `forward` whose globals name our functions. Layers that look different (remote code, other libraries)
+keep their own: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Function = Callable[..., Any]
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:
-    """Our kernels have no gradients; under autograd the library's own functions run."""
+    """Our kernels have no gradients; autograd uses the library's own functions."""
     return not (torch.is_grad_enabled() and tensor.requires_grad)
 
 
 def _scan_for(tensor: torch.Tensor, states: int) -> Function | None:
-    """The selective scan for this device; None where we have none."""
+    """The selective scan for this device, or None."""
     if not _is_inference(tensor):
         return None
     if tensor.device.type == "cpu":
@@ -161,7 +161,7 @@ def _causal_conv1d_fn(original: Function) -> Function:
 
 
 def _causal_or(original: Function) -> Function:
-    """Our causal attention where no mask or bias is given and it is known to be faster; the library's elsewhere."""
+    """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
 
     @functools.wraps(original)
     def attend(
@@ -196,7 +196,7 @@ def _causal_or(original: Function) -> Function:
 
 
 class _AttentionFunctions:
-    """The library's table of attention functions with ours in the place of torch's scaled dot product."""
+    """The library's table of attention functions with ours instead of torch's scaled dot product."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -213,7 +213,7 @@ class _AttentionFunctions:
         return _causal_or(chosen) if implementation == "sdpa" else chosen
 
 
-# The library's name → what we put in its place. A new kernel is one line here.
+# The library's name → our replacement. A new kernel is one line here.
 REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
@@ -224,7 +224,7 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
 
 @functools.cache
 def _forward_with_our_kernels(forward: Function) -> Function | None:
-    """A copy of a mixer's `forward` that calls our kernels; None when it calls none that we replace."""
+    """A copy of a mixer's `forward` that calls our kernels; None if it calls none that we replace."""
     plain = inspect.unwrap(forward)
     if not isinstance(plain, types.FunctionType):
         return None
@@ -235,7 +235,8 @@ def _forward_with_our_kernels(forward: Function) -> Function | None:
     return with_globals(plain, ours)
 
 
-_NORMS: dict[type, bool] = {}  # classes that were tried, and whether they are what `_norm_on_gpu` computes
+# Classes with their settings (a norm may have groups) that were tried → whether they are what `_norm_on_gpu` computes.
+_NORMS: dict[tuple[Any, ...], bool] = {}
 
 
 def _epsilon(module: torch.nn.Module) -> Any:
@@ -244,18 +245,19 @@ def _epsilon(module: torch.nn.Module) -> Any:
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
     """weight · x/√(mean x² + ε), with a gate's SiLU as factor in front where there is a gate: seen on random inputs."""
-    kind = type(module)
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
     parameters = dict(module.named_parameters())
     epsilon = _epsilon(module)
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or not isinstance(epsilon, float):
         return False
+    kind = (type(module), parameters["weight"].numel(), *sorted(settings.items()))
     if kind not in _NORMS:
         names = list(inspect.signature(module.forward).parameters)
         weight = parameters["weight"]
         given = torch.randn(len(names), 3, len(weight), device=weight.device)
         try:
             found = module(*given) if names in (["hidden_states"], ["hidden_states", "gate"], ["x"]) else None
-        except Exception:  # whatever a stranger's forward raises: then it is none
+        except Exception:  # foreign code may raise anything; then it is not one
             found = None
         x = given[0] if len(names) == 1 else given[0] * functional.silu(given[1])
         expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
@@ -266,7 +268,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
 
 
 def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
-    """The forward of a norm in one pass; None where the module is none, or there is nothing to gain."""
+    """A one-pass forward of a norm; None if the module is not one or there is no gain."""
     weight = getattr(module, "weight", None)
     if not (
         isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and runs_triton(weight.device)
@@ -287,7 +289,7 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
 
 
 def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that may get something of ours; found once, where a model is patched again and again."""
+    """The layers that may get our kernels; found once per model."""
     return [
         module
         for module in model.modules()
@@ -297,10 +299,11 @@ def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def fast_kernels(model: torch.nn.Module, among: Iterable[torch.nn.Module] | None = None) -> Iterator[int]:
-    """Within the block, the state-space and attention layers of `model` run our kernels. Yields how many layers do.
+    """Within the block, the state-space and attention layers of `model` run our kernels. Yields their number.
 
-    `among`: what `replaceable` gave for it."""
-    # Layers under somebody else's forward keep it, and so do those that are ours already.
+    `among`: the result of `replaceable`.
+    """
+    # Layers whose forward was already replaced keep it.
     free = [m for m in (replaceable(model) if among is None else among) if has_own_forward(m)]
     ours = [
         (module, types.MethodType(forward, module))

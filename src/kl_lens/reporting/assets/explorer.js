@@ -25,7 +25,13 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 1).replace("e+", "e");
     return size < 10 ** (digits - 1) ? String(+value.toPrecision(digits)) : Math.round(value).toLocaleString("en");
   };
-  const withError = (value, error) => number(value) + (error || error === 0 ? ` ± ${number(error, 2)}` : "");
+  // The error to one digit, the value to the same place.
+  const withError = (value, error) => {
+    if (!(error > 0) || !Number.isFinite(value)) return number(value) + (error === 0 ? " ± 0" : "");
+    const place = -Math.floor(Math.log10(Number(error.toPrecision(1))));
+    if (place >= 0 && place <= 5 && Math.abs(value) >= 1e-3) return `${value.toFixed(place)} ± ${error.toFixed(place)}`;
+    return `${number(value, Math.max(1, place + 1 + Math.floor(Math.log10(Math.abs(value) || 1))))} ± ${number(error, 1)}`;
+  };
   const bytes = (count) => {
     const sign = count < 0 ? "−" : "", size = Math.abs(count);
     const [unit, by] = size >= 1e9 ? ["GB", 1e9] : size >= 1e6 ? ["MB", 1e6] : size >= 1e3 ? ["kB", 1e3] : ["B", 1];
@@ -208,7 +214,7 @@
       fused.length ? el("p", { class: "note" }, `It shares a recipe with ${fused.join(", ")}: runtimes fuse them.`) : null,
       el("ul", { class: "plain" }, step(order[at - 1], "down"), step(order[at + 1], "up")),
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Recipes of this component" }, table),
-      parts.length ? el("div", { class: "grid" }, parts) : el("p", { class: "note" }, "Its weights' distribution and its inputs are in runs whose statistics kl-lens calibrate gathered."));
+      parts.length ? el("div", { class: "grid" }, parts) : el("p", { class: "note" }, "kl-lens calibrate adds the distribution of its weights and inputs."));
     return { page, heading };
   };
 
@@ -290,16 +296,16 @@
     const showTiles = () => {
       const known = nearest(space.plans.filter((other) => other.ours && other.kl !== null))[0];
       const same = known && known.codes.every((r, c) => r === plan.codes[c]);
-      const parts = space.factor === 1 ? "the sum of what each component does alone" : `parts add up to ${number(plan.sum)}; whole plans lost ${number(space.factor)} times that`;
+      const parts = space.factor === 1 ? "the sum of what each component does alone" : `the components alone add up to ${number(plan.sum)}; whole plans lost ${number(space.factor)} times that`;
       const bits = (8 * plan.codes.reduce((total, r, c) => total + (space.rows[c].get(r)?.[1] ?? 2 * run.components[c][4]), 0)) / run.components.reduce((total, c) => total + c[4], 0);
       const made = [
         tile("Size", bytes(plan.bytes), `${percent(plan.bytes / space.fp16)} of FP16 (${bytes(space.fp16)}); ${bits.toFixed(2)} bits for each weight that has a choice`, { "data-bytes": plan.bytes }),
         tile("Predicted KL", withError(plan.kl, plan.error), `nats per ${run.each}; ${parts}`, { "data-kl": plan.sum }),
       ];
-      if (known) made.push(tile(same ? "Measured: this very plan" : "Measured nearby", withError(known.kl, known.error), `${same ? "" : `${known.label}, ${bytes(known.bytes)}; `}${known.where}`));
+      if (known) made.push(tile(same ? "Measured: this plan" : "Measured nearby", withError(known.kl, known.error), `${same ? "" : `${known.label}, ${bytes(known.bytes)}; `}${known.where}`));
       const timed = nearest(space.plans.filter((other) => other.speed))[0];
       if (space.speed) made.push(tile("Speed", `about ${number(space.speed(plan))} tokens/s`, space.speedNote));
-      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; in this run's timings fewer bytes are not reliably faster, so speed sets no budget`));
+      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; here smaller files are not reliably faster, so speed cannot be the budget`));
       tiles.replaceChildren(...made);
     };
     const showRivals = () => {
@@ -307,13 +313,13 @@
       const shown = [...nearest(others.filter((o) => o.bytes <= plan.bytes)).slice(0, 3), ...nearest(others.filter((o) => o.bytes > plan.bytes)).slice(0, 2)].sort((p, q) => q.bytes - p.bytes);
       const better = (other) => (plan.kl < other.kl ? `${number(other.kl / plan.kl, 2)} × less` : `${number(plan.kl / other.kl, 2)} × more`);
       rivals.replaceChildren(shown.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Rivals of about this size" }, el("table", {},
-        el("caption", {}, "Others of about this size, KL as measured"),
-        el("thead", {}, el("tr", {}, ["recipe", "size", "KL", "this plan loses"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
+        el("caption", {}, "Stock recipes of about this size"),
+        el("thead", {}, el("tr", {}, ["name", "size", "KL, measured", "this plan loses"].map((words, i) => el("th", { scope: "col", class: i ? "n" : null }, words)))),
         el("tbody", {}, shown.map((other) => el("tr", {},
           el("th", { scope: "row" }, el("button", { type: "button", class: "link", title: "pin it", onclick: () => pin(space, shownPlan(other), other.label, open) }, other.label)),
           el("td", { class: "n" }, bytes(other.bytes)),
           el("td", { class: "n" }, withError(other.kl, other.error)), el("td", { class: "n" }, better(other)))))))
-        : el("p", { class: "note" }, "No stock recipe was measured for this target: kl-lens plan --rivals adds them."));
+        : el("p", { class: "note" }, "No stock recipe was measured for this target. kl-lens plan --rivals adds them."));
     };
     const showCommand = () => {
       // As long as `uniform_fp16`, whose file the sizes are reckoned from: a GGUF holds its plan's name.
@@ -360,7 +366,7 @@
     };
     const shownPlan = (other) => ({ ...other, measured: other.kl, sum: NaN });
     const knobs = () => {
-      const off = { speed: space.modes.speed ? null : "the files that were timed do not get reliably faster with fewer bytes; kl-lens benchmark --layers makes a latency table" };
+      const off = { speed: space.modes.speed ? null : "smaller files were not reliably faster here; kl-lens benchmark --layers measures a latency table" };
       target.replaceChildren(spaces.length > 1 ? choose("For", "target", spaces.map((s) => ({ value: s.target ?? "", label: s.title })), space.target ?? "", (value) => { space = spaces.find((s) => (s.target ?? "") === value); begin(); }) : el("p", { class: "quiet" }, `For ${space.title}`));
       kinds.replaceChildren(choose("Budget", "mode", [["size", "Size"], ["loss", "Allowed loss"], ["speed", "Tokens per second"]].map(([value, label]) => ({ value, label, off: off[value] })), mode, (value) => {
         const from = plan;
@@ -382,7 +388,7 @@
     slider.addEventListener("input", () => set(valueAt(space.modes[mode], Number(slider.value))));
     field.addEventListener("change", () => { const value = parsed(field.value); if (value > 0) set(value, true); });
     place.replaceChildren(
-      el("h3", { id: "budget-name" }, "What if the budget were another?"),
+      el("h3", { id: "budget-name" }, "Try another budget"),
       el("div", { class: "knobs" }, target, kinds, el("label", { class: "exactly" }, bound, field, " ", unit)), slider, tiles,
       el("div", { class: "grid" }, el("div", {}, map.figure), rivals),
       el("div", { class: "copy" }, el("pre", {}, command), copy, keep), page, status);
@@ -430,7 +436,7 @@
       body.replaceChildren(...rows.map(({ run, space, map }) => {
         const answer = modes[mode].plan(space, value, quick);
         const name = el("th", { scope: "row" }, run.name);
-        if (!answer) return el("tr", {}, name, el("td", {}, space.title), el("td", { colspan: 4 }, "nothing as small"));
+        if (!answer) return el("tr", {}, name, el("td", {}, space.title), el("td", { colspan: 4 }, "no plan is that small"));
         const plan = space.made(answer);
         map.paint(space, plan.codes);
         const near = space.plans.filter((p) => p.kl !== null).sort((p, q) => Math.abs(p.bytes - plan.bytes) - Math.abs(q.bytes - plan.bytes))[0];
@@ -444,7 +450,7 @@
     const change = (value) => { mode = value; draw(true); };
     slider.addEventListener("input", () => { delete place.dataset.settled; draw(true); });
     place.replaceChildren(
-      el("h3", { id: "budget-name" }, "The same budget for all of them"),
+      el("h3", { id: "budget-name" }, "The same budget for all runs"),
       el("div", { class: "knobs" }, choose("Budget", "mode", [{ value: "share", label: "Size, as a share of FP16" }, { value: "loss", label: "Allowed loss" }], mode, change), said),
       slider,
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Every run at this budget" }, el("table", {}, el("caption", {}, "The best plan of each run at this budget"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kl_lens.records import ORIGINAL, Estimate
 from kl_lens.reporting.markup import Html
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import number, size, with_error
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.plans import FAMILIES, PlanView
@@ -58,12 +59,12 @@ def size_plot(
     """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier.
 
     Args:
-        target: whose plans they are ("" for nobody's), where the script is to show its own plan among them.
+        target: whose plans they are ("" for none), where the script is to show its own plan among them.
     """
     shown = [p for p in points if math.isfinite(p.quality.value)]
     divisor, unit = unit_of(max(p.bytes for p in shown))
     y = _quality_scale(shown, frontier, logarithmic_quality)
-    smallest = [frontier[0][0]] if frontier and target is not None else []  # what is asked for may be smaller
+    smallest = [frontier[0][0]] if frontier and target is not None else []  # the slider goes that far
     x = linear([b / divisor for b in (*(p.bytes for p in shown), *smallest)], margin=0.08)
     plot = Plot(title, x, y, f"size, {unit}", quality + _kind(y))
     if frontier:
@@ -144,19 +145,19 @@ def predicted_plot(plans: Sequence[PlanView], recommended: frozenset[str]) -> Ht
             Mark(
                 predicted,
                 kl.value,
-                f"{plan.name}\npredicted {number(predicted, 4)}\nmeasured {with_error(kl, 4)}\n"
+                f"{plan.title}\npredicted {number(predicted, 4)}\nmeasured {with_error(kl, 4)}\n"
                 f"measured / predicted {kl.value / predicted:.2f}",
                 colour,
                 "star" if star else shape,
                 y_error=ends(kl),
-                label=plan.label,
+                label=f"{plan.label}, {runtime_title(plan.target)}" if star and plan.target else plan.label,
                 emphasis=star,
             )
         )
     off = sorted(kl.value / predicted for _, predicted, kl in shown)
     caption = (
-        "On the dashed line, the whole plan does exactly the damage of its parts added up. Measured over predicted: "
+        "On the dashed line, a plan loses exactly the sum of what its parts lose alone. Measured / predicted: "
         f"{off[0]:.2f} to {off[-1]:.2f}, median {off[len(off) // 2]:.2f}."
     )
-    points = [SizePoint(p.name, p.label, p.family, p.bytes, kl, p.name in recommended) for p, _, kl in shown]
+    points = [SizePoint(p.title, p.label, p.family, p.bytes, kl, p.name in recommended) for p, _, kl in shown]
     return figure("Predicted against measured", plot.render(), caption, _legend(points, False))

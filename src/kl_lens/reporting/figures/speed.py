@@ -8,6 +8,7 @@ from kl_lens.profiling import ratio_of
 from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.figures.sizes import unit_of
 from kl_lens.reporting.markup import Html
+from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import count, number, size
 from kl_lens.reporting.palette import series_class
 from kl_lens.reporting.scales import by_span
@@ -21,6 +22,11 @@ TIMINGS: dict[str, tuple[str, str, float]] = {
     "prefill_tokens_per_second": ("Prefill", "prompt tokens per second", 1.0),
     "throughput_fps": ("Throughput", "inferences per second", 1.0),
     "latency_ms": ("Latency", "milliseconds per inference", 1.0),
+}
+_INVERSES = {
+    "seconds_per_token": "tokens_per_second",
+    "prefill_tokens_per_second": "first_token_seconds",
+    "latency_ms": "throughput_fps",
 }
 
 Label = Callable[[Profile], str]
@@ -42,14 +48,15 @@ def bound_of(profile: Profile, timing: str) -> float | None:
 
 
 def timing_names(profiles: Sequence[Profile]) -> list[str]:
-    """What to draw: each timing once; of those with several prompt lengths, the longest."""
+    """What to draw: each timing once, of those with several prompt lengths the longest; no timing that is another's
+    inverse."""
     names = list(dict.fromkeys(name for p in profiles for name in p.timings))
-    chosen = []
+    chosen: dict[str, str] = {}
     for base in TIMINGS:
         with_length = [n for n in names if n.partition("@")[0] == base]
-        if with_length:
-            chosen.append(max(with_length, key=lambda n: int(n.partition("@")[2] or 0)))
-    return chosen
+        if with_length and _INVERSES.get(base) not in chosen:
+            chosen[base] = max(with_length, key=lambda n: int(n.partition("@")[2] or 0))
+    return list(chosen.values())
 
 
 def speed_plot(
@@ -110,7 +117,7 @@ def _three(spread: Quartiles) -> tuple[float, float, float]:
 
 def _words(profile: Profile, timing: str, axis: str, factor: float) -> str:
     spread = profile.timings[timing]
-    words = f"{profile.subject.label}, {profile.device}, {count(profile.threads, 'thread')}\n"
+    words = f"{subject_title(profile.subject)}, {profile.device}, {count(profile.threads, 'thread')}\n"
     words += f"{size(profile.file_bytes)}\n"
     words += f"{axis}: {number(factor * spread.median)}\n"
     words += (

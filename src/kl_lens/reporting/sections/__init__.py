@@ -9,10 +9,8 @@ from kl_lens.reporting.markup import Html
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; without a body, one line that says which command fills it."""
+    """A part of the page. What the run has nothing for has no section."""
 
     identifier: str
     title: str
-    body: Html | None
-    command: str | None = None
-    reason: str = ""
+    body: Html

@@ -1,4 +1,4 @@
-"""Section 6: every layer, task results, and what the models write."""
+"""Every layer, task results, and what the models write."""
 
 from __future__ import annotations
 
@@ -6,45 +6,39 @@ from kl_lens.records import ORIGINAL, Score, Subject
 from kl_lens.reporting.answer import recommendations
 from kl_lens.reporting.data import Generation, RunView
 from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import fixed_with_error
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import fills, heading, note, on_run, paragraph
+from kl_lens.reporting.sections.words import heading, note, paragraph
 from kl_lens.reporting.tables import Column, layer_table, table, text_column
 
 TITLE = "Details"
 
 
-def section(view: RunView) -> Section:
-    if view.table is None and not view.plans:
-        return Section(
-            "details", TITLE, None, f"kl-lens measure MODEL --run {view.folder}", "nothing has been measured"
-        )
+def section(view: RunView) -> Section | None:
     plans = {each.plan.target: each.plan for each in recommendations(view)}
     parts: list[Html | None] = []
     tables = [(space.target, space.title, space.table) for space in view.spaces.values()]
     if not tables and view.table:
         tables = [(None, "as published", view.table)]
     for index, (target, title, of) in enumerate(tables):
-        parts += [heading(f"Every layer, {title}"), layer_table(of, plans.get(target), index)]
-    parts += [
-        _tasks(view),
-        heading("Samples of text"),
-        _samples(view),
-    ]
-    return Section("details", TITLE, join(parts))
+        if of.measurements:
+            parts += [heading(f"Every layer, {title}"), layer_table(of, plans.get(target), index)]
+    parts += [_tasks(view), _samples(view)]
+    return Section("details", TITLE, join(parts)) if any(parts) else None
 
 
-def _tasks(view: RunView) -> Html:
+def _tasks(view: RunView) -> Html | None:
     scores = [s for s in view.scores if s.kind == "task"]
     if not scores:
-        return fills("Task results", on_run(view, "evaluate", "--tasks", "NAMES"))
+        return None
     names = list(dict.fromkeys((s.what, metric) for s in scores for metric in s.values))
     subjects = sorted(dict.fromkeys(s.subject for s in scores), key=lambda s: s.what != ORIGINAL)
-    columns = [text_column("subject")]
+    columns = [text_column("file")]
     columns += [Column(f"{what}: {metric}", hint=f"{metric} on {what}") for what, metric in names]
     rows: list[list[object]] = []
     for subject in subjects:
-        cells: list[object] = [subject.label]
+        cells: list[object] = [subject_title(subject)]
         for what, metric in names:
             latest = _latest(scores, subject, what)
             cells.append(fixed_with_error(latest.values.get(metric), 3) if latest else "–")
@@ -59,19 +53,19 @@ def _latest(scores: list[Score], subject: Subject, what: str) -> Score | None:
     return next((s for s in reversed(scores) if (s.subject, s.what) == (subject, what)), None)
 
 
-def _samples(view: RunView) -> Html:
+def _samples(view: RunView) -> Html | None:
     if not view.generations:
-        return fills("Samples of the original and the recommended model", f"kl-lens run --run {view.folder}")
+        return None
     prompts = list(dict.fromkeys(g.prompt for g in view.generations))
     blocks = []
     for prompt in prompts:
         generations = [g for g in view.generations if g.prompt == prompt]
         generations.sort(key=lambda g: g.subject.what != ORIGINAL)
         blocks.append(tag("div", *(_sample(g) for g in generations), class_="samples"))
-    words = "The prompt in bold, then what the model wrote. Two models may part at one close call and both write well."
-    return join([paragraph(words), *blocks])
+    words = "The prompt in bold, then what the model wrote. Two good models may differ after one close call."
+    return join([heading("Samples of text"), paragraph(words), *blocks])
 
 
 def _sample(generation: Generation) -> Html:
     quote = tag("blockquote", tag("b", generation.prompt), generation.text)
-    return tag("div", tag("span", generation.subject.label, class_="what"), quote)
+    return tag("div", tag("span", subject_title(generation.subject), class_="what"), quote)

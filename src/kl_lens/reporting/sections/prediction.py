@@ -1,4 +1,4 @@
-"""Section 3: does KL on calibration text predict the damage on held-out text?"""
+"""Does KL on calibration text predict the damage on held-out text?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kl_lens.reporting.figures.damage import METRIC_NAMES, damage_scatter, tau_r
 from kl_lens.reporting.markup import Html, join
 from kl_lens.reporting.numbers import number
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import command, details, grid, heading, note, on_run, paragraph
+from kl_lens.reporting.sections.words import command, details, grid, heading, note, paragraph
 from kl_lens.reporting.tables import Column, table, text_column
 from kl_lens.sensitivity.correlation import Correlation, Ranking
 
@@ -15,12 +15,10 @@ TITLE = "Does KL predict the damage?"
 _DAMAGES = {"perplexity": "change in perplexity", "divergence": "KL on held-out text"}
 
 
-def section(view: RunView) -> Section:
+def section(view: RunView) -> Section | None:
     ranking = view.ranking
     if ranking is None or not ranking.points:
-        return Section(
-            "prediction", TITLE, None, on_run(view, "rank"), "damage on held-out text has not been measured"
-        )
+        return None
     formats = list(dict.fromkeys(p.format for p in ranking.points))
     parts = [
         paragraph(
@@ -42,13 +40,6 @@ def section(view: RunView) -> Section:
         *_reliability(ranking),
         details("All correlations", _table(ranking)),
     ]
-    if not any("in domain" not in c.calibration for c in ranking.correlations):
-        parts.append(
-            note(
-                "Calibrated in domain only; an out-of-domain text beside it: ",
-                command(on_run(view, "rank", "--other-text", "TEXT")),
-            )
-        )
     return Section("prediction", TITLE, join(parts))
 
 

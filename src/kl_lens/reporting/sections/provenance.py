@@ -1,4 +1,4 @@
-"""Section 7: what a sceptic needs to get the same numbers."""
+"""What a sceptic needs to get the same numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from kl_lens.records import Profile
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import count
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import details, heading, note
@@ -54,10 +55,15 @@ def _model(view: RunView) -> dict[str, object]:
         "weights": weights if view.components else None,
         "measured in": identity.get("dtype"),
         "precision of products": identity.get("precision"),
-        "what is quantized": ", ".join(view.measured),
+        "what is quantized": ", ".join(map(_kind, view.measured)),
         "version of the metrics": identity.get("metrics_version"),
         "noise floor": noise,
     }
+
+
+def _kind(measured: str) -> str:
+    """`as gguf computes` → `as llama.cpp computes`."""
+    return " ".join(runtime_title(word) for word in measured.split())
 
 
 def _pairs(pairs: dict[str, object]) -> Html:
@@ -133,8 +139,8 @@ def _machine(view: RunView) -> Html:
             facts[name].append(text)
 
     for command in view.commands:
-        for package, version in command.provenance.get("versions", {}).items():
-            add(package, version)
+        if versions := command.provenance.get("versions"):
+            add("packages", ", ".join(f"{package} {version}" for package, version in versions.items()))
         for name in ("machine", "system"):
             if name in command.provenance:
                 add(name, command.provenance[name])

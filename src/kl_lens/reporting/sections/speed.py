@@ -1,4 +1,4 @@
-"""Section 5: latency and throughput against size, per target and device, with the bandwidth bound."""
+"""Speed against size, per target and device, with the bound that memory bandwidth sets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from kl_lens.reporting import answer
 from kl_lens.reporting.data import RunView, plan_or_file, runtime_of
 from kl_lens.reporting.figures.speed import speed_plot, timing_names
 from kl_lens.reporting.markup import Html, join
+from kl_lens.reporting.names import subject_title
 from kl_lens.reporting.numbers import number, percent, size
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import grid, heading, note, on_run, paragraph
+from kl_lens.reporting.sections.words import grid, heading, note, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "Speed against size"
 _PROTOCOLS = {
-    "use": "as a user feels it",
+    "use": "as a user sees it",
     "benchmark_app": "the published protocol (benchmark_app)",
 }
 
 
-def section(view: RunView) -> Section:
+def section(view: RunView) -> Section | None:
     if not view.profiles:
-        return Section("speed", TITLE, None, on_run(view, "benchmark"), "no exported file has been timed")
+        return None
     stars = answer.recommended_names(view)
     groups: dict[tuple[str, str], list[Profile]] = {}
     for profile in view.profiles:
@@ -76,7 +77,7 @@ def _bandwidth(profiles: list[Profile]) -> list[Html]:
 
 
 def _warnings(profiles: list[Profile]) -> list[Html]:
-    notes = [note(line) for line in answer.libraries(profiles)]
+    notes = [note(line) for line in [*answer.libraries(profiles), *answer.faster_libraries(profiles)]]
     notes += [note(line) for line in answer.unmeasurable(profiles)]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))
@@ -101,7 +102,7 @@ def _row(profile: Profile) -> list[object]:
     load = profile.timings.get("load_seconds")
     share = profile.bound.get("share")
     return [
-        profile.subject.label,
+        subject_title(profile.subject),
         Cell(size(profile.file_bytes), profile.file_bytes),
         Cell(f"{number(speed[1].median)} {speed[0]}", speed[1].median) if speed else "–",
         f"{number(speed[1].low)} to {number(speed[1].high)}" if speed else "–",

@@ -1,4 +1,4 @@
-"""Section 1, the answer: which plan, how small, how good, how fast, and what to type."""
+"""The answer: which file, how small, how good, how fast, and what to type."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from kl_lens.reporting import answer, explorer
 from kl_lens.reporting.data import RunView, runtime_of
 from kl_lens.reporting.figures.sizes import SizePoint, size_plot
 from kl_lens.reporting.markup import Html, join, tag
+from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
-from kl_lens.reporting.sections.words import fills, note, on_run, paragraph
+from kl_lens.reporting.sections.words import note, paragraph
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "The answer"
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
 
-def section(view: RunView) -> Section:
+def section(view: RunView) -> Section | None:
     answers = answer.recommendations(view)
     if not answers:
-        reason = "no plan has been verified on held-out text"
-        if not view.plans:
-            reason = "no plan has been made"
-        line = on_run(view, "plan", "--paper", "--verify")
-        return Section("answer", TITLE, None, line, reason)
+        return None
     sentences = [tag("p", *_sentence(view, each.plan), class_="lead") for each in answers]
     parts: list[Html | None] = [
         tag("div", *sentences, class_="grid answers"),
@@ -38,8 +35,8 @@ def section(view: RunView) -> Section:
         tag("div", *_charts(view), class_="grid charts"),
     ]
     for each in answers:
-        parts += [_comparison(view, each.plan), note(each.rule), _missing(view, each.plan)]
-    return Section("answer", TITLE, join([*parts, _commands(view, answers[0].plan)]))
+        parts += [_comparison(view, each.plan), note(each.rule)]
+    return Section("answer", TITLE, join([*parts, note(_protocol(view)), _commands(view, answers[0].plan)]))
 
 
 def _charts(view: RunView) -> list[Html]:
@@ -49,21 +46,17 @@ def _charts(view: RunView) -> list[Html]:
         points, texts = [], dict[str, None]()
         for plan in explorer.plans_of(view, space):
             kl, where = explorer.measured_kl(view, plan, target)
-            if kl is not None and kl.value > _NOTHING and set(plan.stored.values()) != {FP16}:
-                size_, star = (
-                    explorer.bytes_of(view, plan, target),
-                    plan.name in answer.recommended_names(view),
-                )
-                points.append(
-                    SizePoint(
-                        plan.name, plan.label, plan.family, size_, kl, star, f"{target or ''}/{plan.name}"
-                    )
-                )
-                texts[where] = None
+            if kl is None or kl.value <= _NOTHING or set(plan.stored.values()) == {FP16}:
+                continue
+            star = plan.name in answer.recommended_names(view)
+            bytes_ = explorer.bytes_of(view, plan, target)
+            pin = f"{target or ''}/{plan.name}"
+            points.append(SizePoint(plan.title, plan.label, plan.family, bytes_, kl, star, pin))
+            texts[where] = None
         if points:
             caption = (
-                f"Measured: {'; '.join(texts)}. Bars: one standard error. Dashed: what the best plan of each size is "
-                "predicted to do. With scripts, a click pins a plan; two are compared component by component."
+                f"Measured: {'; '.join(texts)}; bars: one standard error. Dashed: the best plan of each size, "
+                "predicted. Click two plans to compare them."
             )
             name, axis = f"Size against KL: {space.title}", "KL from the original, nats per token"
             charts.append(size_plot(name, points, axis, caption, space.frontier, True, target or ""))
@@ -71,19 +64,20 @@ def _charts(view: RunView) -> list[Html]:
 
 
 def _sentence(view: RunView, plan: PlanView) -> list[object]:
-    """What a colleague would say."""
+    """Size, quality, target, speed."""
     base = view.fp16_of(plan.target)
-    whose = f"For {plan.target}, store " if plan.target else "Store "
     parts: list[object] = [
-        whose, tag("b", view.model), " as plan ", tag("b", plan.name), f": {size(plan.bytes)} instead of ",
-        f"{size(base)} ({percent(plan.bytes / base)} of FP16, {plan.row.bits_per_weight:.2f} bits per weight).",
-    ]  # fmt: skip
+        tag("b", runtime_title(plan.target) if plan.target else plan.title),
+        f": {size(plan.bytes)}, {percent(plan.bytes / base)} of FP16 ({size(base)}); "
+        f"{plan.row.bits_per_weight:.2f} bits per weight.",
+    ]
     quality = _quality(view, plan)
     if quality is not None:
         parts.append(_perplexity_words(quality))
     elif plan.row.predicted_kl is not None:
-        words = f" Its quality is only predicted so far: KL {number(plan.row.predicted_kl)} nats per token."
-        parts.append(words)
+        parts.append(f" Predicted KL: {number(plan.row.predicted_kl)} nats per token; not measured yet.")
+    if plan.plan.limits:
+        parts.append(f" {answer.target_of(plan)}{answer.measured_of(view, plan)}")
     timed = [(p, r) for p in answer.best_profiles(view, plan) if (r := answer.speed_ratio(p)) is not None]
     if timed:
         said = " and ".join(_speed_words(r, runtime_of(p.subject)) for p, r in timed)
@@ -107,10 +101,10 @@ def _quality(view: RunView, plan: PlanView) -> _Quality | None:
         change = score.values.get("token_perplexity_change")
         if original is not None:
             error = change.standard_error if change else math.nan
-            where = f"{score.what}, computed by {score.subject.label}"
+            where = f"{runtime_of(score.subject)} on {score.what}"
             return _Quality(score.values["token_perplexity"].value, original.value, error, where)
     if plan.perplexity is not None and plan.original_perplexity:
-        where = f"{plan.measured_on or 'held-out text'}, in PyTorch"
+        where = f"PyTorch on {plan.measured_on or 'held-out text'}"
         return _Quality(
             plan.perplexity.value, plan.original_perplexity, plan.perplexity.standard_error, where
         )
@@ -130,15 +124,6 @@ def _perplexity_words(quality: _Quality) -> str:
     return f" Perplexity {verb} by {share}{known}, {values} ({quality.where})."
 
 
-def _missing(view: RunView, plan: PlanView) -> Html | None:
-    lines = []
-    if _quality(view, plan) is None:
-        lines.append(fills("Quality of this plan", on_run(view, "plan", "--plan", plan.name, "--verify")))
-    if not answer.best_profiles(view, plan):
-        lines.append(fills("Speed of this plan", on_run(view, "benchmark")))
-    return join(lines) if lines else None
-
-
 def _commands(view: RunView, plan: PlanView) -> Html | None:
     lines = answer.commands_for(view, plan)
     if not lines:
@@ -151,39 +136,39 @@ def _comparison(view: RunView, plan: PlanView) -> Html:
     shown = _beside(view, plan)
     timed = [profile.subject for p in shown for profile in answer.best_profiles(view, p)]
     targets = list(dict.fromkeys(runtime_of(subject) for subject in timed))
+    if plan.target:
+        targets = [t for t in targets if t == runtime_title(plan.target)]
     ratios = [t for t in targets if any((f := _profile(view, p, t)) and answer.speed_ratio(f) for p in shown)]
+
+    def of(name: str, target: str) -> Column:
+        return Column(name if plan.target else f"{name}, {target}")
+
     columns = [
-        text_column("plan"), Column("size"), Column("of FP16"), Column("predicted KL"),
-        Column("measured KL"), Column("token perplexity"),
-        *([Column("the file's KL on test text")] if plan.target else []),
-        *(Column(f"{target}: × FP16 speed") for target in ratios),
-        *(Column(f"{target}: peak memory") for target in targets),
+        text_column("file" if plan.target else "plan"), Column("size"), Column("of FP16"), Column("predicted KL"),
+        Column("KL, held-out text"), Column("perplexity, held-out text"),
+        *([Column("KL, test text")] if plan.target else []),
+        *(of("speed, × FP16", target) for target in ratios),
+        *(of("peak memory", target) for target in targets),
     ]  # fmt: skip
     rows = [
         _original_row(view, plan, ratios, targets),
         *(_row(view, p, ratios, targets, plan) for p in shown),
     ]
-    title = f"The recommended plan{f' for {plan.target}' if plan.target else ''} beside the others"
-    return join(
-        [table(columns, rows, highlight=[1 + shown.index(plan)], caption=title), note(_protocol(shown))]
-    )
+    title = f"Files for {runtime_title(plan.target)}" if plan.target else "Plans"
+    return table(columns, rows, highlight=[1 + shown.index(plan)], caption=title)
 
 
-def _protocol(plans: list[PlanView]) -> str:
-    texts = list(dict.fromkeys(p.measured_on for p in plans if p.measured_on))
+def _protocol(view: RunView) -> str:
+    texts = list(dict.fromkeys(p.measured_on for p in view.plans if p.measured_on))
+    predicted = "Predicted KL: the sum of what each component loses alone"
+    factor = next((p.plan.interaction for p in view.plans if p.plan.interaction != 1), None)
+    predicted += "." if factor is None else f", times {factor:.3f} as learnt from other plans and text."
     if not texts:
-        return "Predicted KL is the sum of what each component does alone."
-    whose = ", computing as the runtime does" if any(p.target for p in plans) else ""
+        return predicted
     return (
-        f"Measured KL and perplexity of whole plans in PyTorch{whose}, on {'; '.join(texts)} that decided nothing; "
-        "± is one standard error (of a perplexity: of its difference from the original's). Predicted KL is the sum of "
-        f"what each component does alone{_learnt(plans)}."
+        f"Held-out text: {'; '.join(texts)}, whole plans in PyTorch, activations rounded as the runtime does. ± is "
+        f"one standard error, for perplexities that of the difference from the original. {predicted}"
     )
-
-
-def _learnt(plans: list[PlanView]) -> str:
-    factor = next((p.plan.interaction for p in plans if p.plan.interaction != 1), None)
-    return "" if factor is None else f", times {factor:.3f} as learnt from other plans and text"
 
 
 def _beside(view: RunView, plan: PlanView) -> list[PlanView]:
@@ -243,7 +228,7 @@ def _row(
     count, base = explorer.bytes_of(view, plan, beside.target), view.fp16_of(beside.target)
     profiles = {target: _profile(view, plan, target) for target in targets}
     return [
-        plan.name,
+        plan.title,
         Cell(size(count), count),
         Cell(percent(count / base, 1), count),
         number(plan.row.predicted_kl),

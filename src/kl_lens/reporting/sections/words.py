@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, join, tag
@@ -34,10 +34,17 @@ def on_run(view: RunView, verb: str, *words: str) -> str:
     return shlex.join(["kl-lens", verb, "--run", view.folder, *words])
 
 
-def fills(what: str, line: str) -> Html:
-    """The line that stands where something is missing."""
-    return tag("p", f"{what}: not in this run. ", command(line), " adds it.", class_="missing")
-
-
 def details(summary: str, *body: object) -> Html:
     return tag("details", tag("summary", summary), join(body))
+
+
+def chosen(name: str, legend: str, panels: Sequence[tuple[str, Html]]) -> Html:
+    """One of several panels at a time, chosen by its title; without a script."""
+    if len(panels) == 1:
+        return panels[0][1]
+    parts: list[Html] = [tag("span", legend, class_="what")]
+    for index, (title, _) in enumerate(panels):
+        button = f"{name}-{index}"
+        parts.append(tag("input", type="radio", name_=name, id=button, class_="sr", checked=index == 0))
+        parts.append(tag("label", title, for_=button))
+    return tag("div", *parts, *(tag("div", body, class_="panel") for _, body in panels), class_="choice")

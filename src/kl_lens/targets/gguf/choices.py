@@ -68,7 +68,7 @@ def decide(
     elif planned is None:
         refused = False
     else:
-        recipe, reason = fitting_recipe(planned, shape)
+        recipe, reason = fitting_recipe(planned, rule.stretch(shape))
         refused = reason is not None
     if refused and not fallback:
         raise FormatError(

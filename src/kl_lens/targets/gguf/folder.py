@@ -21,8 +21,13 @@ def read_configuration(folder: Path) -> Any:
     if mamba_ssm.is_layout(raw):
         version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
         return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)
-    get_architecture(str(raw.get("model_type")))  # a clear refusal before transformers looks at it
+    kind = str(raw.get("model_type"))
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == f"{kind}_text":
+        kind = f"{kind}_text"  # of a model that sees images too, only the language model is exported
+    get_architecture(kind)  # a clear refusal before transformers looks at it
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return config.get_text_config() if text else config
     except Exception as error:  # what a library raises over a strange setting can be anything
         raise CheckpointError(why_not_loaded(folder, raw, error)) from error

@@ -124,14 +124,14 @@ def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> 
     if rule.parameter is None:
         return Stored(np.zeros(job.bytes, np.uint8))
     if job.recipe is None:
-        values = rule.transform(tensors.read(rule.parameter).float() * rule.factors).contiguous()
+        values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
             raise TargetError(
                 f"{rule.parameter}: holds NaN or infinity; repair or fetch the checkpoint again"
             )
         return Stored(values.numpy().reshape(-1).view(np.uint8))
     quantized = store.quantized(job.component, job.recipe, rule.factors)
-    rows = rule.transform(quantized.data)
+    rows = rule.arranged(quantized.data)
     if tuple(rows.shape[:-1]) != job.shape[:-1]:
         raise TargetError(
             f"{rule.parameter}: expected shape {job.shape} for {rule.name}, found {tuple(rows.shape)}"

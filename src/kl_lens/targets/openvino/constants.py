@@ -40,10 +40,8 @@ class WeightMap:
     """For every component, the constants that hold it (one, or one for each use); and what was folded away."""
 
     nodes: dict[str, list[Any]]
-    folded: list[str] = field(
-        default_factory=list
-    )  # parameters that no constant holds: no effect on the result
-    other: list[Any] = field(default_factory=list)  # constants that hold buffers
+    folded: list[str] = field(default_factory=list)  # parameters without a constant: no effect on the result
+    other: list[Any] = field(default_factory=list)  # buffers and rows of parameters, kept in float32
 
 
 def map_weights(
@@ -61,10 +59,20 @@ def map_weights(
     """
     by_digest: dict[bytes, list[str]] = defaultdict(list)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    plus_one: dict[bytes, list[str]] = defaultdict(
+        list
+    )  # norms that multiply by 1 + weight (Gemma, Qwen3-Next)
+    rows: dict[
+        bytes, str
+    ] = {}  # of small parameters that the converter cut up: Zamba's bias and D, a row for each head
     decays, convolutions = {}, {}
     for component in anatomy.components:
         value = parameters[component.weight].detach()
         by_digest[_digest(_numbers(value))].append(component.name)
+        if value.dim() == 1:
+            plus_one[_digest(1 + _numbers(value))].append(component.name)
+        if value.dim() == 2 and not component.quantizable:
+            rows |= {_digest(row): component.name for row in _numbers(value)}
         if may_fold and value.dim() == 4:
             convolutions[component.name] = _numbers(value)
         if component.kind == "A_log":
@@ -73,17 +81,19 @@ def map_weights(
 
     weights = {c.name: c.weight for c in anatomy.components}
     constants: dict[str, list[Any]] = defaultdict(list)
-    strangers, other = [], []
+    strangers, other, cut_up = [], [], set()
     for node in operations(graph, "Constant"):
         if node.get_element_type() != ov.Type.f32 or node.get_friendly_name().startswith(OURS):
             continue
-        names = by_digest.get(_digest(node.data), []) or _decay_names(node.data, decays)
+        digest = _digest(node.data)
+        names = by_digest.get(digest) or plus_one.get(digest) or _decay_names(node.data, decays)
         names = names or _scaled_names(node.data, convolutions)
         if names:
             constants[_nearest(node, names, weights)].append(node)
-        elif _digest(node.data) in buffers or (
-            may_fold and max(node.data.shape, default=1) == node.data.size
-        ):
+        elif digest in rows:
+            other.append(node)
+            cut_up.add(rows[digest])
+        elif digest in buffers or (may_fold and max(node.data.shape, default=1) == node.data.size):
             other.append(node)  # where norms are folded, what they add to each channel is left
         elif node.data.size > SMALL:
             strangers.append(f"{node.get_friendly_name()} {list(node.data.shape)}")
@@ -100,7 +110,7 @@ def map_weights(
             f"without a constant: {', '.join(missing) or 'none'}; constants that are no weight: "
             f"{', '.join(strangers) or 'none'}"
         )
-    folded = [c.name for c in anatomy.components if not constants.get(c.name)]
+    folded = [c.name for c in anatomy.components if not constants.get(c.name) and c.name not in cut_up]
     return WeightMap(dict(constants), folded, other)
 
 

@@ -13,10 +13,11 @@ from kl_lens.targets.gguf.architectures.base import (
 from kl_lens.targets.gguf.architectures import falcon_h1 as falcon_h1
 from kl_lens.targets.gguf.architectures import granite as granite
 from kl_lens.targets.gguf.architectures import jamba as jamba
+from kl_lens.targets.gguf.architectures import kimi_linear as kimi_linear
 from kl_lens.targets.gguf.architectures import lfm2 as lfm2
 from kl_lens.targets.gguf.architectures import mamba as mamba
 from kl_lens.targets.gguf.architectures import nemotron_h as nemotron_h
-from kl_lens.targets.gguf.architectures import qwen35 as qwen35
+from kl_lens.targets.gguf.architectures import qwen as qwen
 # isort: on
 
 __all__ = ["Architecture", "TensorRule", "check_complete", "get_architecture", "supported_architectures"]

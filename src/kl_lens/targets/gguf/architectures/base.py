@@ -6,6 +6,7 @@ side is an error with a name, and nothing is dropped or matched twice without a 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ class TensorRule:
 
     Transforms also run on tensors without data (device `meta`), which is how shapes are known before anything
     is read, and on rows that are quantized already. They may cut out rows, reorder them, and stack them otherwise; they
-    never look into a row, along which formats have their blocks. What changes numbers are `factors`.
+    never look into a row, along which formats have their blocks. Only `float32` tensors may be transposed. `factors`
+    change numbers, and `columns` reorders whole stretches of columns.
     """
 
     name: str
@@ -44,6 +46,19 @@ class TensorRule:
     )
     float32: bool = False  # llama.cpp's kernels read it as F32
     shape: tuple[int, ...] | None = None  # only for tensors made from nothing
+    # (a, b): columns are a · b stretches, and the file has them in the order b, a. No block may be longer than one.
+    columns: tuple[int, int] = (1, 1)
+
+    def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as the file has it: values, or the bytes of quantized rows."""
+        rows = self.transform(tensor)
+        if self.columns == (1, 1):
+            return rows
+        return rows.unflatten(-1, (*self.columns, -1)).transpose(-3, -2).flatten(-3)
+
+    def stretch(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that formats have to fit: that of the columns which stay together."""
+        return (*shape[:-1], shape[-1] // math.prod(self.columns)) if shape else shape
 
 
 @dataclass(frozen=True)
@@ -82,15 +97,23 @@ def get_architecture(model_type: str) -> Architecture:
         raise UnsupportedError(_why_unknown(model_type)) from None
 
 
-def _why_unknown(model_type: str) -> str:
-    from gguf.constants import MODEL_ARCH_NAMES  # llama.cpp's own list
+# Families that llama.cpp runs under another name than transformers', or that its Python package does not list yet.
+_OTHER_NAMES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "minimax": "minimax-01",
+    "qwen4_exp_text": "qwen4exp",
+}
 
-    bare = re.sub(r"[-_.]|text$", "", model_type)
-    bare = {"mistral": "llama", "mixtral": "llama"}.get(bare, bare)  # llama.cpp runs them under that name
-    if bare not in {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}:
+
+def _why_unknown(model_type: str) -> str:
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    names = {re.sub(r"[-_.]", "", name) for name in MODEL_ARCH_NAMES.values()}
+    if model_type not in _OTHER_NAMES and re.sub(r"[-_.]|text$", "", model_type) not in names:
         return f"llama.cpp has no {model_type} architecture, so there is no GGUF of it"
     known = ", ".join(supported_architectures())
-    return f"llama.cpp has {model_type} models, but GGUF export does not know them yet; it knows {known}"
+    return f"llama.cpp runs {model_type} models, but KL Lens does not write GGUF files of them yet; it writes {known}"
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:

@@ -94,10 +94,11 @@ def _refusals(config: Any) -> Iterable[str | None]:
     yield parts.refuse_bias(config, "conv_bias")
     yield parts.refuse_rope_scaling(config)
     if config.model_type == "lfm2_moe":
-        if not config.norm_topk_prob or config.routed_scaling_factor != 1:
-            yield "llama.cpp's lfm2moe makes the chosen experts' shares sum to one, and this model does not"
+        yield parts.refuse_expert_weights(config)
+        if config.routed_scaling_factor != 1:
+            yield f"it scales its experts by {config.routed_scaling_factor}, and llama.cpp's lfm2moe does not"
         if not config.use_expert_bias:
-            yield "it has no bias for its experts, and llama.cpp's lfm2moe wants one"
+            yield "it has no bias for its experts, and llama.cpp's lfm2moe requires one"
 
 
 for _model_type in ("lfm2", "lfm2_moe"):

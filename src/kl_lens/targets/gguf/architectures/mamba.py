@@ -55,7 +55,6 @@ def _refusals(config: Any) -> Iterable[str | None]:
 
 
 def _mamba2_refusals(config: Any) -> Iterable[str | None]:
-    yield parts.refuse_norm_groups(config.n_groups)
     yield parts.refuse_bias(config, "use_bias")
     yield parts.refuse_activation(config)
     yield parts.refuse_time_limits(config)

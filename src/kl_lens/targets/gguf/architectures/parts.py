@@ -156,11 +156,10 @@ def attention_layer(
     ]
 
 
-def gated_mlp(block: str, mlp: str) -> list[TensorRule]:
+def gated_mlp(block: str, mlp: str, *, suffix: str = "") -> list[TensorRule]:
     return [
-        TensorRule(f"{block}.ffn_gate.weight", f"{mlp}.gate_proj.weight"),
-        TensorRule(f"{block}.ffn_up.weight", f"{mlp}.up_proj.weight"),
-        TensorRule(f"{block}.ffn_down.weight", f"{mlp}.down_proj.weight"),
+        TensorRule(f"{block}.ffn_{part}{suffix}.weight", f"{mlp}.{part}_proj.weight")
+        for part in ("gate", "up", "down")
     ]
 
 
@@ -210,13 +209,11 @@ def refuse_time_limits(config: Any) -> str | None:
     )
 
 
-def refuse_norm_groups(groups: int) -> str | None:
-    """transformers normalises over all channels, llama.cpp (and mamba_ssm) per group."""
-    if groups == 1:
+def refuse_expert_weights(config: Any) -> str | None:
+    if config.norm_topk_prob:
         return None
     return (
-        f"with n_groups {groups}, transformers normalises a layer's output over all channels and llama.cpp per "
-        "group; the file would compute another function than the one measured (only n_groups 1 is supported)"
+        "llama.cpp scales the weights of the chosen experts so that they sum to one, and this model does not"
     )
 
 

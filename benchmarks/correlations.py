@@ -1,0 +1,80 @@
+"""Which metric predicts damage: `kl-lens measure` and `kl-lens rank` on several models.
+
+    python benchmarks/correlations.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…]
+                                      [--texts novels.txt] [--write docs/results/correlations.csv]
+
+INT4 and INT8 per channel, weights rounded to nearest, calibrated on WikiText-2 train and on every other text given;
+damage on WikiText-2 test. Kendall's τ with a 95 % interval, with and without the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+from common import machine
+from kl_lens.checkpoints import load
+from kl_lens.pipeline import Study
+from kl_lens.sensitivity.correlation import Correlation, Ranking
+from result_files import Row, add_option, write
+from rivals import REFERENCES, STRESSED_PREFIX, models, shown
+from stress import plant
+
+DAMAGE = {"perplexity": "cross-entropy", "divergence": "divergence"}
+
+
+def row(name: str, found: Correlation, ranking: Ranking, test_windows: int) -> Row:
+    # "in domain, 6 of 64 windows", or the name of another text instead of "in domain"
+    text, _, windows = found.calibration.rpartition(", ")
+    (sure,) = (r for r in ranking.reliabilities if (r.format, r.with_head) == (found.format, found.with_head))
+    known = found.damage == "perplexity"  # reliability is that of the change in cross-entropy
+    return {
+        "model": shown(name),
+        "bits": found.format.removeprefix("int"),
+        "damage": DAMAGE[found.damage],
+        "metric": found.metric,
+        "calibration": "wikitext2:train" if text == "in domain" else text,
+        "windows": windows.split()[0],
+        "components": "with the head" if found.with_head else "without the head",
+        "tau": f"{found.tau:.3f}",
+        "low": f"{found.low:.2f}",
+        "high": f"{found.high:.2f}",
+        "spearman": "",
+        "pearson": "",
+        "damage_split_half": f"{sure.split_half_tau:.2f}" if known else "",
+        "damage_spread": f"{sure.spread:.1e}" if known else "",
+        "damage_error": f"{sure.median_error:.1e}" if known else "",
+        "test": f"wikitext2:test, {test_windows} windows",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser.add_argument("--windows", type=int, default=64, help="of 512 calibration tokens")
+    parser.add_argument("--test-windows", type=int, default=400)
+    parser.add_argument("--texts", nargs="*", default=[], help="calibrate on these texts too")
+    parser.add_argument("--device", default="cpu")
+    add_option(parser)
+    arguments = parser.parse_args()
+    print(machine())
+    for name in models(arguments.models):
+        base = name.removeprefix(STRESSED_PREFIX)
+        model = load(base, device=arguments.device)
+        if base != name:
+            plant(model, base)
+        with tempfile.TemporaryDirectory() as folder:
+            study = Study(model, folder=folder)
+            study.measure(windows=arguments.windows, formats=("int4", "int8"))
+            ranking = study.rank(evaluation_windows=arguments.test_windows, other_text=tuple(arguments.texts))
+        rows = [row(name, found, ranking, arguments.test_windows) for found in ranking.correlations]
+        for each in rows:
+            print(", ".join(each.values()), flush=True)
+        key = ("model", "bits", "damage", "metric", "calibration", "windows", "components")
+        write(arguments.write, rows, key)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Kimi Linear and Ling 3.0 (`bailing_hybrid`): llama.cpp's `kimi-linear` and `bailingmoe3`.
+
+Most layers are delta rules with a decay per channel. The others have latent attention, in Ling with rope and a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+    register,
+)
+
+_NAMES = {"kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3"}
+_EPSILON = 1e-6  # of the norms of keys, queries and the latent: a constant of the model's code
+
+
+def _dense_layers(config: Any) -> int:
+    return int(config.mlp_layer_types.count("dense"))
+
+
+def _is_ling(config: Any) -> bool:
+    return bool(config.model_type == "bailing_hybrid")
+
+
+def _metadata(config: Any) -> Metadata:
+    own: Metadata = {}
+    if _is_ling(config):
+        own = {
+            "kda.safe_gate": True,
+            "kda.gate_lower_bound": float(config.kda_lower_bound),
+            "rope.freq_base": parts.rope_base(config),
+        }
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        # llama.cpp caches the latent, which all heads share: one head of keys.
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.qk_rope_head_dim,  # the share of a key that all heads have in common
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "kda.head_dim": config.linear_head_dim,
+        "leading_dense_block_count": _dense_layers(config),
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": True,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_gating_func": 2,  # a sigmoid
+        **own,
+    }
+
+
+def _third(index: int) -> Transform:
+    """Taps of the queries', keys' or values' convolution: transformers has them in one."""
+    return lambda tensor: tensor.chunk(3)[index]
+
+
+def _of_latent(config: Any, *, keys: bool) -> Transform:
+    """From `kv_b_proj`, head by head: what makes values of the latent, or the transpose of what makes keys of it."""
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+
+    def transform(tensor: torch.Tensor) -> torch.Tensor:
+        key, value = tensor.unflatten(0, (config.num_attention_heads, -1)).split(sizes, dim=1)
+        return key.transpose(1, 2) if keys else value
+
+    return transform
+
+
+def _positive_decay(tensor: torch.Tensor) -> torch.Tensor:
+    return -parts.negative_exponential_column(tensor)
+
+
+def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
+    gate = f"{mixer}.forget_gate"
+    matrices = {"ssm_beta": f"{mixer}.b_proj"}
+    if _is_ling(config):
+        matrices |= {"ssm_f_a": f"{gate}.f_proj", "ssm_g_a": f"{mixer}.g_proj"}
+    else:
+        matrices |= {f"ssm_f_{part}": f"{gate}.f_{part}_proj" for part in "ab"}
+        matrices |= {f"ssm_g_{part}": f"{mixer}.g_{part}_proj" for part in "ab"}
+    decay = _positive_decay if _is_ling(config) else parts.negative_exponential_column
+    return [
+        *parts.attention_layer(block, mixer),
+        *(TensorRule(f"{block}.{name}.weight", f"{owner}.weight") for name, owner in matrices.items()),
+        *(
+            TensorRule(
+                f"{block}.ssm_conv1d_{part}.weight", f"{mixer}.conv1d.weight", _third(index), float32=True
+            )
+            for index, part in enumerate("qkv")
+        ),
+        TensorRule(f"{block}.ssm_a", f"{gate}.A_log", decay, float32=True),
+        TensorRule(f"{block}.ssm_dt.bias", f"{gate}.dt_bias", float32=True),
+        TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.o_norm.weight", float32=True),
+    ]
+
+
+def _attention_layer(config: Any, block: str, attention: str) -> list[TensorRule]:
+    latent = f"{attention}.kv_b_proj.weight"
+    gate = TensorRule(f"{block}.attn_gate.weight", f"{attention}.g_proj.weight")
+    return [
+        *([gate] if _is_ling(config) else []),
+        TensorRule(f"{block}.attn_q.weight", f"{attention}.q_proj.weight"),
+        TensorRule(f"{block}.attn_kv_a_mqa.weight", f"{attention}.kv_a_proj_with_mqa.weight"),
+        TensorRule(f"{block}.attn_kv_a_norm.weight", f"{attention}.kv_a_layernorm.weight", float32=True),
+        # llama.cpp multiplies with the transpose, whose rows cross the blocks of a quantized matrix.
+        TensorRule(f"{block}.attn_k_b.weight", latent, _of_latent(config, keys=True), float32=True),
+        TensorRule(f"{block}.attn_v_b.weight", latent, _of_latent(config, keys=False), float32=True),
+        TensorRule(f"{block}.attn_output.weight", f"{attention}.o_proj.weight"),
+    ]
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes)
+    for index, kind in enumerate(config.layer_types):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        mixer, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        rules += [
+            TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
+            TensorRule(f"{block}.ffn_norm.weight", f"{layer}.post_attention_layernorm.weight", float32=True),
+        ]
+        if kind == "full_attention":
+            rules += _attention_layer(config, block, mixer)
+        else:
+            rules += _delta_layer(config, block, mixer)
+        if index < _dense_layers(config):
+            rules += parts.gated_mlp(block, mlp)
+        else:
+            bias = f"{mlp}.gate.e_score_correction_bias"
+            rules += parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts")
+            rules += parts.gated_mlp(block, f"{mlp}.shared_experts", suffix="_shexp")
+            rules.append(TensorRule(f"{block}.exp_probs_b.bias", bias, float32=True))
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    if "dense" in config.mlp_layer_types[_dense_layers(config) :]:
+        yield "llama.cpp expects layers without experts first, and this model has them elsewhere"
+    if config.linear_num_heads != config.num_attention_heads:
+        yield "llama.cpp expects as many heads in linear attention as in attention"
+    if _is_ling(config) and not config.kda_safe_gate:
+        yield "its forget gate has no lower bound (kda_safe_gate), and llama.cpp's bailingmoe3 requires one"
+    if getattr(config, "q_lora_rank", None) is not None:
+        yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp does not compute"
+    if config.tie_word_embeddings and not _is_ling(config):
+        yield "its head is tied to the embedding, and llama.cpp's kimi-linear needs a head of its own"
+    yield parts.refuse_expert_weights(config)
+    yield parts.refuse_bias(config, "attention_bias")
+    yield parts.refuse_activation(config)
+    yield parts.refuse_rope_scaling(config)
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    if config.rms_norm_eps == _EPSILON:
+        return ()
+    return (
+        f"llama.cpp normalises queries, keys and the attention's latent with epsilon {config.rms_norm_eps:g}, "
+        f"transformers with {_EPSILON:g}",
+    )
+
+
+for _model_type in _NAMES:
+    register(
+        Architecture(
+            _model_type,
+            lambda config: _NAMES[config.model_type],
+            _metadata,
+            _tensors,
+            _refusals,
+            notes=_notes,
+        )
+    )

@@ -1,0 +1,212 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts: llama.cpp's `qwen3next`, `qwen35` and `qwen35moe`.
+
+Most layers are gated delta rules; every so often comes gated attention, with rope on a part of each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kl_lens.targets.gguf.architectures import parts
+from kl_lens.targets.gguf.architectures.base import (
+    Architecture,
+    Metadata,
+    Shapes,
+    TensorRule,
+    Transform,
+    as_is,
+    register,
+)
+
+_NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+
+
+def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    """Its norms store what they are above one."""
+    return tensor.float() + 1
+
+
+def _interval(config: Any) -> int:
+    """Every how many layers attention comes; 0: not regularly."""
+    full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    interval = full[0] + 1 if full else 0
+    regular = interval and full == list(range(interval - 1, config.num_hidden_layers, interval))
+    return interval if regular else 0
+
+
+def _rotary(config: Any) -> int:
+    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+
+def _has_experts(config: Any) -> bool:
+    return str(config.model_type) != "qwen3_5_text"
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Key heads, and how many value heads each of them serves."""
+    keys = int(config.linear_num_key_heads)
+    return keys, int(config.linear_num_value_heads) // keys
+
+
+def _metadata(config: Any) -> Metadata:
+    values: Metadata = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 0) or config.moe_intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "full_attention_interval": _interval(config),
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": parts.rope_base(config),
+        "rope.dimension_count": _rotary(config),
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.group_count": config.linear_num_key_heads,
+    }
+    if config.model_type != "qwen3_next":
+        # Three kinds of positions take turns; in text all three are the same.
+        pairs = _rotary(config) // 2
+        values["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+    if _has_experts(config):
+        values |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    return values
+
+
+def _projected(config: Any, *wanted: str) -> Transform:
+    """Rows of Qwen3-Next's `in_proj_qkvz`: q, k, v and z of one key head are together; llama.cpp has each apart."""
+    keys, per_key = _heads(config)
+    sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
+
+    def transform(tensor: torch.Tensor) -> torch.Tensor:
+        found = dict(zip("qkvz", tensor.unflatten(0, (keys, -1)).split(sizes, dim=1), strict=True))
+        return torch.cat([found[part].flatten(0, 1) for part in wanted])
+
+    return transform
+
+
+def _value_heads(config: Any, *, behind: int = 0) -> Transform:
+    """Value heads in Qwen3.5's file: the first of every key head, then the second of every key head, and so on.
+
+    `behind`: how many rows stand before them (queries and keys) and stay where they are."""
+    keys, per_key = _heads(config)
+
+    def transform(tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor[behind:].unflatten(0, (keys, per_key, -1)).transpose(0, 1).flatten(0, 2)
+        return torch.cat([tensor[:behind], values])
+
+    return transform if per_key > 1 else as_is
+
+
+def _delta_layer(config: Any, block: str, mixer: str) -> list[TensorRule]:
+    keys_and_queries = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    taps, decay = f"{mixer}.conv1d.weight", f"{mixer}.A_log"
+    if config.model_type == "qwen3_next":
+        both = f"{mixer}.in_proj_qkvz.weight"
+        channels: Transform = as_is
+        heads: Transform = as_is
+        columns = (1, 1)
+        rules = [
+            TensorRule(f"{block}.attn_qkv.weight", both, _projected(config, "q", "k", "v")),
+            TensorRule(f"{block}.attn_gate.weight", both, _projected(config, "z")),
+            TensorRule(f"{block}.ssm_ba.weight", f"{mixer}.in_proj_ba.weight"),
+        ]
+    else:
+        channels, heads = _value_heads(config, behind=keys_and_queries), _value_heads(config)
+        columns = _heads(config) if _heads(config)[1] > 1 else (1, 1)
+        rules = [
+            TensorRule(f"{block}.attn_qkv.weight", f"{mixer}.in_proj_qkv.weight", channels),
+            TensorRule(f"{block}.attn_gate.weight", f"{mixer}.in_proj_z.weight", heads),
+            TensorRule(f"{block}.ssm_beta.weight", f"{mixer}.in_proj_b.weight", heads),
+            TensorRule(f"{block}.ssm_alpha.weight", f"{mixer}.in_proj_a.weight", heads),
+        ]
+    return [
+        *rules,
+        TensorRule(
+            f"{block}.ssm_conv1d.weight",
+            taps,
+            lambda t: channels(parts.squeezed_convolution(t)),
+            float32=True,
+        ),
+        TensorRule(f"{block}.ssm_a", decay, lambda t: heads(parts.negative_exponential(t)), float32=True),
+        TensorRule(f"{block}.ssm_dt.bias", f"{mixer}.dt_bias", heads, float32=True),
+        TensorRule(f"{block}.ssm_norm.weight", f"{mixer}.norm.weight", float32=True),
+        TensorRule(f"{block}.ssm_out.weight", f"{mixer}.out_proj.weight", columns=columns),
+    ]
+
+
+def _experts(block: str, mlp: str) -> list[TensorRule]:
+    gate = f"{mlp}.shared_expert_gate.weight"
+    return [
+        *parts.gated_experts(block, f"{mlp}.gate.weight", f"{mlp}.experts"),
+        *parts.gated_mlp(block, f"{mlp}.shared_expert", suffix="_shexp"),
+        TensorRule(f"{block}.ffn_gate_inp_shexp.weight", gate, lambda t: t.flatten(), float32=True),
+    ]
+
+
+def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
+    rules = parts.ends("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", shapes)
+    rules[1] = TensorRule("output_norm.weight", "model.norm.weight", _plus_one, float32=True)
+    for index, kind in enumerate(config.layer_types):
+        block, layer = f"blk.{index}", f"model.layers.{index}"
+        norms = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        if kind == "full_attention":
+            norms |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+            rules += parts.attention_layer(block, f"{layer}.self_attn")
+        else:
+            rules += _delta_layer(config, block, f"{layer}.linear_attn")
+        rules += [
+            TensorRule(f"{block}.{name}.weight", f"{layer}.{norm}.weight", _plus_one, float32=True)
+            for name, norm in norms.items()
+        ]
+        mlp = f"{layer}.mlp"
+        rules += _experts(block, mlp) if _has_experts(config) else parts.gated_mlp(block, mlp)
+    return rules
+
+
+def _refusals(config: Any) -> Iterable[str | None]:
+    if not _interval(config):
+        yield "llama.cpp expects attention at a regular interval of layers, and this model has it elsewhere"
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        yield "llama.cpp expects keys and values of linear attention to have the same size"
+    if config.model_type == "qwen3_next":
+        if config.mlp_only_layers or config.decoder_sparse_step != 1:
+            yield "llama.cpp's qwen3next has experts in every layer, and this model does not"
+        yield parts.refuse_expert_weights(config)
+    yield parts.refuse_bias(config, "attention_bias")
+    yield parts.refuse_activation(config)
+    yield parts.refuse_rope_scaling(config)
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    if config.model_type == "qwen3_next" or _heads(config)[1] == 1:
+        return ()
+    return (
+        "llama.cpp has the heads of linear_attn.out_proj in another order: a format with blocks longer than a head "
+        f"({config.linear_value_head_dim} columns) is replaced there by one with shorter blocks",
+    )
+
+
+for _model_type in _NAMES:
+    register(
+        Architecture(
+            _model_type,
+            lambda config: _NAMES[config.model_type],
+            _metadata,
+            _tensors,
+            _refusals,
+            notes=_notes,
+        )
+    )

@@ -1,0 +1,69 @@
+"""The tables of docs/results.md and the README are what the data files in docs/results hold."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks.result_files import read, write, write_speed
+
+from tests.docs.markdown import PAGES, ROOT
+
+PAGE = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+FILES = sorted((ROOT / "docs/results").iterdir())
+
+
+def _script():
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "scripts/results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_agree_with_their_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _script().main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_table_is_on_the_page() -> None:
+    assert set(re.findall(r"<!-- (\S+) -->", PAGE)) >= set(_script().TABLES)
+    assert all(f"<!-- /{name} -->" in PAGE for name in _script().TABLES)
+
+
+def test_another_digit_is_seen() -> None:
+    changed = PAGE.replace("|reference:mamba|0.67 ", "|reference:mamba|0.76 ")
+    assert changed != PAGE
+    assert _script().filled(changed) == PAGE
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_data_files_are_whole_and_named_on_a_page(file: Path) -> None:
+    assert any(f"](results/{file.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    if file.suffix == ".json":
+        for table in json.loads(file.read_text(encoding="utf-8")):
+            assert table["name"]
+            assert all(len(row) == len(table["columns"]) for row in table["rows"])
+        return
+    with file.open(encoding="utf-8", newline="") as opened:
+        heading, *rows = csv.reader(opened)
+    assert rows
+    assert all(len(row) == len(heading) for row in rows)
+    assert {"machine", "date", "commit"} <= set(heading)
+    assert len({tuple(row) for row in rows}) == len(rows)
+
+
+def test_a_measurement_taken_again_replaces_the_old_row(tmp_path: Path) -> None:
+    file = tmp_path / "speed.csv"
+    case = {"benchmark": "scan", "model": "mamba", "threads": "1"}
+    write_speed(file, case, {("ours", "s"): "1.0 ± 0.2", ("torch", "s"): "3.0"})
+    write_speed(file, case, {("ours", "s"): "1.1"})
+    assert [(row["variant"], row["value"], row["spread"]) for row in read(file)] == [
+        ("torch", "3.0", ""),
+        ("ours", "1.1", ""),
+    ]
+    assert read(file)[0].keys() == read(ROOT / "docs/results/speed.csv")[0].keys()
+    with pytest.raises(SystemExit, match="has the columns"):
+        write(file, [{"model": "mamba"}], ("model",))
