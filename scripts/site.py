@@ -86,7 +86,14 @@ def notebook(path: Path) -> str:
             if "image/png" in data:
                 lines.append(f'<img alt="" src="data:image/png;base64,{data["image/png"].strip()}">')
             elif "text/html" in data:
-                lines.append(re.sub(r"<style.*?</style>|\n", "", "".join(data["text/html"]), flags=re.DOTALL))
+                lines.append(
+                    re.sub(
+                        r'<style.*?</style>|\n| border="1" class="dataframe"',
+                        "",
+                        "".join(data["text/html"]),
+                        flags=re.DOTALL,
+                    )
+                )
             else:
                 lines.append(
                     f"```text\n{''.join(output.get('text', data.get('text/plain', ''))).rstrip()}\n```"
