@@ -24,7 +24,6 @@ SHORTER = {
     "measure": {"--windows": "2", "--window-length": "32"},
     "rank": {"--evaluation-windows": "2"},
     "plan": {"--held-out-windows": "4"},
-    "export": {"--held-out-windows": "2"},
     "evaluate": {"--window": "64", "--limit": "3"},
     "benchmark": {"--repeats": "1", "--prompt-lengths": "8", "--new-tokens": "2"},
     "generate": {"--max-new-tokens": "4"},
