@@ -105,8 +105,8 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
     return [
         f"Test text: {test.what}, {test.tokens:,} {result.unit}; KL is from the original, per "
         f"{result.unit.removesuffix('s')}.",
-        f"A first look: {settings.windows} calibration windows, {settings.evaluation_windows} test windows, "
-        f"{settings.repeats} timing rounds. Raise them with --windows, --evaluation-windows, --repeats.",
+        f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
+        "--windows, --evaluation-windows.",
     ]
 
 
