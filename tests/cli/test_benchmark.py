@@ -20,7 +20,7 @@ from kl_lens.profiling import curves, in_use
 from kl_lens.profiling.benchmark import profile_from
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan, Profile, Quartiles
-from kl_lens.reporting.answer import libraries
+from kl_lens.reporting.answer import faster_libraries
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
 from kl_lens.targets import SessionSettings, export, read_artifact
@@ -258,15 +258,15 @@ def test_several_values_give_a_curve_and_the_best_is_used(
     assert main([*arguments, "--threads", "1,2", "--load", "mapped,read"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "Recommended: --threads 2 (200.0 tokens/s" in output
-    assert "Recommended: --load read (200.0 tokens/s, 200 B at most" in output
+    assert "Recommended: --load read (200.0 tokens/s, peak 200 B" in output
     profile = profiles(run_folder)["gguf/uniform_fp16|use|CPU"]
     assert (profile.threads, profile.runtime["load_mode"]) == (2, "read")
     assert f"llama.cpp here is {profile.runtime['library']} from {profile.runtime['found']}" in output
     slow = replace(profile, runtime=profile.runtime | {"unused_instructions": "DOTPROD"})
     table = use_table([replace(profile, bound={})])  # as of a GPU
     assert [list(column.cells) for column in table.columns[-2:]] == [["–"], ["–"]]
-    (line,) = libraries([slow, slow])
-    assert line.endswith("Slow: it leaves DOTPROD unused; to mend it: kl-lens runtime build")
+    (line,) = faster_libraries([slow, slow])
+    assert line.endswith("does not use DOTPROD. Build a faster one with: kl-lens runtime build")
     with Run.open(run_folder) as run:
         kept = curves.Curve.from_json(run.load("curve", "gguf/uniform_fp16|threads"))
     assert [point.value for point in kept.points] == [1, 2]

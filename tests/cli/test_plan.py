@@ -78,7 +78,7 @@ def test_verify_measures_on_held_out_text(measured: Path, held_out: list[str], c
     assert verified["bytes"] <= 6 * sum(_parameters(measured)) / 8
     capsys.readouterr()
     assert main(["plan", "--run", str(measured), "--compare", "six", "six"]) == 0
-    assert "They are the same" in capsys.readouterr().out
+    assert "The plans are the same" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("windows", ["2", "3"])

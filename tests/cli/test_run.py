@@ -192,7 +192,7 @@ def test_a_changed_plan_does_not_keep_old_scores(
     shutil.copytree(finished, folder)
     assert main(words(folder, tiny_folder, "--budget", "90%", "--without", "evaluate,benchmark,report")) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "│ recommended" in line]
-    assert rows[-1].split("│")[5].strip() == ""
+    assert rows[-1].split("│")[4].strip() == ""
     assert "±" not in rows[-1]
 
 

@@ -19,7 +19,7 @@ def test_shares_by_hand_and_by_slurm_become_the_run_of_one_command(
     assert main(whole) == 0
     run = tmp_path / "run"
     assert main([*measure_arguments, "--shard", "1/3"]) == 0
-    assert f"This is share 1/3. When all are there: kl-lens merge {run}" in capsys.readouterr().out
+    assert f"This is share 1/3. When all are done: kl-lens merge {run}" in capsys.readouterr().out
     for task in ("1", "2"):  # of --array=0-2
         for name, value in (("ID", task), ("COUNT", "3"), ("MIN", "0")):
             monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
@@ -73,4 +73,4 @@ def test_an_estimate_says_time_memory_and_disk_and_measures_nothing(
     assert "3, sharing this machine" in capsys.readouterr().out
     assert torch.get_num_threads() == threads
     assert main([*measure_arguments, "--estimate"]) == 0
-    assert "What 34 candidates × 4 windows would take" in capsys.readouterr().out
+    assert "34 candidates × 4 windows" in capsys.readouterr().out

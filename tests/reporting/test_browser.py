@@ -212,7 +212,11 @@ def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_pat
         table, path = run.table(), write_report(run)
     found = opened(browser, path, DESKTOP)
     page = found.page
-    assert page.get_by_role("radio", name="OpenVINO").is_checked()
+    assert page.locator("#explorer").get_by_role("radio", name="OpenVINO").is_checked()
+    panels = page.locator("#sensitivity .panel")
+    assert [panel.is_visible() for panel in panels.all()] == [True, False]
+    page.locator("#sensitivity label", has_text="weights alone").click()
+    assert [panel.is_visible() for panel in panels.all()] == [False, True]
     least, most = planning.achievable_range(
         planning.build_problem(table, fixed_bytes=BESIDES, target=target)
     ).bytes
@@ -226,7 +230,7 @@ def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_pat
     assert fast < slow
     assert "timed files" in page.locator(".tile", has_text="Speed").inner_text()
     assert f"--target openvino --max-bytes {fast} " in page.locator(".copy code").inner_text()
-    page.get_by_role("radio", name="weights alone").check()
+    page.locator("#explorer").get_by_role("radio", name="weights alone").check()
     page.locator("#explorer[data-settled]").wait_for()
     assert "--target" not in page.locator(".copy code").inner_text()
     assert found.messages == []

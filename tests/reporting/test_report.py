@@ -181,7 +181,7 @@ def test_screen_table_report_and_json_agree_on_what_a_speed_is_worth(
     out = Console(width=400, record=True, file=StringIO())
     out.print(use_table(complete))
     assert brief in out.export_text()
-    closing = new_table("", ("for", "file"), ["", "", "", "", ""])
+    closing = new_table("", ("for", "file"), ["", "", "", ""])
     add_row(closing, view, "recommended", "openvino", loud=True)
     assert [*closing.columns[-1].cells] == [brief]
     if brief == "not measurable":

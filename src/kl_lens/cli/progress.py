@@ -16,6 +16,7 @@ from kl_lens.sensitivity.sweep import Progress
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 RECENT = 0.5  # of the time so far: what a forecast goes by
+TOGETHER = 0.05  # seconds: several candidates that were measured at once arrive one by one
 TITLE_WIDTH = 40  # what follows a title stands in one column
 # What a verb does, as people see it.
 TITLES = {
@@ -58,7 +59,10 @@ class Forecast:
 
     def advance(self, work: float) -> None:
         self.done += work
-        self._seen.append((self._clock(), self.done))
+        now = self._clock()
+        if len(self._seen) > 2 and now - self._seen[-1][0] < TOGETHER:  # the rest of what was done together
+            self._seen.pop()
+        self._seen.append((now, self.done))
 
     @property
     def share(self) -> float:

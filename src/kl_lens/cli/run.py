@@ -32,7 +32,7 @@ def show(result: RunResult) -> None:
     with Run.open(result.folder) as run:
         view = collect(run)
     out = console()
-    table = new_table("", ("for", "file"), ("size", "of FP16", "KL, nats", "perplexity", "speed, × FP16"))
+    table = new_table("", ("for", "file"), ("size", "KL, nats", "perplexity", "speed, × FP16"))
     answers = []
     for target, names in result.plans.items():
         answers += _answer(view, names[-1], target)
@@ -78,7 +78,7 @@ def _nearest(view: RunView, names: Sequence[str], target: str) -> list[str]:
 
 
 def add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) -> None:
-    subject, base = _subject(target, name), view.subject_bytes(_subject(target, UNIFORM_FP16))
+    subject = _subject(target, name)
     size = view.subject_bytes(subject)
     kl = value_of(view, subject, "divergence", "kl_mean")
     perplexity = value_of(view, subject, "perplexity", "token_perplexity")
@@ -88,7 +88,6 @@ def add_row(table: Table, view: RunView, name: str, target: str, *, loud: bool) 
         runtime_title(target),
         plan_title(name),
         human_bytes(size) if size else "",
-        percent(size / base) if size and base else "",
         with_error(kl) if kl else "",
         f"{perplexity.value:.2f}" if perplexity else "",
         ratio.brief if ratio else "",
@@ -105,8 +104,8 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
     return [
         f"Test text: {test.what}, {test.tokens:,} {result.unit}; KL is from the original, per "
         f"{result.unit.removesuffix('s')}.",
-        f"A first look: {settings.windows} calibration windows, {settings.evaluation_windows} test windows, "
-        f"{settings.repeats} timing rounds. Raise them with --windows, --evaluation-windows, --repeats.",
+        f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
+        "--windows, --evaluation-windows.",
     ]
 
 

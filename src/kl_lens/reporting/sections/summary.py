@@ -80,7 +80,9 @@ def _sentence(view: RunView, plan: PlanView) -> list[object]:
         parts.append(f" {answer.target_of(plan)}{answer.measured_of(view, plan)}")
     timed = [(p, r) for p in answer.best_profiles(view, plan) if (r := answer.speed_ratio(p)) is not None]
     if timed:
-        said = " and ".join(_speed_words(r, runtime_of(p.subject)) for p, r in timed)
+        said = " and ".join(
+            _speed_words(r) + ("" if plan.target else f" ({runtime_of(p.subject)})") for p, r in timed
+        )
         quick = ", by a quick timing" if any(p.settings.get("quick") for p, _ in timed) else ""
         parts.append(f" Speed against the FP16 file on {timed[0][0].device}: {said}{quick}.")
     return parts
@@ -101,7 +103,7 @@ def _quality(view: RunView, plan: PlanView) -> _Quality | None:
         change = score.values.get("token_perplexity_change")
         if original is not None:
             error = change.standard_error if change else math.nan
-            where = f"{runtime_of(score.subject)} on {score.what}"
+            where = score.what if plan.target else f"{runtime_of(score.subject)} on {score.what}"
             return _Quality(score.values["token_perplexity"].value, original.value, error, where)
     if plan.perplexity is not None and plan.original_perplexity:
         where = f"PyTorch on {plan.measured_on or 'held-out text'}"
@@ -218,8 +220,8 @@ def _speed(profile: Profile | None) -> str:
     return ratio.brief if ratio else "–"
 
 
-def _speed_words(ratio: Ratio, runtime: str) -> str:
-    return f"{ratio.words} ({runtime})" if ratio.obstacle else f"{ratio.brief} times ({runtime})"
+def _speed_words(ratio: Ratio) -> str:
+    return ratio.words if ratio.obstacle else f"{ratio.brief} times"
 
 
 def _row(
