@@ -24,11 +24,16 @@ from kl_lens.images import Preparation
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
+from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches, is_gated, whole_levels
 from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
+ATTENTION_MASK, BEAM_IDX = (
+    "attention_mask",
+    "beam_idx",
+)  # inputs besides the tokens, named as OpenVINO GenAI does
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
 CACHE_FOLDER = DERIVED
 # Seconds; the iGPU compiler is known to hang on Mamba-2.
@@ -164,7 +169,7 @@ class OpenVINOSession:
     ) -> None:
         self._place = place
         self._compiled: ov.CompiledModel | None = compiled
-        self._request: Any = compiled.create_infer_request()
+        self._request: Any = new_request(compiled)
         self._artifact = artifact
         self._device = device
         self._exact = exact
@@ -223,10 +228,10 @@ class OpenVINOSession:
 
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
         tokens = self._tokens(ids)
-        self._infer([tokens, rows])
+        self._infer({"input_ids": tokens, "rows": rows})
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
 
-    def _infer(self, inputs: list[npt.NDArray[np.int64]]) -> None:
+    def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> None:
         self._open()
         try:
             self._request.infer(inputs)
@@ -241,7 +246,7 @@ class OpenVINOSession:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        self._infer([padded])
+        self._infer({"input_ids": padded})
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
 
 
@@ -280,13 +285,6 @@ def fewest_threads(graph: ov.Model) -> int:
 def computes_in_bfloat16() -> bool:
     """Whether the CPU plugin does so by default here: on x86 processors that can."""
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-
-
-def graph_file(place: Path) -> Path:
-    """The graph of an exported folder; a file is one itself."""
-    if place.suffix == ".xml":
-        return place
-    return place / next(name for name in read_artifact(place).files if name.endswith(".xml"))
 
 
 def read_graph(path: Path) -> ov.Model:
@@ -375,10 +373,20 @@ def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path |
     return place
 
 
+def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
+    """A request for one sequence: the mask, which no graph of ours reads, and the order of sequences are set."""
+    request = compiled.create_infer_request()
+    present = {entry.get_any_name() for entry in compiled.inputs}
+    for name, value in ((ATTENTION_MASK, np.ones((1, 1), np.int64)), (BEAM_IDX, np.zeros(1, np.int32))):
+        if name in present:
+            request.set_tensor(name, ov.Tensor(value))
+    return request
+
+
 def run_graph(compiled: ov.CompiledModel, ids: Sequence[int]) -> Logits:
     """One call of a freshly compiled graph: the logits behind every token."""
-    request = compiled.create_infer_request()
-    request.infer([np.asarray(ids, np.int64).reshape(1, -1)])
+    request = new_request(compiled)
+    request.infer({"input_ids": np.asarray(ids, np.int64).reshape(1, -1)})
     return np.array(request.get_output_tensor(0).data[0], np.float32)
 
 
