@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 _WORDS = (
-    "the", "a", "of", "model", "state", "Mamba", "don't", "I'll", "we've", "they're", "naïve", "café", "Straße", "l'été",
-    "mañana", "über", "İstanbul",
+    "the", "a", "of", "model", "state", "Mamba", "don't", "I'll", "we've", "they're", "naïve", "café", "Straße",
+    "l'été", "mañana", "über", "İstanbul",
 )  # fmt: skip
 _CODE = (
     "def f(x: int) -> int:\n    return x ** 2\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",

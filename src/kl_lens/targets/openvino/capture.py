@@ -359,7 +359,7 @@ class GraphForward(nn.Module):
         return forward
 
     def _result_of(self, site: ScanSite, entered: torch.Tensor) -> torch.Tensor:
-        """(sequences, time, …). With more than one sequence the reshape fails; `graph.py` says why it is not a plain 1."""
+        """(sequences, time, …), from a scan that takes one sequence: with more, the reshape fails."""
         shape = tuple(int(n) for n in site.result_shape)
         if self.probing:
             return torch.zeros(1, site.arguments[0].shape[0], *shape)

@@ -172,6 +172,8 @@ def _stitch(
     converted.validate_nodes_and_infer_types()
 
     beams = ops.parameter(ov.PartialShape([-1]), np.int32)
+    if static is None:
+        _require_one_sequence(ids, beams)
     sinks = []
     for name, parameter, value in zip(names, state_inputs, values[1:], strict=False):
         read, variable = _variable(name, list(parameter.get_partial_shape())[1:], beams)
@@ -205,6 +207,20 @@ def _stitch(
     output.set_friendly_name(label)
     model.validate_nodes_and_infer_types()
     return model
+
+
+def _require_one_sequence(ids: Any, beams: Any) -> None:
+    """All tokens belong to one sequence; with more sequences the Reshape fails.
+
+    It also keeps OpenVINO GenAI from changing the attention. On x86 it first tries paged attention, which drops
+    `beam_idx`; positions and sliding windows of these graphs would come out wrong without a word. As every graph
+    needs `beam_idx`, the attempt fails, and GenAI takes the graph as it is.
+    """
+    readers = ids.output(0).get_target_inputs()
+    tokens = ops.reduce_prod(ops.shape_of(ids), scans.constant([0]), True)
+    rows = ops.reshape(ids, ops.concat([ops.shape_of(beams), tokens], 0), False)
+    for reader in readers:
+        reader.replace_source_output(rows.output(0))
 
 
 def _set_shapes(

@@ -23,17 +23,13 @@ def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
     The converted tokenizer is compared with transformers on a few hundred strings. One that differs is not written:
     a model that is fed other tokens answers badly, and nothing would say why.
     """
-    without = "without it OpenVINO GenAI cannot open this folder (everything else can)"
+    none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
     if tokenizer is None:
-        return f"the checkpoint has no tokenizer, so no {TOKENIZER_FILE} was written; {without}"
+        return f"{none}the checkpoint has no tokenizer"
     try:
         import openvino_tokenizers
     except ImportError:
-        return (
-            f"openvino-tokenizers is not installed, so no {TOKENIZER_FILE} was written; {without}: "
-            "pip install 'kl-lens[openvino]' and export again"
-        )
-    failed = f"{TOKENIZER_FILE} was not written, {without}: {_name(tokenizer)} "
+        return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
     paths = place / TOKENIZER_FILE, place / DETOKENIZER_FILE
     logging.getLogger("openvino_tokenizers").setLevel(logging.ERROR)
     try:
@@ -49,7 +45,7 @@ def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
     for path in paths:
         path.unlink(missing_ok=True)
         path.with_suffix(".bin").unlink(missing_ok=True)
-    return failed + difference
+    return f"{none}{_name(tokenizer)} {difference}"
 
 
 def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -> str | None:
