@@ -80,8 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def ours(folder: Path, prompt: str) -> str:
+    """Without the special tokens, which GenAI leaves out of a text."""
     settings = GenerateSettings(artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS)
-    return generate(settings, Events()).text
+    return generate(settings, Events()).text.replace(TURN, "")
 
 
 def theirs(pipeline: Any, prompt: Any, **settings: Any) -> str:

@@ -254,7 +254,7 @@ class GraphForward(nn.Module):
             site.arguments = [x[0], dt[0], A, B[0].t(), C[0].t()]
             site.state_shape = (A.shape[0], A.shape[1])
             site.result_shape = (A.shape[0],)
-            y = self._result_of(site, hidden_states)
+            y = self._result_of(site)[None]
             if D is not None:
                 y = y + x * D
             if z is not None:
@@ -291,7 +291,7 @@ class GraphForward(nn.Module):
             heads, width, states = hidden_states.shape[2], hidden_states.shape[3], B.shape[3]
             site.state_shape = (int(heads), int(width), int(states))
             site.result_shape = (int(heads), int(width))
-            y = self._result_of(site, hidden_states)
+            y = self._result_of(site)[None]
             if D is not None:
                 y = y + hidden_states * D[..., None]
             return (y, _NO_STATE) if return_final_states else y
@@ -315,7 +315,7 @@ class GraphForward(nn.Module):
             site.arguments = [query[0], key[0], value[0], g[0], beta[0]]
             site.state_shape = (int(key.shape[2]), int(key.shape[3]), int(value.shape[3]))
             site.result_shape = (int(value.shape[2]), int(value.shape[3]))
-            return self._result_of(site, query), _NO_STATE
+            return self._result_of(site)[None], _NO_STATE
 
         return scan
 
@@ -331,7 +331,7 @@ class GraphForward(nn.Module):
             site.arguments = [key[0], value[0], -torch.exp(time_decay), time_first]
             site.state_shape = (3, int(time_decay.shape[0]))  # numerator, denominator, largest exponent
             site.result_shape = (int(time_decay.shape[0]),)
-            return self._result_of(site, key), None
+            return self._result_of(site)[None], None
 
         return scan
 
@@ -358,12 +358,10 @@ class GraphForward(nn.Module):
 
         return forward
 
-    def _result_of(self, site: ScanSite, entered: torch.Tensor) -> torch.Tensor:
-        """(sequences, time, …), from a scan that takes one sequence: with more, the reshape fails."""
-        shape = tuple(int(n) for n in site.result_shape)
+    def _result_of(self, site: ScanSite) -> torch.Tensor:
         if self.probing:
-            return torch.zeros(1, site.arguments[0].shape[0], *shape)
-        return self._results[site.name].reshape(entered.shape[0], site.arguments[0].shape[0], *shape)
+            return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
+        return self._results[site.name]
 
 
 def _convolution(

@@ -188,7 +188,7 @@ def _stitch(
         if variable is not None:
             stored = _stored_shape(site)
             sequences = ops.concat([ops.shape_of(beams), scans.constant(stored)], 0)
-            sinks.append(_assign(ops.broadcast(scans.reshaped(last, list(stored)), sequences), variable))
+            sinks.append(_assign(ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable))
 
     output = ops.result(values[0])
     inputs = {"input_ids": ids}

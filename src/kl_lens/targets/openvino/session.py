@@ -109,6 +109,7 @@ def open_session(
             f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
         )
     if static is None and not of_images:
+        _fix_sequences(graph)
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
@@ -248,6 +249,24 @@ class OpenVINOSession:
         padded[:, : tokens.shape[1]] = tokens
         self._infer({"input_ids": padded})
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
+
+
+def _fix_sequences(graph: ov.Model) -> None:
+    """One sequence, known when compiling, in place of any number in any order: else states are copied at every token."""
+    parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
+    if BEAM_IDX not in parameters:  # an IR from before GenAI could open it
+        return
+    only = ops.constant(np.zeros(1, np.int32))
+    for reader in parameters[BEAM_IDX].output(0).get_target_inputs():
+        reader.replace_source_output(only.output(0))
+    graph.remove_parameter(parameters[BEAM_IDX])
+    graph.remove_parameter(parameters[ATTENTION_MASK])
+    for variable in graph.get_variables():
+        info = variable.get_info()
+        info.data_shape = ov.PartialShape([1, *list(info.data_shape)[1:]])
+        variable.update(info)
+    graph.inputs[0].get_node().set_partial_shape(ov.PartialShape([1, -1]))
+    graph.validate_nodes_and_infer_types()
 
 
 def _choose_rows(graph: ov.Model) -> None:
