@@ -308,10 +308,12 @@ OTHERS: dict[str, Callable[..., transformers.PretrainedConfig]] = {
 }  # fmt: skip
 
 
-def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
+def tiny_model(family: str, seed: int = 0, vocabulary: int | None = None) -> torch.nn.Module:
     """A random model of the family, in float32, with every parameter away from zero and one."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | UNUSUAL | OTHERS)[family]())
+    config = (CONFIGS | UNUSUAL | OTHERS)[family]()
+    config.vocab_size = vocabulary or config.vocab_size
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -172,7 +172,7 @@ def test_the_published_protocol(run_folder: Path, capsys: pytest.CaptureFixture[
     assert "--quick" in capsys.readouterr().out
     profile = profiles(run_folder)["openvino/small|benchmark_app|CPU"]
     assert profile.settings["quick"]
-    assert profile.settings["data_shape"] == "input_ids[1,1]"
+    assert profile.settings["data_shape"] == "input_ids[1,1],attention_mask[1,1],beam_idx[1]"
     assert profile.settings["reached_iterations"] >= 50
     assert profile.settings["reached_seconds"] >= 3
     assert profile.threads == 1

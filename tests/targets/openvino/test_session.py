@@ -15,8 +15,9 @@ from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets.artifacts import RECORD_FILE
 from kl_lens.targets.openvino import export, open_session, session as session_module
+from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.rewrites import is_gated
-from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, graph_file, read_graph
+from kl_lens.targets.openvino.session import CACHE_FOLDER, deployment_settings, read_graph
 from tests.families import token_ids
 
 IDS = token_ids(1, 20)[0].tolist()

@@ -8,6 +8,7 @@ from typing import Any
 
 from kl_lens.records import Artifact
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
+from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 
 # Operations between a stored constant and what uses it; the product with its scale is the other one.
@@ -19,7 +20,7 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
     Experts are read whole: the exported graph multiplies with all of them and drops what the router did not choose.
     """
-    graph = read_graph(folder / next(name for name in artifact.files if name.endswith(".xml")))
+    graph = read_graph(folder / IR_FILE)
     constants = {n.get_friendly_name(): n for n in graph.get_ops() if n.get_type_name() == "Constant"}
     weights, seen = [], set()
     for tensor in artifact.tensors:

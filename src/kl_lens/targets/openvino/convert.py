@@ -20,6 +20,7 @@ from kl_lens.errors import TargetError, last_line
 from kl_lens.recipes import FP16
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
+from kl_lens.targets.openvino.folder import GENERATION_FILE, IR_FILE
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
 from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
@@ -31,8 +32,8 @@ from kl_lens.targets.openvino.session import (
     read_graph,
     run_graph,
 )
+from kl_lens.targets.openvino.tokenizer import write_tokenizer
 
-IR_FILE = "openvino_model.xml"  # the name that optimum.intel and openvino_genai look for
 UNPLANNED = (FP16, "fp32")
 ACTIBA_TOKENS = 128
 
@@ -48,6 +49,7 @@ def export(
     with_head: bool = True,
     fallback: bool = False,
     unplanned: str = FP16,
+    with_tokenizer: bool = True,
 ) -> Artifact:
     """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
     puts them in their place together with their record.
@@ -62,6 +64,7 @@ def export(
         with_head: without it the graph ends in the last hidden states (static graphs only).
         fallback: put substitutes where a format does not fit, and say so in the record, instead of refusing.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
+        with_tokenizer: write the tokenizer's files too; not needed to find out how large the model will be.
 
     Raises:
         TargetError: a family, plan or setting that cannot be exported right, with the reason.
@@ -128,8 +131,13 @@ def export(
     del graph
     constants.check_saved(read_graph(place / IR_FILE), placed)
     model.config.save_pretrained(place)
-    if model.tokenizer is not None:
+    if (generation := model.folder / GENERATION_FILE).is_file():
+        shutil.copyfile(generation, place / GENERATION_FILE)
+    if model.tokenizer is not None and with_tokenizer:
         model.tokenizer.save_pretrained(place)
+    converses = with_tokenizer and task is None and static is None
+    if converses and (missing := write_tokenizer(model.tokenizer, place)):
+        settings["notes"] = [missing]
     if task is not None:
         task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))

@@ -99,9 +99,9 @@ def _prove(model: nn.Module, family: str) -> None:
             ov.save_model(graph, path, compress_to_fp16=False)
             compiled = session.compile_graph(session.read_graph(path), "CPU", exact=True)
             whole = session.run_graph(compiled, ids[0].tolist())
-            request, parts = compiled.create_infer_request(), []
+            request, parts = session.new_request(compiled), []
             for part in np.split(ids.numpy(), PROOF_PARTS, 1):
-                request.infer([part])
+                request.infer({"input_ids": part})
                 parts.append(np.array(request.get_output_tensor(0).data[0]))
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
@@ -171,24 +171,37 @@ def _stitch(
     _set_shapes(graph, static, ids, state_inputs, results)
     converted.validate_nodes_and_infer_types()
 
+    beams = ops.parameter(ov.PartialShape([-1]), np.int32)
+    if static is None:
+        _require_one_sequence(ids, beams)
     sinks = []
     for name, parameter, value in zip(names, state_inputs, values[1:], strict=False):
-        read, variable = _variable(name, parameter.get_partial_shape())
-        _replace(parameter.output(0), read.output(0))
+        read, variable = _variable(name, list(parameter.get_partial_shape())[1:], beams)
+        _replace(parameter.output(0), ops.gather(read, beams, scans.constant(0)).output(0))
         sinks.append(_assign(value, variable))
     for index, (site, result) in enumerate(zip(graph.sites, results, strict=True)):
         first = 1 + len(names) + sum(taken[:index])
         arguments = values[first : first + taken[index]]
-        state, variable = _scan_state(site, static)
+        state, variable = _scan_state(site, static, beams)
         y, last = _scan(site, arguments, state, static)
         _replace(result.output(0), y if isinstance(y, ov.Output) else y.output(0))
         if variable is not None:
-            sinks.append(_assign(last, variable))
+            stored = _stored_shape(site)
+            sequences = ops.concat([ops.shape_of(beams), scans.constant(stored)], 0)
+            sinks.append(_assign(ops.broadcast(scans.reshaped(last, [1, *stored]), sequences), variable))
 
     output = ops.result(values[0])
-    model = ov.Model([output], sinks, [ids], "kl_lens")
-    model.inputs[0].get_tensor().set_names({"input_ids"})
-    ids.set_friendly_name("input_ids")
+    inputs = {"input_ids": ids}
+    if static is None:
+        # OpenVINO GenAI insists on a mask. It holds ones for a single sequence, so nothing here reads it.
+        inputs |= {
+            session.ATTENTION_MASK: ops.parameter(ov.PartialShape([-1, -1]), np.int64),
+            session.BEAM_IDX: beams,
+        }
+    model = ov.Model([output], sinks, list(inputs.values()), "kl_lens")
+    for name, parameter in inputs.items():
+        parameter.set_friendly_name(name)
+        parameter.output(0).get_tensor().set_names({name})
     label = "logits" if with_head else "last_hidden_state"
     model.outputs[0].get_tensor().set_names({label})
     output.set_friendly_name(label)
@@ -196,14 +209,30 @@ def _stitch(
     return model
 
 
+def _require_one_sequence(ids: Any, beams: Any) -> None:
+    """All tokens belong to one sequence; with more sequences the Reshape fails.
+
+    It also keeps OpenVINO GenAI from changing the attention. On x86 it first tries paged attention, which drops
+    `beam_idx`; positions and sliding windows of these graphs would come out wrong without a word. As every graph
+    needs `beam_idx`, the attempt fails, and GenAI takes the graph as it is.
+    """
+    readers = ids.output(0).get_target_inputs()
+    tokens = ops.reduce_prod(ops.shape_of(ids), scans.constant([0]), True)
+    rows = ops.reshape(ids, ops.concat([ops.shape_of(beams), tokens], 0), False)
+    for reader in readers:
+        reader.replace_source_output(rows.output(0))
+
+
 def _set_shapes(
     graph: GraphForward, static: StaticShape | None, ids: Any, states: list[Any], results: list[Any]
 ) -> None:
     time = static.tokens if static else -1
-    ids.set_partial_shape(ov.PartialShape([1, time]))
-    shapes: list[list[int]] = [[1, c, k - 1] for c, k in graph.shapes.convolutions.values()]
+    # The CPU plugin (2026.4.1) loses states unless what is assigned to them has the axes of unknown length that the
+    # variable has. So the number of sequences is left open everywhere but in the scans, which take one.
+    ids.set_partial_shape(ov.PartialShape([1 if static else -1, time]))
+    shapes: list[list[int]] = [[-1, c, k - 1] for c, k in graph.shapes.convolutions.values()]
     for heads, key, value in graph.shapes.attention.values():
-        shapes += [[1, heads, -1, key], [1, heads, -1, value]]
+        shapes += [[-1, heads, -1, key], [-1, heads, -1, value]]
     for parameter, shape in zip(states, shapes, strict=False):
         parameter.set_partial_shape(ov.PartialShape(shape))
     for parameter, site in zip(results, graph.sites, strict=True):
@@ -211,14 +240,19 @@ def _set_shapes(
         parameter.set_partial_shape(ov.PartialShape([positions, *site.result_shape]))
 
 
-def _variable(name: str, shape: ov.PartialShape, first: Any = None) -> tuple[Any, Any]:
-    """A state that begins as zeros, or as nothing along an axis that grows: the node that reads it, and itself."""
-    start = [axis.get_length() if axis.is_static else 0 for axis in shape]
-    zeros = first or ops.broadcast(scans.constant(0, np.float32), scans.constant(start))
+def _variable(name: str, shape: list[Any], beams: Any, first: Any = None) -> tuple[Any, Any]:
+    """A state: the node that reads it, and the variable that keeps it.
+
+    It begins as zeros (or `first`), with length 0 along an axis that grows. `shape` is that of one sequence. The axis
+    of sequences is of unknown length: by this OpenVINO GenAI tells recurrent states from keys and values.
+    """
+    sizes = ov.PartialShape(shape)
+    start = scans.constant([axis.get_length() if axis.is_static else 0 for axis in sizes])
+    zeros = first or scans.constant(0, np.float32)
     info = op.util.VariableInfo()
-    info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, shape
+    info.variable_id, info.data_type, info.data_shape = name, ov.Type.f32, ov.PartialShape([-1, *sizes])
     variable = op.util.Variable(info)
-    read = op.read_value(zeros, variable)
+    read = op.read_value(ops.broadcast(zeros, ops.concat([ops.shape_of(beams), start], 0)), variable)
     read.set_friendly_name(name)
     return read, variable
 
@@ -231,17 +265,28 @@ def _assign(value: Any, variable: Any) -> Any:
     return op.assign(node, variable)
 
 
-def _scan_state(site: ScanSite, static: StaticShape | None) -> tuple[Any, Any]:
-    shape, first = site.state_shape, None
-    if site.kind == "selective":
-        shape = shape[::-1]
-    elif site.kind in ("chunked", "lightning"):
-        shape = _sizes(site).state_shape
-    elif site.kind == "weighted":
-        first = scans.weighted_start(shape[1])
+def _scan_state(site: ScanSite, static: StaticShape | None, beams: Any) -> tuple[Any, Any]:
+    shape = _state_shape(site)
+    first = scans.weighted_start(shape[1]) if site.kind == "weighted" else None
     if static is not None:
         return first or ops.broadcast(scans.constant(0, np.float32), scans.constant(list(shape))), None
-    return _variable(f"scan.{site.name}", ov.PartialShape(list(shape)), first)
+    read, variable = _variable(f"scan.{site.name}", list(_stored_shape(site)), beams, first)
+    # A Reshape to one sequence would do, but crashes the CPU plugin (2026.4.1).
+    state = ops.gather(read, ops.gather(beams, scans.constant(0), scans.constant(0)), scans.constant(0))
+    return scans.reshaped(state, list(shape)), variable
+
+
+def _state_shape(site: ScanSite) -> tuple[int, ...]:
+    """As the scan takes it."""
+    if site.kind == "selective":
+        return site.state_shape[::-1]
+    return _sizes(site).state_shape if site.kind in ("chunked", "lightning") else site.state_shape
+
+
+def _stored_shape(site: ScanSite) -> tuple[int, ...]:
+    """As the variable keeps it, behind the axis of sequences: OpenVINO GenAI expects four axes at most."""
+    shape = _state_shape(site)
+    return shape if len(shape) <= 3 else (*shape[1:3], shape[3] * shape[4])
 
 
 def _scan(site: ScanSite, arguments: list[Any], state: Any, static: StaticShape | None) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kl_lens.records import Artifact
 from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.session import Session
 
 GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
@@ -31,8 +32,6 @@ def graph_digest(graph: Path) -> str:
 
 
 def is_ours(folder: Path, artifact: Artifact) -> bool:
-    from kl_lens.targets.openvino.session import graph_file
-
     recorded = artifact.settings.get(GRAPH_DIGEST)
     try:
         return recorded is not None and recorded == graph_digest(graph_file(folder))
@@ -42,8 +41,6 @@ def is_ours(folder: Path, artifact: Artifact) -> bool:
 
 def require_safe(folder: Path) -> bool:
     """Whether it is as export wrote it; else TargetError where opening it would end or hang the process."""
-    from kl_lens.targets.openvino.session import graph_file
-
     artifact = read_artifact(folder)
     if ours := is_ours(folder, artifact):
         return ours
@@ -55,7 +52,7 @@ def require_safe(folder: Path) -> bool:
 
 def opened(folder: Path) -> Session | None:
     """Compiled for the CPU, and nothing kept of it; a session, unless it has no head to run with."""
-    from kl_lens.targets.openvino.session import compile_graph, graph_file, open_session, read_graph
+    from kl_lens.targets.openvino.session import compile_graph, open_session, read_graph
 
     if read_artifact(folder).settings.get("with_head", True):
         return open_session(folder, threads=1, cache=False)

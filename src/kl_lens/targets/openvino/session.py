@@ -24,11 +24,16 @@ from kl_lens.images import Preparation
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
+from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches, is_gated, whole_levels
 from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
+ATTENTION_MASK, BEAM_IDX = (
+    "attention_mask",
+    "beam_idx",
+)  # inputs besides the tokens, named as OpenVINO GenAI does
 HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
 CACHE_FOLDER = DERIVED
 # Seconds; the iGPU compiler is known to hang on Mamba-2.
@@ -104,6 +109,7 @@ def open_session(
             f"{folder}: its graph and its record ({static=}) do not fit each other; export it again"
         )
     if static is None and not of_images:
+        _fix_sequences(graph)
         _choose_rows(graph)
     chosen: dict[str, Any] = {}
     if device == "CPU" and not exact:
@@ -164,7 +170,7 @@ class OpenVINOSession:
     ) -> None:
         self._place = place
         self._compiled: ov.CompiledModel | None = compiled
-        self._request: Any = compiled.create_infer_request()
+        self._request: Any = new_request(compiled)
         self._artifact = artifact
         self._device = device
         self._exact = exact
@@ -223,10 +229,10 @@ class OpenVINOSession:
 
     def _run(self, ids: Sequence[int], rows: npt.NDArray[np.int64]) -> Logits:
         tokens = self._tokens(ids)
-        self._infer([tokens, rows])
+        self._infer({"input_ids": tokens, "rows": rows})
         return np.array(self._request.get_output_tensor(0).data[0], np.float32)
 
-    def _infer(self, inputs: list[npt.NDArray[np.int64]]) -> None:
+    def _infer(self, inputs: dict[str, npt.NDArray[np.int64]]) -> None:
         self._open()
         try:
             self._request.infer(inputs)
@@ -241,8 +247,26 @@ class OpenVINOSession:
             raise TargetError(f"this model takes {self._static} tokens at most, got {tokens.shape[1]}")
         padded = np.zeros((1, self._static), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        self._infer([padded])
+        self._infer({"input_ids": padded})
         return np.array(self._request.get_output_tensor(0).data[0, : tokens.shape[1]], np.float32)
+
+
+def _fix_sequences(graph: ov.Model) -> None:
+    """One sequence, known when compiling, in place of any number in any order: else states are copied at every token."""
+    parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
+    if BEAM_IDX not in parameters:  # an IR from before GenAI could open it
+        return
+    only = ops.constant(np.zeros(1, np.int32))
+    for reader in parameters[BEAM_IDX].output(0).get_target_inputs():
+        reader.replace_source_output(only.output(0))
+    graph.remove_parameter(parameters[BEAM_IDX])
+    graph.remove_parameter(parameters[ATTENTION_MASK])
+    for variable in graph.get_variables():
+        info = variable.get_info()
+        info.data_shape = ov.PartialShape([1, *list(info.data_shape)[1:]])
+        variable.update(info)
+    graph.inputs[0].get_node().set_partial_shape(ov.PartialShape([1, -1]))
+    graph.validate_nodes_and_infer_types()
 
 
 def _choose_rows(graph: ov.Model) -> None:
@@ -280,13 +304,6 @@ def fewest_threads(graph: ov.Model) -> int:
 def computes_in_bfloat16() -> bool:
     """Whether the CPU plugin does so by default here: on x86 processors that can."""
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-
-
-def graph_file(place: Path) -> Path:
-    """The graph of an exported folder; a file is one itself."""
-    if place.suffix == ".xml":
-        return place
-    return place / next(name for name in read_artifact(place).files if name.endswith(".xml"))
 
 
 def read_graph(path: Path) -> ov.Model:
@@ -375,10 +392,20 @@ def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path |
     return place
 
 
+def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
+    """A request for one sequence: the mask, which no graph of ours reads, and the order of sequences are set."""
+    request = compiled.create_infer_request()
+    present = {entry.get_any_name() for entry in compiled.inputs}
+    for name, value in ((ATTENTION_MASK, np.ones((1, 1), np.int64)), (BEAM_IDX, np.zeros(1, np.int32))):
+        if name in present:
+            request.set_tensor(name, ov.Tensor(value))
+    return request
+
+
 def run_graph(compiled: ov.CompiledModel, ids: Sequence[int]) -> Logits:
     """One call of a freshly compiled graph: the logits behind every token."""
-    request = compiled.create_infer_request()
-    request.infer([np.asarray(ids, np.int64).reshape(1, -1)])
+    request = new_request(compiled)
+    request.infer({"input_ids": np.asarray(ids, np.int64).reshape(1, -1)})
     return np.array(request.get_output_tensor(0).data[0], np.float32)
 
 

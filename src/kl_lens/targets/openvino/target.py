@@ -20,6 +20,7 @@ from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
+from kl_lens.targets.openvino.folder import IR_FILE, WEIGHT_FILE, graph_file
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; a file of more takes too long 
 
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
-    loads = (".xml", ".bin")
+    loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
     published = BenchmarkApp()
     methods = ("gptq", "search")
     options = (
@@ -92,7 +93,7 @@ class OpenVINOTarget(Target):
         if isinstance(model, Path):
             raise TargetError("OpenVINO's converter needs the whole model; open it first")
         artifact = export(model, plan, folder, **options)
-        if set(options) <= {"fallback"} and set(plan.assignment.values()) <= {FP16}:
+        if set(options) <= {"fallback", "with_tokenizer"} and set(plan.assignment.values()) <= {FP16}:
             self._bare[model.fingerprint] = self.loaded_bytes(folder)
         return artifact
 
@@ -106,7 +107,7 @@ class OpenVINOTarget(Target):
         """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
-                self.write(model, Plan("fp16", {}, "fp16"), Path(folder))
+                self.write(model, Plan("fp16", {}, "fp16"), Path(folder), with_tokenizer=False)
         size = self._bare[model.fingerprint]
         recipes = parsed(plan.assignment)
         for component in model.anatomy.candidates:
@@ -128,7 +129,7 @@ class OpenVINOTarget(Target):
         key = model.fingerprint, frozenset(grids.items())
         if key not in self._exact:
             with tempfile.TemporaryDirectory() as folder:
-                self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder))
+                self.write(model, Plan(plan.name, grids, plan.made_by), Path(folder), with_tokenizer=False)
                 self._exact[key] = self.loaded_bytes(Path(folder))
         return self._exact[key]
 
@@ -136,7 +137,8 @@ class OpenVINOTarget(Target):
         return 0 if fmt.name == FP16 else _GRAPH_BYTES[fmt.symmetric, fmt.group_size is not None]
 
     def weight_file(self, place: Path) -> Path:
-        return place / next(name for name in read_artifact(place).files if name.endswith(".bin"))
+        read_artifact(place)
+        return place / WEIGHT_FILE
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.openvino.contents import graph_contents
@@ -148,7 +150,7 @@ class OpenVINOTarget(Target):
     def shipped_digests(self, place: Path) -> dict[str, str]:
         from kl_lens.targets.openvino.constants import stored_digests
         from kl_lens.targets.openvino.quarantine import require_safe
-        from kl_lens.targets.openvino.session import graph_file, read_graph
+        from kl_lens.targets.openvino.session import read_graph
 
         require_safe(place)
         names = {tensor.runtime_name for tensor in read_artifact(place).tensors}
@@ -174,7 +176,7 @@ class OpenVINOTarget(Target):
         return None
 
     def fewest_threads(self, place: Path) -> int:
-        from kl_lens.targets.openvino.session import fewest_threads, graph_file, read_graph
+        from kl_lens.targets.openvino.session import fewest_threads, read_graph
 
         return fewest_threads(read_graph(graph_file(place)))
 

@@ -1,0 +1,19 @@
+"""Names of the files in an exported folder. OpenVINO GenAI and optimum-intel look for the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kl_lens.targets.artifacts import read_artifact
+
+IR_FILE, WEIGHT_FILE = "openvino_model.xml", "openvino_model.bin"
+TOKENIZER_FILE, DETOKENIZER_FILE = "openvino_tokenizer.xml", "openvino_detokenizer.xml"
+GENERATION_FILE = "generation_config.json"
+
+
+def graph_file(place: Path) -> Path:
+    """The graph of an exported folder; a file is one itself."""
+    if place.suffix == ".xml":
+        return place
+    read_artifact(place)  # says in one line what is missing
+    return place / IR_FILE

@@ -1,0 +1,68 @@
+"""The tokenizer as OpenVINO graphs, which OpenVINO GenAI needs beside the model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+
+from kl_lens.errors import one_line
+from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, TOKENIZER_FILE
+from kl_lens.targets.openvino.rewrites import number_names
+from kl_lens.targets.varied_text import varied_strings
+
+CHECKED_STRINGS = 300
+
+
+def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
+    """Writes tokenizer and detokenizer as IR. Returns None, or one line that says why there are none.
+
+    The converted tokenizer is compared with transformers on a few hundred strings. One that differs is not written:
+    a model that is fed other tokens answers badly, and nothing would say why.
+    """
+    none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
+    if tokenizer is None:
+        return f"{none}the checkpoint has no tokenizer"
+    try:
+        import openvino_tokenizers
+    except ImportError:
+        return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
+    paths = place / TOKENIZER_FILE, place / DETOKENIZER_FILE
+    logging.getLogger("openvino_tokenizers").setLevel(logging.ERROR)
+    try:
+        graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+        for graph, path in zip(graphs, paths, strict=True):
+            number_names(graph)
+            ov.save_model(graph, path, compress_to_fp16=False)
+        difference = first_difference(tokenizer, *paths, CHECKED_STRINGS)
+    except Exception as error:  # of any kind, for a tokenizer that the package has not met
+        difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
+    if difference is None:
+        return None
+    for path in paths:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".bin").unlink(missing_ok=True)
+    return f"{none}{_name(tokenizer)} {difference}"
+
+
+def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -> str | None:
+    """Where the graphs of a tokenizer do not do what it does itself, on so many strings; None if they agree."""
+    core = ov.Core()  # a new one: importing openvino_tokenizers teaches new ones its operations
+    encode, decode = (core.compile_model(path, "CPU") for path in (encoder, decoder))
+    special = sorted(set(map(str, tokenizer.get_added_vocab())))
+    for text in varied_strings(count, special=special):
+        expected = tokenizer(text)["input_ids"]
+        ids = [int(token) for token in encode([text])["input_ids"][0]]
+        if ids != list(expected):
+            return f"splits {text!r} into other tokens as an OpenVINO graph than in transformers"
+        words = tokenizer.decode(expected, skip_special_tokens=True)
+        if expected and words != str(decode([np.array([expected])])["string_output"][0]):
+            return f"turns the tokens of {text!r} into other text as an OpenVINO graph than in transformers"
+    return None
+
+
+def _name(tokenizer: Any) -> str:
+    return f"{type(tokenizer).__name__} of {tokenizer.name_or_path or 'this checkpoint'}"

@@ -1,0 +1,204 @@
+"""OpenVINO GenAI opens an exported folder and writes what `kl-lens generate` writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+import transformers
+from openvino._offline_transformations import paged_attention_transformation
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.generating import GenerateSettings, generate
+from kl_lens.records import Plan
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.openvino import export, open_session
+from kl_lens.targets.openvino.tokenizer import first_difference
+from kl_lens.targets.registry import get_target
+from tests.byte_level import save_tokenizer
+from tests.families import tiny_model
+
+genai = pytest.importorskip("openvino_genai", reason="needs openvino-genai, of the extra kl-lens[dev]")
+
+NEW_TOKENS = 12
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+END, TURN = "<|end|>", "<|turn|>"
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
+FAMILIES = [
+    "mamba",
+    "mamba2",
+    "falcon_h1",
+    "llama",
+    "jamba",
+    "granitemoehybrid",
+    "lfm2",
+    "qwen3_next",
+    "gemma3_text",
+]
+QUICK = {"mamba", "falcon_h1", "llama"}
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A token for each byte and two special ones: every text can be written with it."""
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(BYTES)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast.add_special_tokens({"additional_special_tokens": [TURN]})
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """folder(family): the family's tiny model with a tokenizer, exported."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            tokenizer = byte_tokenizer()
+            model = LoadedModel(
+                family, Path("nowhere"), tiny_model(family, vocabulary=len(tokenizer)), tokenizer
+            )
+            made[family] = tmp_path_factory.mktemp(family) / "exported"
+            artifact = export(model, Plan("p", {}, "test"), made[family])
+            assert "notes" not in artifact.settings
+        return made[family]
+
+    return make
+
+
+def ours(folder: Path, prompt: str) -> str:
+    """Without the special tokens, which GenAI leaves out of a text."""
+    settings = GenerateSettings(artifact=folder, prompt=prompt, max_new_tokens=NEW_TOKENS)
+    return generate(settings, Events()).text.replace(TURN, "")
+
+
+def theirs(pipeline: Any, prompt: Any, **settings: Any) -> str:
+    config = genai.GenerationConfig(max_new_tokens=NEW_TOKENS, **settings)
+    config.set_eos_token_id(pipeline.get_tokenizer().get_eos_token_id())
+    answer = pipeline.generate(prompt, config)
+    return answer if isinstance(answer, str) else answer.texts[0]
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
+    place = folder(family)
+    pipeline = genai.LLMPipeline(place, "CPU")
+    for prompt in ("Once upon a time", "def f(x):"):  # the second begins afresh
+        assert theirs(pipeline, prompt, apply_chat_template=False) == ours(place, prompt)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
+    """The history is tokenized anew for every turn; GenAI has to begin again where the states cannot be cut back."""
+    place = folder(family)
+    pipeline = genai.LLMPipeline(place, "CPU")
+    said = []
+    pipeline.start_chat()
+    for question in ("Hello", "And then?"):
+        said.append({"role": "user", "content": question})
+        written = byte_tokenizer().apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        answer = theirs(pipeline, question)
+        assert answer.encode() == ours(place, written).encode()
+        said.append({"role": "assistant", "content": answer})
+    pipeline.finish_chat()
+    history = genai.ChatHistory(said[:3])
+    assert theirs(pipeline, history) == said[3]["content"]
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "llama"])
+def test_genai_cannot_change_the_attention(family: str, folder: Callable) -> None:
+    """Its first try, on x86, is paged attention. That would get positions wrong; it has to fail, not to go wrong."""
+    graph = ov.Core().read_model(folder(family) / "openvino_model.xml")
+    with pytest.raises(RuntimeError, match=r"undeclared parameters.*beam_idx|No ScaledDotProductAttention"):
+        paged_attention_transformation(graph)
+
+
+@pytest.mark.parametrize("family", ["mamba", "llama"])
+def test_one_sequence_at_a_time(family: str, folder: Callable) -> None:
+    """GenAI pads prompts of different lengths, and no mask is read here: refused, not wrong."""
+    pipeline = genai.LLMPipeline(folder(family), "CPU")
+    with pytest.raises(RuntimeError, match="Reshape"):
+        pipeline.generate("Hello", genai.GenerationConfig(max_new_tokens=3, num_beams=2))
+    with pytest.raises(RuntimeError, match="Reshape"):
+        pipeline.generate(["Hello", "Once upon a time"], genai.GenerationConfig(max_new_tokens=3))
+
+
+def test_beam_idx_chooses_the_state(folder: Callable) -> None:
+    """Out of range there is no state to go on from: the answer is another one."""
+    request = ov.Core().compile_model(folder("mamba") / "openvino_model.xml", "CPU").create_infer_request()
+
+    def step(token: int, beam: int) -> np.ndarray:
+        inputs = {"input_ids": [[token]], "attention_mask": [[1]], "beam_idx": np.array([beam], np.int32)}
+        request.infer({name: np.array(value) for name, value in inputs.items()})
+        return request.get_tensor("logits").data.copy()
+
+    first = step(5, 0)
+    assert not np.allclose(step(5, 0), first)
+    np.testing.assert_allclose(step(5, 7), first, rtol=1e-3, atol=1e-3)
+
+
+def test_the_graphs_of_the_tokenizer_are_part_of_the_record_but_not_of_the_size(folder: Callable) -> None:
+    place = folder("mamba")
+    names = {path.name for path in place.glob("openvino_*")}
+    assert names == {
+        f"openvino_{kind}.{ending}"
+        for kind in ("model", "tokenizer", "detokenizer")
+        for ending in ("xml", "bin")
+    }
+    artifact = read_artifact(place)
+    assert names <= set(artifact.digests)
+    assert artifact.realised_bytes == sum(
+        (place / f"openvino_model.{e}").stat().st_size for e in ("xml", "bin")
+    )
+    assert get_target("openvino").loaded_bytes(place) == artifact.realised_bytes
+
+
+def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
+    """Without special tokens, openvino-tokenizers fails. The rest is exported, and one line says so."""
+    tiny_model("mamba").save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model", ["the quick brown fox"])
+    artifact = export(load(str(tmp_path / "model")), Plan("p", {}, "test"), tmp_path / "out")
+    [note] = artifact.settings["notes"]
+    assert note.startswith("no openvino_tokenizer.xml was written, so OpenVINO GenAI cannot open this folder")
+    assert str(tmp_path / "model") in note
+    assert "\n" not in note
+    assert not list((tmp_path / "out").glob("*tokenizer*.bin"))
+    open_session(tmp_path / "out", threads=1).close()
+
+
+def test_without_openvino_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino_tokenizers", None)
+    model = LoadedModel(
+        "mamba", Path("nowhere"), tiny_model("mamba", vocabulary=len(BYTES) + 2), byte_tokenizer()
+    )
+    [note] = export(model, Plan("p", {}, "test"), tmp_path / "out").settings["notes"]
+    assert note.endswith("openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again")
+
+
+def test_a_converted_tokenizer_that_differs_is_noticed(tmp_path: Path) -> None:
+    import openvino_tokenizers
+
+    right, wrong = byte_tokenizer(), byte_tokenizer()
+    wrong.add_tokens(["quick"])
+    paths = [tmp_path / "t.xml", tmp_path / "d.xml"]
+    for graph, path in zip(
+        openvino_tokenizers.convert_tokenizer(right, with_detokenizer=True), paths, strict=True
+    ):
+        ov.save_model(graph, path)
+    assert first_difference(right, *paths, 50) is None
+    assert "other tokens" in str(first_difference(wrong, *paths, 300))
