@@ -252,7 +252,7 @@ class OpenVINOSession:
 
 
 def _fix_sequences(graph: ov.Model) -> None:
-    """One sequence, known when compiling, in place of any number in any order: else states are copied at every token."""
+    """Compiles for one sequence instead of any number in any order: otherwise states are copied at every token."""
     parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
     if BEAM_IDX not in parameters:  # an IR from before GenAI could open it
         return
