@@ -255,9 +255,7 @@ def _memory(engine: Engine, ids: torch.Tensor, layout: Layout, some: int) -> int
     every = (m for block in engine.chain.blocks for m in block.modules())
     layers = [m for m in every if isinstance(m, torch.nn.Linear)]
     widest = max((max(m.in_features, m.out_features) for m in layers), default=0)
-    working = (
-        10 * 4 * widest * int(ids.shape[1])
-    )  # per window of a batch: the tensors that a block has at once
+    working = 10 * 4 * widest * int(ids.shape[1])  # per window of a batch: a block's tensors
     return int(peak + whole - kept + working * (batch - some))
 
 

@@ -282,7 +282,7 @@ class StreamedEngine(FastEngine):
         return metrics
 
     def _portions(self, wave: Sequence[_Flight], batch: Batch) -> Iterator[tuple[list[int], list[_Flight]]]:
-        """Flights whose final states of a batch fit into memory together. Each portion computes the teacher's logits."""
+        """Flights whose final states of a batch fit into memory. Each portion computes the teacher's logits."""
         each = batch.states.nbytes
         most = max(1, self.states_budget // max(1, each))
         places: list[int] = []
