@@ -298,7 +298,10 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "0"], "--threads 0: expected a whole number from 1 to 512"),
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
-        (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),
+        (
+            ["--gpu-layers", "0,8,all"],
+            "has no GPU backend, or finds no GPU. Build one for CUDA with `kl-lens runtime build --gpu`",
+        ),
         (["--load", "quick"], "--load quick: expected auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )
