@@ -17,9 +17,8 @@ from kl_lens.quantizers.blocks import block_levels, with_codes
 _AT_ONCE = 1 << 26  # values of all tries in memory at once
 _REFITS = 2
 _NEAR = torch.linspace(-0.9, 0.9, 19)  # where a group's largest weight may lie, relative to the last code
-_WIDE = torch.linspace(
-    -4.0, 2.0, 61
-)  # the same for a block's largest scale; wider, because there are few scales
+# The same for a block's largest scale; wider, because there are few scales.
+_WIDE = torch.linspace(-4.0, 2.0, 61)
 
 
 def weighed_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
@@ -61,9 +60,8 @@ def _weighed(fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor) -> t
     return importance * (mean + grouped).sqrt_().flatten(1)
 
 
-Scales = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]  # a block's scale and minimum, and the small codes of its groups
+# A block's scale and minimum, and the small codes of its groups.
+Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:

@@ -28,9 +28,8 @@ class Objective:
     moments: torch.Tensor  # (columns, columns), float32, damped
     order: torch.Tensor  # columns, the most important first
     mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
-    remaining: (
-        torch.Tensor
-    )  # (columns,), in the original order: Rⱼⱼ², the part of a column's error that later ones cannot absorb
+    # (columns,), in the original order: Rⱼⱼ², the part of a column's error that later ones cannot absorb.
+    remaining: torch.Tensor
 
     @classmethod
     def of(cls, moments: torch.Tensor, damping: float) -> Objective:

@@ -93,9 +93,8 @@ def _taken(
     suffix = [behind[len(rates.blocks) - max(0, min(item.start + 1, len(rates.blocks)))] for item in items]
     each = [s + rates.same for s in suffix]  # per window
     batches = -(-windows // batch)
-    stretch = min(
-        windows, batch * max(1, min(batches // workers, slab // batch))
-    )  # windows on which a worker runs the teacher
+    # Windows on which a worker runs the teacher.
+    stretch = min(windows, batch * max(1, min(batches // workers, slab // batch)))
     stretches = -(-windows // stretch)
     quantizing = sum(rates.quantizing.get(item.recipe, 0.0) * item.parameters for item in items) * stretches
     arithmetic = sum(each) * windows + quantizing

@@ -52,9 +52,8 @@ def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int
 def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: int) -> Any:
     gguf = gguf_module()
     owner, _, own = name.rpartition("/")
-    config = {
-        key: value for key, value in config.items() if key != "_name_or_path"
-    }  # often a path on the trainer's machine
+    # `_name_or_path` is often a path on the trainer's machine.
+    config = {key: value for key, value in config.items() if key != "_name_or_path"}
     metadata = gguf.Metadata.apply_metadata_heuristic(
         gguf.Metadata(), card, config, Path(own or name), parameters
     )

@@ -29,9 +29,8 @@ from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _FINDING = threading.Lock()
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
-_VERSIONED = re.compile(
-    r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
-)  # libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0
+# For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
+_VERSIONED = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
@@ -191,9 +190,8 @@ class LlamaLibrary:
             for offset in self.attention_offsets(parameters):
                 parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
         if watcher is not None:
-            place = (
-                self.attention_offsets(parameters)[1] - 16
-            )  # the callback and its data come before the cache types
+            # The callback and its data come before the cache types.
+            place = self.attention_offsets(parameters)[1] - 16
             if any(parameters.data[place : place + 16]):
                 raise TargetError(
                     f"{self.path}: unknown layout of llama_context_params; its operations cannot be timed"

@@ -20,10 +20,8 @@ from kl_lens.targets.gguf.header import TensorEntry
 
 _MAPS = Path("/proc/self/maps")
 _DONT_NEED, _DONT_DUMP = 4, 16  # the latter splits a mapping; otherwise it affects only core dumps
-_LARGE, _PIECE = (
-    1 << 20,
-    64 << 10,
-)  # bytes: smallest tensor with its own mapping; piece of the embedding
+# Bytes: smallest tensor with its own mapping; piece of the embedding.
+_LARGE, _PIECE = 1 << 20, 64 << 10
 # Most pieces of an embedding: a process may have 65,530 mappings, and threads and buffers need some.
 _MOST_PIECES = 2048
 _EMBEDDING = "token_embd.weight"

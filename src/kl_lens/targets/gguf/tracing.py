@@ -35,9 +35,8 @@ class Tracer:
         self._name_of = functions.ggml_get_name
         self._name_of.restype, self._name_of.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         self._path, self._weights = library.path, frozenset(weights)
-        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(
-            list
-        )  # (weight, kind of operation) → each
+        # (weight, kind of operation) → seconds of each call.
+        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.recording = False
         self._weight = ""
         self._started = 0.0

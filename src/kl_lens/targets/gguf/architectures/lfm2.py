@@ -52,9 +52,8 @@ def _metadata(config: Any) -> Metadata:
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.embedding_norm.weight", "lm_head.weight", shapes)
-    rules[1] = TensorRule(
-        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
-    )  # it comes last
+    # Despite its name in llama.cpp, this is the final norm.
+    rules[1] = TensorRule("token_embd_norm.weight", "model.embedding_norm.weight", float32=True)
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += [
