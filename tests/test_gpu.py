@@ -355,7 +355,7 @@ def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
     monkeypatch.setattr("kl_lens.sensitivity.sweep.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
     assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
-    assert said == [f"products in {chosen}: tf32 would add noise of {noise:.1e} nats"]
+    assert said == [f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats"]
     assert accuracy_of(chosen) == kept
     assert chosen_engine(mamba, candidates, windows.ids, known=kept, say=said.append).precision == chosen
     assert len(said) == 1, "not tried again"

@@ -206,7 +206,7 @@ def test_damaged_artifacts_are_named_and_the_others_done(
     assert "openvino/small" in output.err
     assert "not an exported model" in output.err
     assert "gguf/uniform_fp16" in output.err
-    assert "holds other bytes than were exported" in output.err
+    assert "was changed after the export" in output.err
     after = profiles(folder)
     assert {name: after[name] for name in before} == before  # nothing is lost
     assert "openvino/uniform_fp16|benchmark_app|CPU" in after
@@ -298,7 +298,10 @@ def test_the_recommended_value_fits_into_memory() -> None:
         (["--threads", "0"], "--threads 0: expected a whole number from 1 to 512"),
         (["--threads", "1,many"], "--threads 1,many: give numbers of threads"),
         (["--gpu-layers", "-1"], "--gpu-layers -1: give numbers of layers, or all"),
-        (["--gpu-layers", "0,8,all"], "has no GPU backend, or sees no card; kl-lens runtime build --gpu"),
+        (
+            ["--gpu-layers", "0,8,all"],
+            "has no GPU backend, or finds no GPU. Build one for CUDA with `kl-lens runtime build --gpu`",
+        ),
         (["--load", "quick"], "--load quick: expected auto, lean, read, mapped, read-plain, mapped-plain"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_library_that_crashes_at_a_product_is_not_installed(
     shutil.copy(wheel(), tmp_path / "libllama.so")
     assert main(["runtime", "use", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "it ended the process by SIGILL (at a product with Q8_0 weights)" in error
+    assert "it crashed with SIGILL (in a product with Q8_0 weights)" in error
     assert not library.runtime_folder().exists()
 
 

@@ -167,7 +167,9 @@ def test_what_needs_importance_is_refused_without(name: str) -> None:
         FormatError, match=rf"^w: {name} needs the importance of columns; .* use {name}\+imatrix"
     ):
         get_format(name).quantize(torch.ones(1, 256), "w")
-    with pytest.raises(FormatError, match=rf"recipe '{name}': {name} cannot be made without text"):
+    with pytest.raises(
+        FormatError, match=rf"recipe '{name}': {name} cannot be made without calibration text"
+    ):
         Recipe.parse(name)
     kind = gguf.GGMLQuantizationType[name.upper()]
     with pytest.raises(FormatError, match=f"{name.upper()} needs the importance of columns"):

@@ -72,7 +72,7 @@ def test_constants_that_say_shapes_are_part_of_the_graph(copied: Path) -> None:
 def test_a_record_that_names_files_elsewhere_is_refused(copied: Path) -> None:
     record = json.loads((copied / RECORD_FILE).read_text())
     (copied / RECORD_FILE).write_text(json.dumps(record | {"files": ["../../../etc/passwd.xml"]}))
-    with pytest.raises(TargetError, match="is no file of its folder"):
+    with pytest.raises(TargetError, match="is not a file of its folder"):
         open_session(copied)
 
 

@@ -296,7 +296,7 @@ def test_statistics_that_do_not_belong_are_named(recipe: str) -> None:
     broken[0, 0] = torch.nan
     with pytest.raises(FormatError, match="layer: its statistics hold NaN"):
         parsed.quantizer.quantize(_weight(), parsed.grid, "layer", InputStatistics(broken, (9,)))
-    with pytest.raises(FormatError, match=r"layer: .* given no statistics"):
+    with pytest.raises(FormatError, match=r"layer: .* needs calibration statistics"):
         parsed.quantizer.quantize(_weight(), parsed.grid, "layer", None)
     weight = _weight()
     weight[0, 0] = torch.inf

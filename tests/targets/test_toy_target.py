@@ -200,7 +200,7 @@ def test_what_it_does_not_have_is_said(finished: Path, capsys: pytest.CaptureFix
     output = capsys.readouterr()
     assert "Toy has no benchmark_app" in output.out
     assert "Toy: KL Lens cannot measure a latency table for it" in output.err
-    with pytest.raises(UnsupportedError, match="what Toy does to activations is not modelled"):
+    with pytest.raises(UnsupportedError, match="does not model what Toy does to activations"):
         get_target(NAME).activations(None, {})  # type: ignore[arg-type]
 
 

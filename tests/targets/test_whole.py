@@ -85,7 +85,7 @@ def test_every_verb_refuses_other_bytes_than_were_exported(
     assert main([verb[0], str(place), *verb[1:]]) != 0
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).replace("│", " ").split())
-    assert f"{WEIGHTS[target]} holds other bytes than were exported; export the model again" in said
+    assert f"{WEIGHTS[target]} was changed after the export; export the model again" in said
 
 
 def test_a_file_without_a_record_is_simply_opened(exported: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_is_written_to(
     _damage(file)
     assert file_digest(file) not in ("remembered", digest)
     memory.write_text("{")
-    with pytest.raises(TargetError, match="holds other bytes"):
+    with pytest.raises(TargetError, match="was changed after the export"):
         locate(folder)
 
 
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_to_is_checked_every_time(
     monkeypatch.setattr(subjects, "LARGE", 1)
     locate(folder)
     _damage(folder / WEIGHTS["gguf"])
-    with pytest.raises(TargetError, match="holds other bytes"):
+    with pytest.raises(TargetError, match="was changed after the export"):
         locate(folder)
 
 
@@ -141,7 +141,7 @@ def test_an_export_that_the_runtime_cannot_open_is_not_kept(
     folder = tmp_path / "out"
     module = sys.modules["kl_lens.targets.gguf.export"]  # the package has a function of the same name
     monkeypatch.setattr(module, "tokenizer_data", _without_merges)
-    with pytest.raises(TargetError, match=r"llama\.cpp does not open what was exported .* merges") as caught:
+    with pytest.raises(TargetError, match=r"llama\.cpp cannot open the files exported .* merges") as caught:
         export(_model(), PLAN, "gguf", folder)
     assert ".writing" not in str(caught.value)
     assert not folder.exists()

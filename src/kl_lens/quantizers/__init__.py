@@ -1,12 +1,12 @@
-"""Quantizers: how values are put on a format's grid. A format says which numbers can be stored; a quantizer chooses.
+"""Quantizers. A format says which numbers can be stored; a quantizer chooses one of them for every weight.
 
-A new one is one file that ends in `register(…)`, and one import here.
+To add one, write a file that ends in `register(…)` and import it here.
 """
 
 from kl_lens.quantizers.base import InputStatistics, Quantizer
 from kl_lens.quantizers.registry import get_quantizer, known_quantizers, register
 
-# Importing a module registers its quantizers, in the order in which people should see them.
+# Importing a module registers its quantizers, in the order in which they are listed for users.
 # isort: off
 from kl_lens.quantizers import nearest as nearest
 from kl_lens.quantizers import search as search

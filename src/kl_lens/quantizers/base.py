@@ -1,4 +1,4 @@
-"""What every quantizer can do, and what it may know of a component's inputs."""
+"""The interface of a quantizer, and the input statistics that it may use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # recipes are read and spelled without torch
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """What calibration text showed of the inputs of one component's products."""
+    """Statistics of one component's inputs on the calibration text."""
 
     second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
-    tokens: tuple[int, ...]  # how many inputs that rests on; one number, or one for each expert
-    correction: torch.Tensor | None = None  # in order: what is added to the weight before it is rounded
+    tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
+    correction: torch.Tensor | None = None  # for methods `of_a_plan`: added to the weight before rounding
 
     @property
     def importance(self) -> torch.Tensor:
@@ -27,15 +27,15 @@ class InputStatistics:
 
 
 class Quantizer(ABC):
-    """One method. Without state: the same weight, format and statistics give the same bits."""
+    """A method. It has no state: the same weight, format and statistics give the same bits."""
 
     name: ClassVar[str]  # as recipes spell it
-    version: ClassVar[int] = 1  # raise it whenever the method gives other numbers for the same inputs
+    version: ClassVar[int] = 1  # raise it when the same inputs give other numbers
     learns: ClassVar[bool] = False  # needs statistics of the component's inputs
-    of_a_plan: ClassVar[bool] = False  # … as they are behind a plan's earlier components
+    of_a_plan: ClassVar[bool] = False  # … taken with the plan's earlier components already quantized
 
     def suits(self, fmt: Format) -> str | None:
-        """None, or why this method has no meaning for a format."""
+        """Why this method does not apply to a format, or None if it does."""
         return None
 
     def is_expensive(self, fmt: Format) -> bool:
@@ -46,4 +46,4 @@ class Quantizer(ABC):
     def quantize(
         self, weight: torch.Tensor, fmt: Format, name: str, statistics: InputStatistics | None
     ) -> Quantized:
-        """The weight on the format's grid; `name` is what an error message calls it."""
+        """The weight on the format's grid. Error messages use `name`."""

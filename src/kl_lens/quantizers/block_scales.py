@@ -1,8 +1,8 @@
-"""Scales for ggml's blocks with columns weighed by their importance, in torch: for a GPU, what ggml does on a CPU.
+"""The scale search that ggml does on a CPU with an importance matrix, in torch for a GPU.
 
-As in ggml, a weight counts importance × √(mean square + x²), some scales are tried around the one that just holds a
-group, and the best fit to the codes of each is kept. Here all tries of many groups are formed at once. The scales of a
-block's groups are then fitted in the same way to the few bits that they have.
+As in ggml, a weight x counts importance × √(mean square + x²). Several scales are tried around the smallest one that
+covers the group, and the one with the least error is kept. Here all tries of many groups run at once. The groups'
+scales are then rounded, with the same search, to the few bits that a block has for them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from kl_lens.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
 from kl_lens.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
 from kl_lens.quantizers.blocks import block_levels, with_codes
 
-_AT_ONCE = 1 << 26  # tried values in memory
+_AT_ONCE = 1 << 26  # values of all tries in memory at once
 _REFITS = 2
-_NEAR = torch.linspace(
-    -0.9, 0.9, 19
-)  # where the largest weight of a group may lie, beside the end of the codes
-_WIDE = torch.linspace(
-    -4.0, 2.0, 61
-)  # the same for a block's largest scale, further inside: there are few of these
+_NEAR = torch.linspace(-0.9, 0.9, 19)  # where a group's largest weight may lie, relative to the last code
+# The same for a block's largest scale; wider, because there are few scales.
+_WIDE = torch.linspace(-4.0, 2.0, 61)
 
 
 def weighed_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
-    """A weight (rows, columns) in a type's blocks; importance (columns,). ggml's own code on a CPU, and for types whose
-    codes are not free of each other."""
+    """A weight (rows, columns) in a type's blocks; importance (columns,). Uses ggml's own code on a CPU, and for
+    types where weights share codes."""
     if weight.device.type == "cpu" or fmt.name not in LAYOUTS:
         return fmt.quantize_with(weight, importance)
     return searched_blocks(fmt, weight, importance)
 
 
 def searched_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Tensor) -> Quantized:
-    """The same by the search of this module, on any device."""
+    """The same with this module's search, on any device."""
     layout = LAYOUTS[fmt.name]
     if not fmt.takes_importance:
         return fmt.quantize(weight)
@@ -53,7 +50,7 @@ def searched_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Ten
 
 
 def _weighed(fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
-    """How much every weight counts, as ggml has it for the type."""
+    """How much every weight counts, as in ggml's code for this type."""
     if fmt.name == "q6_k":
         return importance.expand_as(rows)
     squares = rows.square()
@@ -63,9 +60,8 @@ def _weighed(fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor) -> t
     return importance * (mean + grouped).sqrt_().flatten(1)
 
 
-Scales = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]  # scale, minimum, small ones: of a block
+# A block's scale and minimum, and the small codes of its groups.
+Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
@@ -97,8 +93,8 @@ def _fitted(
     x: torch.Tensor, weigh: torch.Tensor, ends: torch.Tensor, lowest: int = 0, highest: int = 0,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The best s with x ≈ s · code, (…,) of x (…, columns): codes by the scales that put the largest x at each of
-    `ends`, s by least squares."""
+    """The best s (…,) with x ≈ s · code, for x (…, columns): codes from the scales that put the largest x at each
+    of `ends`, s by least squares."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     inverses = _divided(ends.to(x.device), largest)
     codes = _rounded(x.unsqueeze(-2) * inverses.unsqueeze(-1), lowest, highest, table)
@@ -111,7 +107,7 @@ def _fitted(
 def _stored(
     scales: torch.Tensor, counts: torch.Tensor, lowest: int, highest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's scales (blocks, groups) as one number, (blocks,), that FP16 holds, times small codes."""
+    """A block's scales (blocks, groups) as one FP16 number per block, (blocks,), times small codes."""
     ends = lowest - _WIDE if lowest else highest + _WIDE
     whole = _fitted(scales, counts, ends, lowest, highest)
     for _ in range(_REFITS):
@@ -123,8 +119,8 @@ def _stored(
 
 
 def _line(x: torch.Tensor, weigh: torch.Tensor, highest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best s and m ≤ 0 with x ≈ s · code + m, (…,) each: codes by scales around the one that just holds the
-    group, s and m by least squares; then once more from that m."""
+    """The best s and m ≤ 0, (…,) each, with x ≈ s · code + m: codes from scales around the smallest that covers the
+    group, s and m by least squares; then once more starting from that m."""
     low = x.amin(-1).clamp_max(0)
     y = x - low.unsqueeze(-1)
     span = y.amax(-1)

@@ -1,4 +1,4 @@
-"""ggml's blocks as levels: what a block's scales leave to its codes, and codes put back into its bytes."""
+"""ggml's blocks as levels: the values that a block's scales allow, and codes written back into its bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kl_lens.quantizers.levels import Levels
 
 
 def block_levels(fmt: GGUFFormat, quantized: Quantized) -> Levels:
-    """The levels that the scales of a quantized matrix leave to its codes."""
+    """The values that each code stands for, given the scales of a quantized matrix."""
     layout = LAYOUTS[fmt.name]
 
     def all_at(code: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def block_levels(fmt: GGUFFormat, quantized: Quantized) -> Levels:
         return fmt.dequantize(with_codes(fmt, quantized, codes))[:, :: layout.group].contiguous()
 
     if layout.table:
-        # Code 8 is level 1: what it stands for is the scale.
+        # Code 8 is level 1, so its value is the scale.
         table = tuple(float(level) for level in IQ4_LEVELS)
         return Levels(layout.group, all_at(8), 0, layout.highest, table=table)
     lowest, highest = all_at(0), all_at(layout.highest)

@@ -1,4 +1,4 @@
-"""Of several ways to store a matrix, the one that loses least, row by row: no method is ever worse than another's."""
+"""Picks, row by row, the version of a matrix with the least loss, so a method is never worse than its alternatives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row_losses(
 def best_rows(
     weight: torch.Tensor, fmt: Format, moments: torch.Tensor, choices: Sequence[Quantized]
 ) -> Quantized:
-    """Every row from the choice where its loss is smallest; the first of equals."""
+    """Each row from the choice with the smallest loss; ties go to the first."""
     losses = torch.stack([row_losses(weight, fmt, choice, moments) for choice in choices])
     best = losses.argmin(0)
 

@@ -1,11 +1,11 @@
 """Error feedback: round column after column, and let later columns make up for the errors of earlier ones.
 
-What counts is tr(E H Eᵀ) with E = W − Q and H = E[x xᵀ]. With H = R Rᵀ, R upper triangular, and M = R with its columns
-divided by their diagonal, it is Σⱼ Rⱼⱼ² |Eⱼ + Σₖ Eₖ Mₖⱼ|², k < j: rounding wⱼ + Σₖ Eₖ Mₖⱼ in order makes each term
-as small as it can then be. That is GPTQ's rule (the Cholesky factor of H⁻¹ that it uses is R⁻¹), without the inverse.
-Important columns come first: the last ones have nothing behind them to make up for what they lose.
+The loss is tr(E H Eᵀ) with E = W − Q and H = E[x xᵀ]. With H = R Rᵀ, R upper triangular, and M = R with its columns
+divided by their diagonal, it is Σⱼ Rⱼⱼ² |Eⱼ + Σₖ Eₖ Mₖⱼ|², k < j: rounding wⱼ + Σₖ Eₖ Mₖⱼ column by column
+minimises each term in turn. That is GPTQ's rule (the Cholesky factor of H⁻¹ that it uses is R⁻¹), without the inverse.
+Important columns come first, because nothing can make up for the errors of the last ones.
 
-Rounds of coordinate descent and of fitting the scales follow, on the same sum; each can only make it smaller.
+Then follow rounds of coordinate descent and scale fitting on the same sum. Each can only make it smaller.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from kl_lens.quantizers.kernels import descend, round_in_order
 from kl_lens.quantizers.levels import Levels
 from kl_lens.quantizers.scales import refitted
 
-BLOCK = 128  # columns whose errors are passed on one by one; beyond them, by one product per block
+BLOCK = 128  # errors pass column by column within a block, and by one matrix product to later blocks
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Second moments made definite, with the order and the factor that error feedback needs."""
+    """Damped second moments, with the order and the factor that error feedback needs."""
 
     moments: torch.Tensor  # (columns, columns), float32, damped
     order: torch.Tensor  # columns, the most important first
     mixing: torch.Tensor  # (columns, columns), unit upper triangular, in that order
-    remaining: (
-        torch.Tensor
-    )  # (columns,), in their own order: Rⱼⱼ², what of a column later ones cannot make up for
+    # (columns,), in the original order: Rⱼⱼ², the part of a column's error that later ones cannot absorb.
+    remaining: torch.Tensor
 
     @classmethod
     def of(cls, moments: torch.Tensor, damping: float) -> Objective:
-        """`damping` × the mean of the diagonal is added to it: also columns that were never active count a little."""
+        """Adds `damping` × the diagonal's mean to it, so that columns that were never active count a little too."""
         exact = moments.double()
         mean = float(exact.diagonal().mean()) or 1.0
         exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * (damping * mean)
         order = torch.argsort(exact.diagonal(), descending=True, stable=True)
-        # Turned round, Cholesky's lower factor is the upper one.
+        # cholesky() gives a lower factor; flipping before and after gives the upper one.
         factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)
         diagonal = factor.diagonal()
         remaining = torch.empty_like(diagonal)
@@ -67,7 +66,7 @@ def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torc
 def descended(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> torch.Tensor:
-    """Codes after one round of coordinate descent from those given."""
+    """The codes after one round of coordinate descent."""
     codes, moments = codes.clone(), objective.moments
     errors = weight - levels.values(codes)
     columns = torch.arange(weight.shape[1], device=weight.device)
@@ -83,7 +82,7 @@ def descended(
 def with_fitted_scales(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> Levels:
-    """Levels whose scales, group after group, are the best for these codes among those that can be stored."""
+    """The levels with each group's scale refitted to these codes, rounded to what can be stored."""
     places, moments = levels.places(codes), objective.moments
     scales = levels.scales.clone()
     errors = weight - levels.values(codes)

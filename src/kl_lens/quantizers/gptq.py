@@ -1,7 +1,7 @@
-"""`gptq`: error feedback onto levels that a weighed search for scales has chosen; see `feedback.py`.
+"""`gptq`: error feedback (`feedback.py`) with scales from an importance-weighted search.
 
-Scales are searched twice: with columns weighed by their importance, and by what later columns cannot make up for.
-Which of the two does better differs from layer to layer, so every row takes the better, or what rounding alone gave.
+Scales are searched twice: once with columns weighted by importance, once by the part of their error that later columns
+cannot absorb. Which is better differs from layer to layer, so each row takes the best of both and of plain rounding.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from kl_lens.quantizers.feedback import Objective
 
-# Those of ggml's types where every weight has a code of its own: `formats.blocks.LAYOUTS`, known without torch.
+# ggml's types where every weight has its own code: `formats.blocks.LAYOUTS`, repeated to avoid importing torch.
 BLOCKS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
-# Moments of few tokens are known badly, and the more columns there are the worse: the mean of the diagonal is added
-# to it, times DAMPING + SCARCITY · columns / tokens. Both by KL of reference:mamba on WikiText-2 valid: docs/method.md.
+# Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
+# tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
 DAMPING, SCARCITY = 0.1, 4.0
 ROUNDS = 3  # of coordinate descent
 
 
 class ErrorFeedback(LearningQuantizer):
     name = "gptq"
-    version = 2  # 2: damping by the number of tokens
+    version = 2  # 2: damping depends on the number of tokens
 
     def suits(self, fmt: Format) -> str | None:
         if isinstance(fmt, GROUPED) or fmt.name in BLOCKS:
@@ -57,7 +57,7 @@ class ErrorFeedback(LearningQuantizer):
 def _on_groups(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """Rounded to nearest, with searched scales, and with error feedback from two sets of scales."""
+    """Round to nearest, searched scales, and error feedback with two sets of scales."""
     from kl_lens.quantizers.feedback import descended, fed_back, with_fitted_scales
     from kl_lens.quantizers.scales import searched_levels, stored
 
@@ -77,13 +77,13 @@ def _on_groups(
 def _on_blocks(
     weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
 ) -> list[Quantized]:
-    """As ggml stores it, with importance, and with error feedback on two sets of scales."""
+    """ggml's rounding, ggml's with importance, and error feedback with two sets of scales."""
     from kl_lens.quantizers.block_scales import weighed_blocks
     from kl_lens.quantizers.blocks import block_levels, with_codes
     from kl_lens.quantizers.feedback import descended, fed_back
 
     assert isinstance(fmt, GGUFFormat)
-    # Rounding alone never won a row on the references; where a GPU would wait for ggml's search, it is left out.
+    # Plain rounding never won a row on the references; skip it where a GPU would wait for ggml's CPU search.
     ways = [] if fmt.searches and weight.device.type != "cpu" else [fmt.quantize(weight)]
     for weighed in (importance, objective.remaining):
         blocks = weighed_blocks(fmt, weight, weighed)
@@ -98,7 +98,7 @@ def _on_blocks(
 
 
 class InOrder(ErrorFeedback):
-    """`gptq` of a corrected weight on the inputs that a plan's earlier components give; see `calibration.in_order`."""
+    """`gptq` of a corrected weight, on the inputs that the plan's quantized layers give; see `calibration.in_order`."""
 
     name = "ordered"
     of_a_plan = True

@@ -1,4 +1,4 @@
-"""`imatrix`: ggml's own search for scales, with columns weighed by the mean square of their inputs; on a GPU, ours."""
+"""`imatrix`: ggml's scale search, columns weighted by the mean square of their inputs; on a GPU, our version of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kl_lens.quantizers.registry import register
 if TYPE_CHECKING:
     import torch
 
-# A column that was never active still counts this share of the mean, or ggml would fit it to nothing.
+# Columns that were never active get this share of the mean: with weight 0, ggml would not fit them at all.
 _FLOOR = 1e-6
 
 
@@ -36,7 +36,7 @@ class ImportanceMatrix(LearningQuantizer):
 
 
 def column_importance(moments: torch.Tensor) -> torch.Tensor:
-    """The diagonal, positive everywhere; all alike where nothing is known."""
+    """The diagonal, made positive; all ones if it is zero everywhere."""
     import torch
 
     diagonal = moments.diagonal().clamp_min(0)

@@ -1,6 +1,6 @@
 """The two inner loops of error feedback, over the columns of one block: numba on the CPU, Triton on a GPU, else torch.
 
-Rows do not depend on each other. Both loops change `codes` and `errors` in place and leave what sits outside the
+Rows do not depend on each other. Both loops change `codes` and `errors` in place and leave columns outside the
 block to matrix products.
 """
 
@@ -18,14 +18,14 @@ from kl_lens.accelerators import runs_triton
 def round_in_order(
     wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Any, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and errors (weight − value) of a block; what is wanted of each column moves with the errors before it.
+    """Codes and errors (weight − value) of a block. Each column's wanted value shifts with the errors before it.
 
     Args:
-        wanted: (rows, width), the weights plus what the errors of earlier blocks add. Changed.
+        wanted: (rows, width), the weights plus corrections for the errors of earlier blocks. Changed.
         weight: (rows, width).
-        mixing: (width, width), upper triangular: how much of a column's error the later ones take over.
+        mixing: (width, width), upper triangular: how much of a column's error each later one absorbs.
         levels: the `Levels` of the whole weight.
-        columns: (width,), which columns of it these are.
+        columns: (width,), the block's columns in it.
     """
     if runs_triton(weight.device):
         from kl_lens.quantizers import triton_columns
@@ -47,11 +47,11 @@ def descend(
     pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Any,
     columns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """One round of coordinate descent over a block: each column goes to the best level, all others as they are.
+    """One round of coordinate descent over a block: each column moves to its best level while the others stay.
 
     Args:
-        pull: (rows, width), the errors of the whole row times the moments' columns of this block. Changed.
-        moments: (width, width), those of the block.
+        pull: (rows, width), the whole row's errors times this block's columns of the moments. Changed.
+        moments: (width, width), the block's own.
         codes, errors: (rows, width). Changed.
         levels, columns: as above.
     """

@@ -1,4 +1,4 @@
-"""What all methods that learn from text share: checks, experts one by one, rows in pieces."""
+"""Shared by all methods that learn from text: checks, a loop over experts, rows in pieces."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LearningQuantizer(Quantizer):
         import torch
 
         if statistics is None:
-            raise FormatError(f"{name}: {self.name} learns from text and was given no statistics")
+            raise FormatError(f"{name}: {self.name} needs calibration statistics, and there are none")
         if reason := self.suits(fmt) or fmt.fits(tuple(weight.shape)):
             raise FormatError(f"{name}: {fmt.name}+{self.name} cannot hold it: {reason}")
         moments = statistics.second_moments.to(weight.device)
         expected = (*weight.shape[:-2], weight.shape[-1], weight.shape[-1])
         if moments.shape[-2:] != expected[-2:] or moments.shape not in (expected, expected[-2:]):
             raise FormatError(
-                f"{name}: its statistics have shape {tuple(moments.shape)} where {expected} was expected: "
-                "they are of another model; gather them again"
+                f"{name}: its statistics have shape {tuple(moments.shape)}, expected {expected}: "
+                "they belong to another model; gather them again"
             )
         if not bool(torch.isfinite(moments).all()):
             raise FormatError(f"{name}: its statistics hold NaN or infinity; gather them again")
@@ -52,12 +52,12 @@ class LearningQuantizer(Quantizer):
     def _rounding(
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
-        """What stores some rows, (rows, columns) in float32; moments (columns, columns), finite, possibly all zero,
-        over so many tokens."""
+        """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
+        are finite, possibly all zero."""
 
 
 def _elements_at_once(device: torch.device) -> int:
-    """Rows do not depend on each other: pieces that stay in a CPU's cache, or that keep a GPU busy."""
+    """Rows are independent: take few enough to stay in a CPU's cache, or enough to keep a GPU busy."""
     return 1 << 18 if device.type == "cpu" else 1 << 26
 
 

@@ -1,4 +1,4 @@
-"""The numbers that each weight may become once its group's scale is chosen."""
+"""The values that a weight can take once its group's scale is fixed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 @dataclass(frozen=True, eq=False)
 class Levels:
     """Value = scale · place + offset. Places are the whole codes from `lowest` to `highest`, less the zero point;
-    or the entries of a table, codes being their indices.
+    or the entries of a table, with codes as indices.
 
     Groups are runs of `group` columns. Rows do not depend on each other. Codes are float32 tensors here.
     """
@@ -24,9 +24,7 @@ class Levels:
     highest: int
     zero_points: torch.Tensor | None = None  # (rows, groups), float32
     table: tuple[float, ...] | None = None  # ascending
-    offsets: torch.Tensor | None = (
-        None  # (rows, groups), float32: minima that a block stores beside its scale
-    )
+    offsets: torch.Tensor | None = None  # (rows, groups), float32: the minima stored beside a block's scales
 
     def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
         return replace(self, scales=scales, zero_points=zero_points)
@@ -37,7 +35,7 @@ class Levels:
 
     @cached_property
     def shifts(self) -> torch.Tensor:
-        """What code 0 stands for: the offset, less the zero point's share."""
+        """The value of code 0: the offset less zero point × scale."""
         offsets = torch.zeros_like(self.scales) if self.offsets is None else self.offsets
         return offsets if self.zero_points is None else offsets - self.zero_points * self.scales
 
@@ -60,14 +58,14 @@ class Levels:
         return torch.addcmul(self.shifts.unsqueeze(-1), grouped, self.scales.unsqueeze(-1)).flatten(-2)
 
     def places(self, codes: torch.Tensor) -> torch.Tensor:
-        """What the scales are multiplied with, (rows, columns)."""
+        """The factors of the scales, (rows, columns)."""
         looked_up = self._looked_up(codes)
         if self.zero_points is None:
             return looked_up
         return (looked_up.unflatten(-1, (-1, self.group)) - self.zero_points.unsqueeze(-1)).flatten(-2)
 
     def nearest(self, values: torch.Tensor, column: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes of the levels next to these values, (rows,), in one column, and what those levels are."""
+        """Codes of the levels nearest to one column's values (rows,), and the levels themselves."""
         g = column // self.group
         codes = self._codes(values, self.inverses[:, g], self.shifts[:, g])
         return codes, self.value(codes, column)
@@ -77,7 +75,7 @@ class Levels:
         return self._looked_up(codes) * self.scales[:, g] + self.shifts[:, g]
 
     def arrays(self, columns: torch.Tensor) -> tuple[Any, ...]:
-        """What the kernels take: the columns' groups, and all scales."""
+        """The kernels' arguments: the columns' groups, and all scales."""
         return (
             (columns // self.group).to(torch.int32).numpy(),
             self.scales.numpy(),

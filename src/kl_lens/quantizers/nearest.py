@@ -1,4 +1,4 @@
-"""Round to nearest: the format's own rule, bit for bit what NNCF and ggml do without data."""
+"""Round to nearest: the format's own rule, bit for bit the same as NNCF and ggml without data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Nearest(Quantizer):
 
     def suits(self, fmt: Format) -> str | None:
         if fmt.needs_importance:
-            return f"{fmt.name} cannot be made without text; calibrate and ask for {fmt.name}+imatrix"
+            return f"{fmt.name} cannot be made without calibration text; calibrate and use {fmt.name}+imatrix"
         return None
 
     def is_expensive(self, fmt: Format) -> bool:

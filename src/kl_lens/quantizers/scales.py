@@ -1,8 +1,8 @@
-"""Scales (and zero points) for OpenVINO's grids that lose least, with columns weighed by their importance.
+"""The scales (and zero points) with the least loss for OpenVINO's grids, columns weighted by importance.
 
-For every group some scales are tried around the one that just holds it, of both signs where the integers reach further
-on one side than on the other. Given the integers q (zero points taken off), the best scale is s = Σ h w q / Σ h q² and
-its loss Σ h w² − s Σ h w q, so a try costs one pass. Rounding with the stored scale and fitting again follow, for as
+For every group, scales are tried around the smallest that covers it, with both signs where the integer range is
+asymmetric. Given the integers q (less the zero point), the best scale is s = Σ h w q / Σ h q² and its loss
+Σ h w² − s Σ h w q, so a try costs one pass. Then the group is rounded with the stored scale and fitted again, for as
 long as that helps.
 """
 
@@ -18,7 +18,7 @@ from kl_lens.formats.normal_float import LEVELS, NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.quantizers.levels import Levels
 
-_FACTORS = torch.linspace(0.5, 1.1, 19)  # of the scale that just holds a group
+_FACTORS = torch.linspace(0.5, 1.1, 19)  # times the smallest scale that covers a group
 _REFITS = 4
 
 
@@ -54,7 +54,7 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
 
 
 def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
-    """What an artifact holds of these codes."""
+    """These codes as an artifact stores them."""
     unsigned = levels.lowest == 0
     return Quantized(
         fmt.name,
@@ -66,7 +66,7 @@ def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
 
 
 def refitted(before: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Scales as they are stored: FP16, never zero, the old ones where the new make no sense."""
+    """Scales as stored: FP16 and never zero; where the new one is unusable, the old one."""
     kept = scales.half().float()
     usable = torch.isfinite(kept) & (kept.abs() >= NNCF_SMALLEST_SCALE)
     return torch.where(usable, kept, before)
@@ -76,9 +76,9 @@ def _best(
     groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
     shifts: torch.Tensor,
 ) -> Levels:  # fmt: skip
-    """The best of `factors` × the plain scales with zero points moved by `shifts`, then fitted in turns.
+    """The best of `factors` × the plain scales, zero points moved by `shifts`; then rounded and refitted in turns.
 
-    Groups are rows here: (number of groups, columns of one).
+    Groups are rows here: (groups, columns per group).
     """
     trial = try_scales_on_cpu if groups.device.type == "cpu" else try_scales
     scales, zero_points = trial(
@@ -110,7 +110,7 @@ def try_scales(
     groups: torch.Tensor, weigh: torch.Tensor, plain: Levels, zeros: torch.Tensor, factors: torch.Tensor,
     shifts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The best fitted scale and zero point of every group, try by try."""
+    """The best fitted scale and zero point of every group, over all tries."""
     rows = weigh.repeat(len(groups) // len(weigh), 1)
     gain = torch.full_like(zeros, -1.0)
     scales, points = plain.scales[:, 0].clone(), zeros.clone()
@@ -165,7 +165,7 @@ def _try_scales(groups, weigh, scales, points, factors, shifts, lowest, highest,
                     square += importance[j] * place * place
             else:
                 for j in range(width):
-                    # Adding and taking off 1.5·2²³ would be faster to round; fast mathematics would undo it.
+                    # Adding and subtracting 1.5·2²³ would round faster, but fastmath would remove it.
                     place = min(max(np.float32(np.rint(values[j] * inverse)) + zero, lowest), highest) - zero
                     product += importance[j] * values[j] * place
                     square += importance[j] * place * place

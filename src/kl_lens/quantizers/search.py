@@ -1,4 +1,4 @@
-"""`search`: the scales that lose least when columns are weighed by the mean square of their inputs."""
+"""`search`: the scales with the least loss, columns weighted by the mean square of their inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScaleSearch(LearningQuantizer):
         if isinstance(fmt, GROUPED):
             return None
         if isinstance(fmt, GGUFFormat):
-            return f"ggml searches scales of {fmt.name} itself; use imatrix or gptq"
+            return f"ggml searches the scales of {fmt.name} itself; use imatrix or gptq"
         return f"{fmt.name} has no scales to choose"
 
     def _rounding(

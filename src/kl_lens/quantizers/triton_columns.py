@@ -1,7 +1,7 @@
-"""The inner loops of error feedback on a GPU: what `kernels.py` says, one program for a few rows of a block.
+"""The inner loops of `kernels.py` on a GPU: one program for a few rows of a block.
 
-A column is final once its turn has come, since errors only move on to later ones. So the loops carry the values that
-are wanted and nothing else; codes and errors are formed from them in the end, all columns at once.
+Errors only pass to later columns, so a column is final after its turn. The loops therefore carry only the wanted
+values; codes and errors are computed from them at the end, for all columns at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _nearest(  # type: ignore[no-untyped-def]
             border = 0.5 * (tl.load(table + i) + tl.load(table + i + 1))
             code += tl.where(scaled > border, 1.0, 0.0)
         return code
-    # Half to even: whole numbers are all that is left of a float32 behind 1.5·2²³.
+    # Rounds half to even: beyond 1.5·2²³ a float32 holds whole numbers only.
     return (tl.minimum(tl.maximum(scaled, lowest), highest) + 12582912.0) - 12582912.0
 
 
@@ -124,7 +124,7 @@ def _launch(
 def round_in_order(
     wanted: torch.Tensor, weight: torch.Tensor, mixing: torch.Tensor, levels: Any, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As that of `kernels.py`; `wanted` stays as it is."""
+    """Like `kernels.round_in_order`, but `wanted` is not changed."""
     codes, errors = torch.empty_like(weight), torch.empty_like(weight)
     _launch(_round, [wanted.contiguous(), weight, mixing], levels, columns, codes, errors)
     return codes, errors
@@ -134,5 +134,5 @@ def descend(
     pull: torch.Tensor, moments: torch.Tensor, codes: torch.Tensor, errors: torch.Tensor, levels: Any,
     columns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """As that of `kernels.py`; `pull` stays as it is."""
+    """Like `kernels.descend`, but `pull` is not changed."""
     _launch(_descend, [pull.contiguous(), moments], levels, columns, codes, errors)

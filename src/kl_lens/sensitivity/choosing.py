@@ -1,4 +1,4 @@
-"""Which engine measures a model: by its name, by whether the model runs in parts, by where its weights are."""
+"""Chooses the engine: by name, by whether the model can run in parts, and by where its weights are."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def engine_for(
     say: Callable[[str], None] = lambda text: None,
     precision: str | None = None,
 ) -> Engine:
-    """The engine of this name; the plain one, and a line that says why, where a model cannot be run in parts."""
+    """The engine of this name; for a model that cannot run in parts the plain one, with a message that says why."""
     doubt = model.chain.doubt(ids) if name == FastEngine.name else None
     if doubt is not None:
-        say(f"{model.name}: {doubt}; measured with the plain engine, which runs the whole model each time")
+        say(f"{model.name}: {doubt}; using the plain engine, which runs the whole model for every candidate")
         name = PlainEngine.name
     if model.residency is not None and name == FastEngine.name:
         return StreamedEngine(model, memory_budget, deployed, precision)

@@ -1,9 +1,9 @@
 """Which metric predicts real damage? Each candidate's metrics against its measured change in perplexity.
 
-The damage is the paired change in cross-entropy on held-out text, and beside it the divergence from the original there,
-which has no first-order term to hide behind (docs/method.md). Kendall's τ says how well a metric, measured on
-calibration text, orders the candidates by damage; its confidence interval comes from candidates drawn anew. What τ
-could be at best is limited by the damage's own error bars: the split-half τ of the damage says how much.
+The damage is the paired change in cross-entropy on held-out text. A second measure is the KL from the original there,
+which has no first-order term (docs/method.md). Kendall's τ says how well a metric, measured on calibration text, orders
+the candidates by damage; its confidence interval is a bootstrap over candidates. The damage's own error limits how
+large τ can get: the split-half τ of the damage shows that limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIRECTIONS = {
     "delta_cross_entropy": 1,
 }
 BOOTSTRAPS = 1000
-# Above this share of the spread, error bars decide the order as much as the damage does.
+# If the error is a larger share of the spread than this, noise affects the order as much as the damage does.
 LARGE_ERROR_SHARE = 1 / 3
 
 Floats = npt.NDArray[np.float64]
@@ -56,13 +56,13 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Reliability:
-    """How well the damage itself is known, for one format."""
+    """How precisely the damage is known, for one format."""
 
     format: str
     with_head: bool
     spread: float  # standard deviation of the damage over candidates, nats
     median_error: float  # median standard error of one candidate's damage, nats
-    split_half_tau: float  # damage by even against damage by odd windows
+    split_half_tau: float  # between the damage on even and on odd windows
 
     @property
     def is_noisy(self) -> bool:
@@ -83,7 +83,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Everything that `kl-lens rank` found out."""
+    """The result of `kl-lens rank`."""
 
     perplexity: float  # of the original model on the held-out text, per token
     evaluation_tokens: int
@@ -98,8 +98,8 @@ class Ranking:
 def rank(run: Run, shares: Sequence[float] = (1.0, 0.1, 0.05), seed: int = 0) -> Ranking:
     """Correlates every metric with the damage, for each format, with and without the head.
 
-    The restricted calibrations use the first share of the calibration windows; other calibration texts of the run
-    (roles `calibration:…`) are used whole.
+    For each share, the first so many calibration windows are used. Other calibration texts of the run (roles
+    `calibration:…`) are used whole.
     """
     damage = _samples(run, EVALUATION)
     if not damage:
@@ -139,13 +139,13 @@ Samples = Mapping[tuple[str, str], list[WindowMetrics]]
 
 
 def _samples(run: Run, role: str) -> dict[tuple[str, str], list[WindowMetrics]]:
-    """Of the kind of measurements that the run is usually read for: weights alone, or as a target computes."""
+    """The run's default kind of measurements: weights alone, or with a target's activations."""
     role = role_as(role, run.usual_target)
     return {key: run.samples(role, *key) for key in run.measured_windows(role)}
 
 
 def _distinct(shares: Sequence[float], samples: Samples) -> list[float]:
-    """Shares that come to different numbers of windows; of few windows, 10 % and 5 % are both one."""
+    """Shares with different numbers of windows: with few windows, 10 % and 5 % can both mean one."""
     windows = min((len(s) for s in samples.values()), default=1)
     return list({max(1, round(share * windows)): share for share in reversed(shares)}.values())[::-1]
 
@@ -230,7 +230,7 @@ def _correlate(
 
 
 def _interval(values: Floats, target: Floats, seed: int) -> tuple[float, float]:
-    """95 % of τ-b over candidates drawn anew: each draw is a weight per candidate, so all draws are three products."""
+    """95 % interval of τ-b by bootstrap. A draw is one weight per candidate, so all draws take three products."""
     count = len(values)
     x = np.sign(values[:, None] - values[None, :])
     y = np.sign(target[:, None] - target[None, :])

@@ -1,7 +1,7 @@
-"""What a sweep will take, before it begins: a few pieces of it timed here, the rest by how much more there is.
+"""Forecasts the cost of a sweep: a few parts of it are timed here and scaled up.
 
-A candidate costs the blocks behind it, something that is the same for all (the head, the metrics), and its quantizing.
-Blocks are timed one by one, candidates in three places of the network; what is kept, on disk and in memory, is weighed.
+A candidate costs the blocks from its own to the end, a constant part (head and metrics), and its quantizing. Blocks are
+timed one by one, candidates at three depths of the network. Disk and memory are estimated too.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kl_lens.sensitivity.engines import Engine, FastEngine
 from kl_lens.sensitivity.perturbation import Candidate, Perturbation, first_block, replacements
 from kl_lens.sensitivity.pieces import Group, Layout
 
-_SECONDS = 2.0  # of one forward, at most, unless a single window takes longer
+_SECONDS = 2.0  # longest timed forward, unless a single window takes longer
 
 
 @dataclass(frozen=True)
 class Item:
-    """What makes one candidate's cost."""
+    """What a candidate's cost depends on."""
 
-    start: int  # the block it is in; -1 before them all, their number behind them
+    start: int  # its block; -1 before the first, the number of blocks behind the last
     recipe: Recipe
     parameters: int
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What things take on one machine, or one worker; of what is per window, seconds for one."""
+    """Measured rates of one machine or worker, in seconds unless noted."""
 
-    starting: float  # the process, until it can open the model
+    starting: float  # until the process can open the model
     opening: float
     teacher: float  # per window
     blocks: tuple[float, ...]  # per window
@@ -56,16 +56,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class SweepCost:
-    """A sweep by so many workers, each on a machine like this one."""
+    """A sweep with several workers, each on a machine like this one."""
 
     workers: int
     seconds: float
-    starting: float  # of these: start and opening
-    teacher: float  # what a worker spends on the original model
-    committing: float  # in all, in one process beside the workers
+    starting: float  # part of `seconds`: starting the process and opening the model
+    teacher: float  # part of `seconds`: running the original model
+    committing: float  # total, in one process beside the workers
     memory: int  # of each worker
     disk: int
-    efficiency: float  # of one process's seconds, over workers × seconds
+    efficiency: float  # seconds of one process / (workers × seconds)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +80,7 @@ def items_of(model: LoadedModel, candidates: Sequence[Candidate]) -> list[Item]:
 def estimate(
     rates: Rates, items: Sequence[Item], windows: int, batch: int, slab: int, workers: int
 ) -> SweepCost:
-    """The seconds of the worker that ends last: it starts, runs the original model on its windows, does its share."""
+    """The time of the slowest worker: it starts, runs the original model on its windows, and does its share."""
     some = _taken(rates, items, windows, batch, slab, workers)
     alone = some if workers == 1 else _taken(rates, items, windows, batch, slab, 1)
     return replace(some, efficiency=alone.seconds / (workers * some.seconds))
@@ -93,16 +93,15 @@ def _taken(
     suffix = [behind[len(rates.blocks) - max(0, min(item.start + 1, len(rates.blocks)))] for item in items]
     each = [s + rates.same for s in suffix]  # per window
     batches = -(-windows // batch)
-    stretch = min(
-        windows, batch * max(1, min(batches // workers, slab // batch))
-    )  # windows that a worker prepares
+    # Windows on which a worker runs the teacher.
+    stretch = min(windows, batch * max(1, min(batches // workers, slab // batch)))
     stretches = -(-windows // stretch)
     quantizing = sum(rates.quantizing.get(item.recipe, 0.0) * item.parameters for item in items) * stretches
     arithmetic = sum(each) * windows + quantizing
     teacher = rates.teacher * (windows if workers == 1 else stretch * max(1, round(stretches / workers)))
     noise = 2 * rates.teacher * min(4, windows, slab)
     committing = rates.committing * len(items) * windows
-    # Nobody can do less than one candidate on its windows; on average the last one is half done when the others end.
+    # A worker's smallest unit is one candidate; on average the last one is half done when the other workers finish.
     tail = 0.0 if workers == 1 else max(each) * min(stretch, batch) / 2
     shared = max((arithmetic + noise) / workers, committing if workers > 1 else 0.0)
     seconds = rates.starting + rates.opening + teacher + shared + tail + (committing if workers == 1 else 0.0)
@@ -121,10 +120,10 @@ def _taken(
 def measured_rates(
     engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, starting: float, opening: float
 ) -> tuple[Rates, Layout]:
-    """A few seconds of the sweep itself; what came before it is known to the caller."""
+    """Times a few seconds of the sweep itself; the caller passes the time of the steps before it."""
     layout = Layout.of(engine, candidates, ids)
     some = _how_many(engine, ids, layout)
-    engine.prepare(ids[:1])  # whatever is done once, compiled for instance, is done
+    engine.prepare(ids[:1])  # warm up: compilation and other one-time work
     _group(engine, candidates, layout.groups[-1])
     teacher = _timed(engine, lambda: engine.prepare(ids[:some]))
     blocks = _block_seconds(engine)
@@ -153,14 +152,14 @@ def measured_rates(
 
 
 def _how_many(engine: Engine, ids: torch.Tensor, layout: Layout) -> int:
-    """Windows to time with: a whole batch, where that takes no longer than a moment."""
+    """Windows to time with: a whole batch, if that takes no longer than `_SECONDS`."""
     engine.prepare(ids[:1])
     one = _timed(engine, lambda: engine.prepare(ids[:1]))
     return max(1, min(layout.batch, int(_SECONDS / max(one, 1e-6))))
 
 
 def _block_seconds(engine: Engine) -> list[float]:
-    """Each block on the teacher's own inputs; nothing for an engine that knows no blocks."""
+    """Each block's time on the teacher's inputs; zeros for an engine that does not run blocks."""
     if not isinstance(engine, FastEngine):
         return [0.0] * engine.model.anatomy.blocks
     (batch,) = engine.teacher.batches
@@ -173,7 +172,7 @@ def _block_seconds(engine: Engine) -> list[float]:
 
 
 def _spread(groups: Sequence[Group], items: Sequence[Item], blocks: int) -> list[Group]:
-    """Groups from the beginning, the middle and the end of the blocks; without any there, whatever there is."""
+    """Groups from the first, middle and last blocks; if there are none, any groups."""
     inside = [group for group in groups if 0 <= items[group[0]].start < blocks] or list(groups)
     inside.sort(key=lambda group: items[group[0]].start)
     return list(dict.fromkeys((inside[0], inside[len(inside) // 2], inside[-1])))
@@ -195,7 +194,7 @@ def _group(engine: Engine, candidates: Sequence[Candidate], group: Sequence[int]
 
 
 def _quantizing(engine: Engine, candidates: Sequence[Candidate]) -> dict[Recipe, float]:
-    """Seconds per parameter of each recipe: of a component of middle size."""
+    """Seconds per parameter of each recipe, timed on a component of medium size."""
     by_recipe: dict[Recipe, list[Candidate]] = {}
     for candidate in candidates:
         by_recipe.setdefault(candidate.recipe, []).append(candidate)
@@ -207,13 +206,13 @@ def _quantizing(engine: Engine, candidates: Sequence[Candidate]) -> dict[Recipe,
             engine.model, Perturbation.single(c.name, r), engine.deployed
         )
         if middle.parameters < 10**7:
-            make()  # compiled
+            make()  # compiles kernels
         seconds[recipe] = _timed(engine, make) / middle.parameters
     return seconds
 
 
 def _timed(engine: Engine, work: Callable[[], Any]) -> float:
-    """The median of three, unless it takes long: a machine is never as quiet as one would like."""
+    """The median of three runs, against noise from other processes; long runs are timed fewer times."""
     wait = torch.cuda.synchronize if engine.chain.device.type == "cuda" else lambda: None
     taken: list[float] = []
     while len(taken) < 3 and sum(taken) < _SECONDS / 2:
@@ -226,7 +225,7 @@ def _timed(engine: Engine, work: Callable[[], Any]) -> float:
 
 
 def _journal(length: int, rows: int = 64) -> tuple[float, float]:
-    """Seconds and bytes of a candidate's window in a journal."""
+    """Seconds and bytes to commit one candidate × window to a journal."""
     windows = [
         WindowMetrics(w, length, length, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, bytes(4 * length)) for w in range(8)
     ]
@@ -245,7 +244,7 @@ def _journal(length: int, rows: int = 64) -> tuple[float, float]:
 
 
 def _memory(engine: Engine, ids: torch.Tensor, layout: Layout, some: int) -> int:
-    """The peak of a whole slab: what is kept grows with its windows, what is worked with, with those of a batch."""
+    """Peak memory of a whole slab: kept states grow with its windows, working memory with those of a batch."""
     slab = min(layout.slab, len(ids))
     batch = min(layout.batch, slab)
     kept, peak = _kept(engine), peak_memory()
@@ -255,12 +254,12 @@ def _memory(engine: Engine, ids: torch.Tensor, layout: Layout, some: int) -> int
     every = (m for block in engine.chain.blocks for m in block.modules())
     layers = [m for m in every if isinstance(m, torch.nn.Linear)]
     widest = max((max(m.in_features, m.out_features) for m in layers), default=0)
-    working = 10 * 4 * widest * int(ids.shape[1])  # of each window of a batch: what a block has at once
+    working = 10 * 4 * widest * int(ids.shape[1])  # per window of a batch: a block's tensors
     return int(peak + whole - kept + working * (batch - some))
 
 
 def _kept(engine: Engine) -> int:
-    """Bytes of the teacher that is prepared."""
+    """Bytes that the prepared teacher keeps."""
     if not isinstance(engine, FastEngine):
         return 0
     total = 0

@@ -1,9 +1,9 @@
-"""Two ways to measure the same thing: `plain`, which anybody can check by reading, and `fast`.
+"""Two engines that measure the same thing: `plain`, which is easy to check by reading, and `fast`.
 
 Both yield, for every perturbation, the metrics of every window. The plain engine runs the whole model for each
 perturbation and compares in plain torch. The fast engine starts at the first perturbed block from the teacher's cached
-states, runs only those parts of that block that see a difference, lets candidates of one block share a stacked suffix
-when batches are small, and forms logits and all metrics a chunk of rows at a time.
+states, runs only the parts of that block whose inputs or weights differ, stacks candidates of one block into a
+shared suffix when batches are small, and computes logits and metrics in chunks of rows.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import Batch, Teacher, batch_tokens, window_bytes
 
 Finish = Callable[[], list[list[WindowMetrics]]]
-Rows = Callable[[], Floats]  # those of `compare`, once they are wanted
+Rows = Callable[[], Floats]  # waits for the result of `compare`
 
 DEFAULT_MEMORY = 8 * 10**9  # on a GPU: most of what is free there
 
 
 def memory_on(device: torch.device, budget: int) -> int:
-    """The budget, or what stands for the default on a GPU: what the model's own code takes for the noise floor comes
-    on top, a gigabyte and more whatever the card has."""
+    """The budget; for the default on a GPU, most of its free memory. Some stays free because the model's own code,
+    which runs for the noise floor, takes a gigabyte or more on any card."""
     if device.type != "cuda" or budget != DEFAULT_MEMORY:
         return budget
     free = free_memory(device)
@@ -56,9 +56,9 @@ class Engine(ABC):
 
     name: ClassVar[str]
     precision = FLOAT32
-    scratch: Path | None = None  # a folder for states that memory has no room for
-    sharers = 1  # processes that the memory for states is for
-    remembers_parts = True  # what the parts of blocks gave: memory for candidates that change one part each
+    scratch: Path | None = None  # a folder for states that do not fit into memory
+    sharers = 1  # processes that share the memory for states
+    remembers_parts = True  # keep outputs of block parts; pays if each candidate changes one part
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Engine(ABC):
         deployed: Kernels | None = None,
         precision: str | None = None,
     ) -> None:
-        """`precision`: of products, see `precision.py`; those of the plain engine are float32 whatever is wanted."""
+        """`precision`: of matrix products, see `precision.py`; the plain engine always uses float32."""
         self.model = model
         self.deployed = deployed
         self.chain = model.chain
@@ -77,25 +77,25 @@ class Engine(ABC):
     def perturbed(
         self, perturbation: Perturbation, weights: Sequence[Replacement]
     ) -> AbstractContextManager[None]:
-        """The model with the perturbation's weights and, as deployed, with its activations too."""
+        """Within, the model has the perturbation's weights and, as deployed, the runtime's activations."""
         return applied(self.model, perturbation.recipes, weights, self.deployed)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """The original's, in this engine's precision."""
+        """The original model's logits, in this engine's precision."""
         return self.chain.full_logits(ids)
 
     @property
     def states_budget(self) -> int:
-        """Bytes for what is kept of the teacher; the rest is for working."""
+        """Bytes for the teacher's states; the rest of the budget is working memory."""
         return self.memory_budget // 2 // self.sharers
 
     def slabs(self, ids: torch.Tensor) -> list[range]:
-        """The windows in stretches whose teacher states fit into the memory budget."""
+        """Ranges of windows whose teacher states fit into the memory budget."""
         most = self.slab_windows(ids.shape[1])
         return [range(first, min(first + most, len(ids))) for first in range(0, len(ids), most)]
 
     def slab_windows(self, length: int) -> int:
-        """Windows in a slab: whole batches, so that the same windows run together however the text is cut."""
+        """Windows in a slab: whole batches, so that batches do not depend on where slabs end."""
         width = int(self.chain.head.weight.shape[1])  # type: ignore[index]
         most = max(1, self.states_budget // window_bytes(self.chain, length, width, self.vocabulary))
         return most - most % min(most, self.batch_windows(length))
@@ -109,18 +109,18 @@ class Engine(ABC):
         """Runs the teacher on these windows (one slab); `measure` compares against it."""
 
     def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
-        """Indices of perturbations that are measured together; `rows`: of a whole batch, if not of those prepared."""
+        """Indices of perturbations that are measured together. `rows`: of a batch; None: of the prepared ones."""
         for index in range(len(perturbations)):
             yield [index]
 
     @abstractmethod
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
-        """Measures one group; what is called in the end gives the windows of each of its perturbations."""
+        """Starts measuring one group. Calling the result waits for the windows of each perturbation."""
 
     def in_turn(
         self, perturbations: Sequence[Perturbation], groups: Iterable[list[int]]
     ) -> Iterator[tuple[list[int], list[list[WindowMetrics]]]]:
-        """These groups with their results. A GPU has the next group to do while the last one's numbers are summed."""
+        """These groups with their results. A GPU works on the next group while the last one's numbers are summed."""
         behind = 1 if self.chain.device.type == "cuda" else 0
         waiting: deque[tuple[list[int], Finish]] = deque()
         for group in groups:
@@ -152,9 +152,9 @@ class PlainEngine(Engine):
         self.ids = ids.to(self.chain.device)
         self.targets = self.chain.task.targets(self.ids)
         self.per_batch = self.batch_windows(ids.shape[1])
-        # The teacher runs once, if its logits fit; slabs are cut so that they do.
+        # The teacher runs once if its logits fit, and slabs are cut so that they do.
         keep = ids.numel() * self.vocabulary * 4 <= self.memory_budget // 2
-        self._kept: dict[int, TeacherRows] = {}  # the last slab goes before the next one comes
+        self._kept: dict[int, TeacherRows] = {}  # free the last slab before the next one
         self._kept = {w.start: self._run_teacher(w) for w in self._batches()} if keep else {}
 
     def batch_windows(self, length: int) -> int:
@@ -203,7 +203,7 @@ class PlainEngine(Engine):
 
 
 class Student:
-    """A perturbation made ready: its weights, where it parts from the teacher, and its head if that differs."""
+    """A prepared perturbation: its weights, the first block that differs from the teacher, and its own head, if any."""
 
     def __init__(self, model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None) -> None:
         self.perturbation = perturbation
@@ -214,7 +214,7 @@ class Student:
 
 
 class FastEngine(Engine):
-    """Suffixes only, from cached states, with streamed logits. The same numbers for far less work."""
+    """Runs only suffixes, from cached states, with chunked logits: the same numbers for far less work."""
 
     name = "fast"
     _teacher: Teacher | None = None
@@ -227,14 +227,14 @@ class FastEngine(Engine):
         precision: str | None = None,
     ) -> None:
         super().__init__(model, memory_budget, deployed)
-        # As deployed, others say what products compute with.
+        # As deployed, the target decides what products compute with.
         self.precision = FLOAT32 if deployed is not None else precision_for(precision, model.model)
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
     def _layout(self) -> InputMajor | TensorCores:
-        """What makes products faster: tensor cores, or copies of weights. Those depend on model and budget only, never
-        on the windows: a resumed sweep must repeat the same arithmetic."""
+        """What makes products faster: tensor cores, or copies of weights. Which weights are copied depends on model and
+        budget, never on the windows, because a resumed sweep must repeat the same arithmetic."""
         if self.precision != FLOAT32:
             return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
         useful = self.deployed is None and gains_by_input_major(self.chain.device)
@@ -250,7 +250,7 @@ class FastEngine(Engine):
 
     def prepare(self, ids: torch.Tensor) -> None:
         self.ids = ids.to(self.chain.device)
-        self._teacher = None  # the last slab goes before the next one comes: two would not fit
+        self._teacher = None  # free the last slab first: two would not fit
         run = partial(
             Teacher,
             self.chain,
@@ -258,18 +258,18 @@ class FastEngine(Engine):
             budget=self.states_budget,
             vocabulary=self.vocabulary,
             layout=self._layout,
-            # As deployed, unperturbed parts may compute otherwise too.
+            # As deployed, unperturbed parts may give other outputs too.
             remember_parts=self.remembers_parts and self.deployed is None,
             tokens=self.batch_tokens,
         )
         with suppress(torch.OutOfMemoryError):
             self._teacher = run()
-        if self._teacher is None:  # cycles that nobody collected may hold gigabytes of a card
+        if self._teacher is None:  # uncollected cycles may hold gigabytes of GPU memory
             gc.collect()
             torch.cuda.empty_cache()
             self._teacher = run()
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
-        # Asked of a GPU window by window, each would wait for all that it has yet to compute.
+        # Counted here once: reading a value from a GPU waits for all its pending work.
         self._counts = [(batch.targets >= 0).sum(1).tolist() for batch in self.teacher.batches]
 
     @property
@@ -282,7 +282,7 @@ class FastEngine(Engine):
         return self.teacher.cross_entropy()
 
     def _students(self, perturbations: Sequence[Perturbation]) -> list[Student]:
-        """Made ready; on a GPU beside what it still computes, since quantizing waits for what it finds."""
+        """Prepared perturbations. On a GPU in a stream of their own, because quantizing waits for its own results."""
         if self.chain.device.type != "cuda":
             return [Student(self.model, perturbation, self.deployed) for perturbation in perturbations]
         main = torch.cuda.current_stream()
@@ -296,7 +296,7 @@ class FastEngine(Engine):
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
-        torch.cuda.synchronize()  # the weights are there
+        torch.cuda.synchronize()  # weights must have arrived
         return torch.cuda.Stream(priority=-1)
 
     def started(self, perturbations: Sequence[Perturbation]) -> Finish:
@@ -317,7 +317,7 @@ class FastEngine(Engine):
         return max(1, self.batch_tokens // length)
 
     def groups(self, perturbations: Sequence[Perturbation], rows: int | None = None) -> Iterator[list[int]]:
-        """Neighbours that differ from the teacher in one and the same block only can share a stacked suffix."""
+        """Neighbours that differ from the teacher in the same single block can share a stacked suffix."""
         rows = rows or max(batch.rows for batch in self.teacher.batches)
         most = max(1, self.batch_tokens // rows)
         group: list[int] = []
@@ -359,7 +359,7 @@ class FastEngine(Engine):
         return self._compare(batch, list(states.chunk(len(students))))
 
     def _states(self, batch: Batch, student: Student) -> torch.Tensor:
-        """What enters the student's head."""
+        """The states that enter the student's head."""
         if student.start == len(self.chain):
             return batch.states
         with self.perturbed(student.perturbation, student.weights):
@@ -370,7 +370,7 @@ class FastEngine(Engine):
             return self.chain.finish(hidden, batch.calls)
 
     def _first_block(self, batch: Batch, student: Student) -> States:
-        """What leaves the first perturbed block; its parts that see no difference are not run again."""
+        """Output of the first perturbed block; its unaffected parts do not run again."""
         block = student.start
         memo = batch.memos[block]
         if memo is None:
@@ -382,7 +382,7 @@ class FastEngine(Engine):
     def _compare(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
     ) -> list[Rows]:
-        """`own_head` is the student whose head is perturbed too; the teacher's logits need the original."""
+        """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
         if self.precision != FLOAT32 and self.chain.head_scale is not None:
             return self._compare_states(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
@@ -395,7 +395,7 @@ class FastEngine(Engine):
     def _compare_states(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None
     ) -> list[Rows]:
-        """The same on a GPU's tensor cores: from states to metrics, with nothing on the host before the end."""
+        """The same on a GPU's tensor cores: from states to metrics without copies to the host in between."""
         from kl_lens.checkpoints.kernels.triton_products import linear
         from kl_lens.sensitivity.triton_metrics import SharedHead, compare_logits
 
@@ -428,7 +428,7 @@ class FastEngine(Engine):
             )
 
         def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
-            """On its way to the host already, and waited for when it is wanted; what is computed by then goes on."""
+            """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""
             there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             there.copy_(rows, non_blocking=True)
             arrived = torch.cuda.Event()
@@ -460,7 +460,7 @@ class FastEngine(Engine):
 
 
 def _count(targets: torch.Tensor) -> int:
-    """Rows that have a true class."""
+    """Rows that have a true next token."""
     return int((targets >= 0).sum())
 
 

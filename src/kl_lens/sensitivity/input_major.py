@@ -1,8 +1,8 @@
 """Copies of the linear layers' weights with the inputs' axis outermost, for faster products on ARM.
 
 OpenBLAS, which torch uses there, multiplies by a matrix stored that way 4 to 7 % faster than by its transpose, which is
-how every checkpoint has it. The model keeps its own weights; a layer whose weight has been swapped in the meantime
-(a candidate's) computes with that.
+how checkpoints store it. The model keeps its own weights. If a layer's weight has been swapped for a candidate's, the
+layer uses that and not the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kl_lens.checkpoints.patching import has_own_forward, patched
 
 
 def gains_by_input_major(device: torch.device) -> bool:
-    """Measured with torch's OpenBLAS on ARM; other libraries pack their operands otherwise."""
+    """Measured with torch's OpenBLAS on ARM; other libraries pack their operands differently."""
     return device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
 
 
@@ -27,7 +27,7 @@ class InputMajor:
     """The float32 linear layers among some modules, with copies of their weights."""
 
     def __init__(self, modules: Iterable[nn.Module], most_bytes: int) -> None:
-        """Copies as long as they fit into so many bytes."""
+        """Copies weights until `most_bytes` are used."""
         self.bytes = 0
         self._copies: dict[nn.Linear, tuple[int, torch.Tensor]] = {}
         for module in dict.fromkeys(m for outer in modules for m in outer.modules()):

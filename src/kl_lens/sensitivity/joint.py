@@ -1,4 +1,4 @@
-"""Whole plans on held-out text: many components perturbed at once, by the sweep's own engine."""
+"""Measures whole plans on held-out text: many components perturbed at once, with the sweep's engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kl_lens.text import Windows
 
 @dataclass(frozen=True)
 class JointResult:
-    """What a plan does to the model on some text."""
+    """A plan's loss on some text."""
 
     kl: Estimate  # KL(original ‖ planned), nats per token
     delta_cross_entropy: Estimate
@@ -34,7 +34,7 @@ class JointResult:
 class PlanMeter:
     """Measures plans against the original model on fixed windows; each plan once.
 
-    Components at `fp16` keep their weights: the original is the checkpoint as it is loaded, and reference points are
+    Components at `fp16` keep their weights: the original is the checkpoint as loaded, and its reference points are
     FP16 already.
 
     Example:
@@ -49,11 +49,11 @@ class PlanMeter:
         memory_budget: int = DEFAULT_MEMORY,
         deployed: Kernels | None = None,
     ) -> None:
-        """`deployed`: measure with the activations that a runtime's kernels see, not with the weights alone."""
+        """`deployed`: measure with the activations of a runtime's kernels, not only with quantized weights."""
         self.model = model
         self.text = windows
         self._engine = engine_for(FastEngine.name, model, windows.ids, memory_budget, deployed)
-        # A plan changes nearly every part, so there is next to nothing to look up.
+        # A plan changes nearly every part, so recorded outputs would hardly be used.
         self._engine.remembers_parts = False
         self._slabs = self._engine.slabs(windows.ids)
         self._prepared: range | None = None
@@ -68,7 +68,7 @@ class PlanMeter:
 
     @property
     def known(self) -> list[tuple[dict[str, Recipe], JointResult]]:
-        """The plans measured so far, with what they did."""
+        """The plans measured so far, with their results."""
         return [(dict(key), result) for key, result in self._known.items() if key]
 
     def measure(self, assignment: Mapping[str, str]) -> JointResult:
@@ -97,7 +97,7 @@ class PlanMeter:
         return JointResult(
             kl=summary["kl_teacher_to_student"],
             delta_cross_entropy=change,
-            # The error of the change alone: what both models share cancels in every comparison of plans.
+            # Only the error of the change: the part that both models share cancels when plans are compared.
             perplexity=Estimate(value, value * change.standard_error),
             original_perplexity=math.exp(entropy),
             windows=window_kl(windows),

@@ -1,9 +1,9 @@
-"""What the parts of a block gave in the teacher's run, so that a perturbed block runs only what differs.
+"""Records outputs of a block's parts in the teacher's run, so that a perturbed block runs only what differs.
 
 A candidate changes one weight. Parts of its block that come before it, or beside it (the attention next to a
-state-space mixer), get the teacher's inputs and give the teacher's outputs. Which parts those are is not looked up
-but seen: a part that holds no perturbed weight and is called with exactly the recorded inputs gives the recorded
-output; any other call runs. On a GPU only the very same tensors count: to compare others, the host would have to wait.
+state-space mixer), get the teacher's inputs and give the teacher's outputs. No table says which parts those are: a
+part without a perturbed weight that is called with exactly the recorded inputs returns the recorded output; any other
+call runs. On a GPU inputs count as equal only if they are the same tensor: comparing values would make the host wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from kl_lens.checkpoints.patching import patched
 
-# Arguments that are values, and cannot carry something away from a call.
+# Immutable arguments: a call cannot return anything through them.
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 Wrapper = Callable[[str, Callable[..., Any]], Callable[..., Any]]
@@ -56,7 +56,7 @@ def _identical(recorded: Any, given: Any) -> bool:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Nothing but tensors and values: no cache or other object that a call could change on the side."""
+    """Only tensors and plain values: no cache or other object that a call could change as a side effect."""
     return all(isinstance(leaf, (torch.Tensor, *_VALUES)) for leaf in pytree.tree_leaves(tree))
 
 
@@ -72,13 +72,13 @@ class BlockMemo:
         >>> with memo.recording():
         ...     hidden = block(states)
         >>> with memo.replaying(perturbed={id(block.mixer.out_proj.weight)}):
-        ...     other = block(states)                  # in_proj and what only it feeds are not computed again
+        ...     other = block(states)                  # in_proj and what depends only on it do not run again
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._by_value = all(parameter.device.type == "cpu" for parameter in block.parameters())
         # Parts worth remembering hold a matrix; norms and activations are cheaper than comparing their inputs. Where
-        # tensors are told by identity, what a norm gave has to be the same tensor again for the parts behind it.
+        # inputs are compared by identity, norms are recorded too: parts behind them must get the same tensor again.
         least = 2 if self._by_value else 1
         self._parts = {
             name: part
@@ -89,7 +89,7 @@ class BlockMemo:
 
     @property
     def bytes(self) -> int:
-        """What keeping the recorded tensors costs."""
+        """Bytes of the recorded tensors."""
         storages = {}
         for calls in self._calls.values():
             for leaf in pytree.tree_leaves([(call.leaves, call.output) for call in calls]):
@@ -100,7 +100,7 @@ class BlockMemo:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Calls within are kept, unless what went in or came out was changed in place before the end."""
+        """Records the calls within, except those whose inputs or outputs were changed in place before the end."""
         seen: list[tuple[str, _Call, list[Any]]] = []
 
         def record(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ class BlockMemo:
                 before = [_copied(leaf) for leaf in leaves]
                 output = forward(*args, **kwargs)
                 left, shape = pytree.tree_flatten((args, kwargs))
-                # A call that fills a dictionary it was given does more than return its output: it must run again.
+                # A call that also fills a dictionary argument has a side effect: it must run again.
                 untouched = shape == structure and all(a is b for a, b in zip(leaves, left, strict=True))
                 if untouched and _is_plain(leaves) and _is_plain(output):
                     after = [_copied(leaf) for leaf in pytree.tree_leaves(output)]
@@ -127,7 +127,7 @@ class BlockMemo:
 
     @contextmanager
     def replaying(self, perturbed: set[int]) -> Iterator[None]:
-        """Within, parts without a perturbed parameter (given by id) answer recorded calls from memory."""
+        """Within, parts without a perturbed parameter (given by id) return recorded outputs for recorded calls."""
         clean = {
             name: self._parts[name]
             for name in self._calls
@@ -149,5 +149,5 @@ class BlockMemo:
 
 
 def _wrapped(parts: dict[str, nn.Module], wrap: Wrapper) -> AbstractContextManager[None]:
-    """The parts' `forward`, as it is now (ours or the library's), behind a wrapper."""
+    """Wraps the parts' current `forward` (ours or the library's)."""
     return patched((part, wrap(name, part.forward)) for name, part in parts.items())

@@ -1,4 +1,4 @@
-"""Which recipes a sweep measures: formats × methods, or for every component the method that its own outputs prefer."""
+"""Which recipes a sweep measures: formats × methods, or for each component the method with the least output error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KL = "kl_teacher_to_student"
 
 
 def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[Recipe], list[str]]:
-    """Every format by every method that has a meaning for it, and why others are left out.
+    """Every format with every method that applies to it, and the reasons why others are left out.
 
     A recipe that names its method stays as it is, and so does a format that no method suits (fp16).
     """
@@ -37,19 +37,19 @@ def crossed(formats: Sequence[str], methods: Sequence[str]) -> tuple[list[Recipe
 
 
 def all_methods(formats: Sequence[str]) -> list[Recipe]:
-    """Every format by every method there is, round to nearest first."""
+    """Every format with every method, round to nearest first."""
     return crossed(formats, of_single_components())[0]
 
 
 def of_single_components() -> list[str]:
-    """The methods that need no plan around a component."""
+    """The methods that work on one component without a plan."""
     return [name for name in known_quantizers() if not get_quantizer(name).of_a_plan]
 
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """What `auto` measures: of each component and format the recipe with the least error of its own outputs, and on a
-    few components every recipe, to see whether the output distribution agrees."""
+    """What `auto` measures: for each component and format the recipe with the least error of the component's own
+    outputs, and on a few components every recipe, to check that choice against KL."""
 
     candidates: list[Candidate]
     chosen: frozenset[tuple[str, Recipe]]  # by component
@@ -65,7 +65,7 @@ class MethodChoice:
         )
 
     def agreement(self, measurements: Iterable[Measurement]) -> tuple[int, int]:
-        """On how many of the verified (component, format) the choice also had the least KL, and of how many."""
+        """Verified (component, format) pairs where the choice also had the least KL, and all verified pairs."""
         rivals_of: dict[tuple[str, str], list[tuple[float, bool]]] = {}
         offered = {(c.component.name, c.recipe) for c in self.candidates}
         for m in measurements:
@@ -81,7 +81,7 @@ class MethodChoice:
 def by_output_error(
     model: LoadedModel, candidates: Sequence[Candidate], advanced: Callable[[Candidate], None]
 ) -> MethodChoice:
-    """Chooses among candidates that differ in their method only; every weight is made, and kept by the store."""
+    """Chooses among candidates that differ only in their method. Every weight is quantized, and kept by the store."""
     groups: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         key = candidate.component.name, candidate.recipe.grid.name

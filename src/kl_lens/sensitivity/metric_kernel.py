@@ -28,9 +28,9 @@ from kl_lens.checkpoints.kernels.vector_math import (
 
 # Columns handled at once: the buffers of this length stay in the L1 cache.
 _TILE = 1024
-# Where e^d - 1 - d is summed as a series; at the border its first left-out term is 8e-7 of the value.
+# Below this |d|, e^d - 1 - d is a series; at the border its first omitted term is 8e-7 of the value.
 _SERIES = np.float32(0.5)
-# Its square as an integer: floats that are not negative have the order of their bits.
+# Its square as an integer: non-negative floats sort like their bits.
 _SERIES_BITS = np.int32((_SERIES * _SERIES).view(np.int32))
 
 _REDUCTION = FAST_MATH | {"reassoc"}
@@ -52,7 +52,7 @@ def _exponentials(values, offset, count, out):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
 def _log_sum_exp(row, top, exponentials):  # type: ignore[no-untyped-def]
-    """log Σ exp, and the sum of the exponentials that it leaves behind, which are exp(row) up to a common factor."""
+    """log Σ exp, and the sum of the exponentials left in the buffer, which are exp(row) up to a common factor."""
     offset = np.float32(-top * LOG2_E)
     total = 0.0
     for first in range(0, row.shape[0], _TILE):
@@ -86,7 +86,7 @@ def _terms(teacher, student, exponentials, scale, teacher_lse, shift, count, for
         # d e^d - e^d + 1 = d (d + f) - f, where f = e^d - 1 - d
         small_backward = d * (p * d + small_forward) - small_forward
         gain = q - p
-        # A comparison and a choice by hand: as an `if` the compiler takes the lanes apart and compares one by one.
+        # Compared and selected by bits: with an `if` the compiler does not vectorise the loop.
         is_small = np.int32(np.int32(float_bits(square) - _SERIES_BITS) >> np.int32(31))  # type: ignore[call-arg]
         forward[i] = _choose(is_small, small_forward, gain - p * d)
         backward[i] = _choose(is_small, small_backward, q * d - gain)
@@ -104,7 +104,7 @@ def _log_sum_exps(rows, out):  # type: ignore[no-untyped-def]
 def _compare(teacher, teacher_lse, teacher_top, student, targets, out):  # type: ignore[no-untyped-def]
     columns = teacher.shape[1]
     for r in prange(teacher.shape[0]):
-        exponentials = np.empty(columns, np.float32)  # of the whole row: they are needed twice
+        exponentials = np.empty(columns, np.float32)  # of the whole row, because they are needed twice
         forward = np.empty(_TILE, np.float32)
         backward = np.empty(_TILE, np.float32)
         error = np.empty(_TILE, np.float32)

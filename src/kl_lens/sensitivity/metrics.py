@@ -1,4 +1,4 @@
-"""What a perturbed model's output distributions lose against the original's, token by token.
+"""How a perturbed model's output distributions differ from the original's, token by token.
 
 Everything is computed from one chunk of rows at a time, so memory never grows with tokens × vocabulary. On CPU the
 row kernel of `metric_kernel` does the work, on a GPU those of `triton_metrics`; elsewhere, and as the reference, plain
@@ -82,10 +82,10 @@ def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True)
 
 
 def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:
-    """The rows of a GPU's kernels, with those that are no numbers done again in plain torch.
+    """The rows from a GPU's kernels; those that are NaN or infinite are computed again in plain torch.
 
-    The kernels overflow where a student is certain of what the teacher thinks impossible. `again` gives both sides'
-    logits of some rows.
+    The kernels overflow where a student is certain of a token that the teacher thinks impossible. `again` gives the
+    logits of both models for some rows.
     """
     wrong = torch.from_numpy(np.flatnonzero(~np.isfinite(rows).all(1)))
     for bad in wrong.split(256) if len(wrong) else ():
@@ -94,12 +94,12 @@ def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torc
 
 
 def _compare_reference(teacher: TeacherRows, student: torch.Tensor) -> Floats:
-    """The same in plain torch, float32 with double sums; metric_kernel's docstring says why in this form."""
+    """The same in plain torch, float32 with double sums; metric_kernel's docstring explains the formulas."""
     lse = torch.logsumexp(student.double(), -1)
     log_p = teacher.logits - teacher.lse.float()[:, None]
     d = (student - teacher.logits) - (lse - teacher.lse).float()[:, None]
     p, q = log_p.exp(), (student - lse.float()[:, None]).exp()
-    # q - p - p·d would round for small d; there the first terms of its series are exact.
+    # q - p - p·d loses precision for small d; there the first terms of the series are exact.
     small = d.abs() < 0.1
     square = p * d * d
     forward = torch.where(small, square * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120))), q - p - p * d)
@@ -136,10 +136,10 @@ def window_metrics(window: int, rows: Floats, signal: Floats, targets: int, voca
 
 
 def check_finite(what: str, windows: Sequence[tuple[int, float]]) -> None:
-    """Refuses (window, value) pairs that are no numbers: stored, they would poison every plan made from them."""
+    """Refuses (window, value) pairs with NaN or infinity: stored, they would spoil every plan made from them."""
     for window, value in windows:
         if not math.isfinite(value):
             raise RunError(
-                f"{what}: the logits on window {window} are NaN or infinite, so there is nothing to measure; "
-                "look at the weights, or compute in float32"
+                f"{what}: the logits on window {window} are NaN or infinite, so nothing can be measured; "
+                "check the weights, or compute in float32"
             )

@@ -1,4 +1,4 @@
-"""What the measuring alone makes of no difference."""
+"""The noise floor: what is measured when there is no difference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kl_lens.sensitivity.precision import FLOAT32
 
 
 def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
-    """The teacher against itself in another batch position: what the measuring alone makes of no difference.
+    """The teacher against itself in another batch position.
 
-    On tensor cores: twice the distance of what they give from float32, since teacher and student are both computed so.
+    On tensor cores: twice their distance from float32, because teacher and student both run on them.
     """
     ids = ids[:windows].to(engine.chain.device)
     sides = 1 if engine.precision == FLOAT32 else 2

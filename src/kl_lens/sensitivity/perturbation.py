@@ -1,4 +1,4 @@
-"""A perturbation: some components with the weights that a recipe leaves of them."""
+"""A perturbation: some components with quantized weights."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Perturbation:
 
 
 class Kernels(Protocol):
-    """What a runtime's kernels compute with; a target hands itself in as this."""
+    """What a runtime's kernels compute with. Targets implement it."""
 
     @property
     def name(self) -> str:
         """Of the target."""
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
-        """The float32 weights that they multiply with."""
+        """The float32 weights that the kernels multiply with."""
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
-        """Within, the inputs of the named components' products are what they multiply with."""
+        """Within, the named components' inputs are rounded as the kernels round them."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ def name_pattern(text: str | None) -> re.Pattern[str]:
     try:
         return re.compile(text or "")
     except (re.error, OverflowError, RecursionError) as error:
-        raise RunError(f"--components {text!r} is no regular expression: {error}") from error
+        raise RunError(f"--components {text!r} is not a regular expression: {error}") from error
 
 
 def find_candidates(
     anatomy: Anatomy, recipes: Sequence[Recipe], pattern: str | None = None
 ) -> tuple[list[Candidate], list[tuple[Component, Recipe, str]]]:
-    """Every quantizable component × recipe, in the order of the network, and what does not fit, with the reason.
+    """Every quantizable component × recipe in network order, and the ones that do not fit, with the reason.
 
-    What does not fit is measured as what runtimes store in its place, where that is not FP16. A pattern that matches
-    nothing is an error.
+    If a recipe does not fit, the format that runtimes store instead is measured, unless that is FP16. A pattern that
+    matches nothing is an error.
     """
     expression = name_pattern(pattern)
     matching = [c for c in anatomy.candidates if any(expression.search(n) for n in (c.name, *c.tied_with))]
@@ -92,12 +92,12 @@ def find_candidates(
                 unfit.append((component, recipe, reason))
     if not fitting:
         component, _, reason = unfit[0]
-        raise FormatError(f"no component can be held in {', '.join(recipes)}: {component.name}: {reason}")
+        raise FormatError(f"no component can be stored in {', '.join(recipes)}: {component.name}: {reason}")
     return list(fitting), unfit
 
 
 def _stored(recipe: Recipe, component: Component) -> tuple[Recipe | None, str | None]:
-    """What to measure of a component, None for nothing, and why that is not the recipe itself (or None)."""
+    """The recipe to measure (None: nothing), and the reason if it is not the given one."""
     reason = recipe.grid.fits(component.shape)
     if reason is None:
         return recipe, None
@@ -114,9 +114,9 @@ Replacement = tuple[torch.nn.Parameter, torch.Tensor]
 def replacements(
     model: LoadedModel, perturbation: Perturbation, kernels: Kernels | None = None
 ) -> list[Replacement]:
-    """The weights that the perturbation's recipes leave, each with the parameter whose place it takes.
+    """The perturbation's quantized weights, each with the parameter that it replaces.
 
-    With `kernels`, those that a runtime multiplies with, where that is something else.
+    With `kernels`, the weights that a runtime multiplies with, which can differ from the stored ones.
     """
     ready: list[Replacement] = []
     for name, recipe in perturbation.recipes.items():
@@ -131,7 +131,7 @@ def replacements(
 
 @contextmanager
 def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
-    """Within the block the parameters hold these weights; the originals come back whatever happens inside."""
+    """Within, the parameters hold these weights; the originals are restored even after an error."""
     originals = [parameter.data for parameter, _ in weights]
     try:
         for parameter, weight in weights:
@@ -146,14 +146,14 @@ def swapped(weights: Sequence[Replacement]) -> Iterator[None]:
 def applied(
     model: LoadedModel, recipes: Mapping[str, Recipe], weights: Sequence[Replacement], kernels: Kernels | None
 ) -> Iterator[None]:
-    """Within, the model has these weights and, with `kernels`, the activations that those multiply with."""
+    """Within, the model has the quantized weights and, with `kernels`, a runtime's activations."""
     with swapped(weights), kernels.activations(model, recipes) if kernels else nullcontext():
         yield
 
 
 def first_block(anatomy: Anatomy, perturbation: Perturbation) -> int:
-    """Where a perturbed forward parts from the teacher's: -1 before the blocks, the number of blocks at the head."""
-    starts = [anatomy.blocks]  # nothing perturbed: nothing but the head to run
+    """The first block that differs from the teacher: -1 before the blocks, the number of blocks for the head."""
+    starts = [anatomy.blocks]  # nothing perturbed: only the head runs
     for name in perturbation.recipes:
         component = anatomy.component(name)
         if component.block is not None:

@@ -1,7 +1,7 @@
-"""A sweep in pieces that anybody can do: some groups of candidates on some windows.
+"""Cuts a sweep into pieces for any process to do: some groups of candidates on some windows.
 
-Which windows run in one batch and which candidates share a suffix is decided for the whole sweep. A piece has whole
-batches and whole groups, so whoever does it repeats the arithmetic of the sweep in one process.
+Which windows share a batch and which candidates share a suffix is decided for the whole sweep. A piece has whole
+batches and whole groups, so it gives the same bits in any process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Done = Mapping[tuple[str, str], set[int]]  # (component, format) → windows
 
 @dataclass(frozen=True)
 class Piece:
-    """Some groups on some windows; `noise`: whoever does it also finds the noise floor."""
+    """Some groups on some windows; `noise`: measure the noise floor too."""
 
     windows: tuple[int, ...]
     groups: tuple[Group, ...]
@@ -33,7 +33,7 @@ class Piece:
     noise: bool = False
 
     def left(self, candidates: Sequence[Candidate], done: Done) -> Piece | None:
-        """Without the windows and groups that are done; None where nothing is left."""
+        """The piece without finished windows and groups; None if nothing is left."""
 
         def lacks(group: Group, windows: Iterable[int]) -> bool:
             return any(not done.get(key_of(candidates[index]), set()).issuperset(windows) for index in group)
@@ -44,7 +44,7 @@ class Piece:
         return replace(self, windows=windows, groups=groups, work=self.work * share) if groups else None
 
     def named(self, candidates: Sequence[Candidate]) -> str:
-        """For people: which candidates on which windows."""
+        """For messages: which candidates on which windows."""
         first, last = candidates[self.groups[0][0]], candidates[self.groups[-1][-1]]
         to = "" if first == last else f" to {last}"
         return f"{first}{to} on windows {self.windows[0]} to {self.windows[-1]}"
@@ -52,14 +52,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an engine takes a sweep: whoever takes it alike, on the same kind of device, gives the same bits."""
+    """How a sweep is divided. The same layout on the same kind of device gives the same bits."""
 
     batch: int  # windows that run together
     groups: tuple[Group, ...]
     engine: str
     precision: str  # of products
     windows: int  # of the text
-    slab: int = field(compare=False)  # windows whose teacher fits into memory at once
+    slab: int = field(compare=False)  # windows whose teacher states fit into memory
 
     @classmethod
     def of(cls, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor) -> Layout:
@@ -70,11 +70,11 @@ class Layout:
         return cls(batch, tuple(map(tuple, groups)), engine.name, engine.precision, count, slab)
 
     def whole(self, costs: Sequence[float]) -> list[Piece]:
-        """All of it, a slab at a time. `costs`: of each candidate, on one window."""
+        """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""
         return [self._piece(range(*ends), self.groups, costs) for ends in _cut(self.windows, self.slab)]
 
     def share(self, costs: Sequence[float], index: int, count: int) -> list[Piece]:
-        """The index-th of `count` shares of equal work, from 1: batch by batch, and within a batch group by group."""
+        """Share `index` (from 1) of `count` shares of equal work, cut by batch and within a batch by group."""
         whole = sum(costs) * self.windows
         pieces: list[Piece] = []
         before = 0.0
@@ -96,8 +96,8 @@ class Layout:
         return pieces
 
     def spread(self, costs: Sequence[float], workers: int, each: int = 16) -> list[Piece]:
-        """For so many workers, about `each` pieces for every one; on few windows' stretches, since every worker needs a
-        teacher for each stretch that it works on."""
+        """About `each` pieces per worker. The windows are cut into few ranges, because a worker has to run the teacher
+        on each range that it works on."""
         batches = -(-self.windows // self.batch)
         stretch = self.batch * max(1, min(batches // max(1, workers), self.slab // self.batch))
         size = sum(costs) * self.windows / (workers * each)
@@ -115,32 +115,32 @@ class Layout:
         return pieces
 
     def _piece(self, windows: Sequence[int], groups: tuple[Group, ...], costs: Sequence[float]) -> Piece:
-        """What has the sweep's first group on its first window also finds the noise floor."""
+        """The piece with the first group on the first window also measures the noise floor."""
         work = sum(_cost(group, costs) for group in groups) * len(windows)
         return Piece(tuple(windows), groups, work, windows[0] == 0 and groups[0] == self.groups[0])
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is committed at once: the teacher on some windows, or a group of candidates there."""
+    """Results that are committed together: the teacher on some windows, or a group of candidates."""
 
     teacher: tuple[tuple[int, int, float], ...] = ()  # window, tokens with a target, summed cross-entropy
     noise: Mapping[str, float] | None = None
     candidates: tuple[tuple[int, tuple[WindowMetrics, ...]], ...] = ()  # index → its windows
-    seconds: float = 0.0  # of each candidate
+    seconds: float = 0.0  # per candidate
 
 
 class PieceRunner:
-    """Does pieces of one sweep in this process; the teacher of the last windows is kept."""
+    """Does pieces of one sweep in this process and keeps the teacher of the last windows."""
 
     def __init__(
         self, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, sharers: int = 1
     ) -> None:
-        """`sharers`: how many such processes the engine's memory budget is for."""
+        """`sharers`: processes that share the engine's memory budget."""
         self.engine, self.candidates, self.ids = engine, candidates, ids
         self.layout = Layout.of(engine, candidates, ids)
         self._first = ids[: self.layout.slab]
-        if sharers > 1:  # fewer windows are kept at once; those that run together stay, and so do the bits
+        if sharers > 1:  # smaller slabs, but the same batches and so the same bits
             engine.sharers = sharers
             slab = max(self.layout.batch, engine.slab_windows(int(ids.shape[1])))
             self.layout = replace(self.layout, slab=slab)

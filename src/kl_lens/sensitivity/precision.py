@@ -1,7 +1,7 @@
 """How exactly a GPU multiplies: `float32` on its general cores, or on tensor cores.
 
-`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` and `bf16` are faster again, and add noise
-to every number; a run says how much. What is chosen is part of the run's identity.
+`tf32x3` is nearly as accurate as float32 and several times as fast. `tf32` and `bf16` are faster still, and add noise
+to every number; a run reports how much. The choice is part of the run's identity.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
 
 
 def precision_for(wanted: str | None, model: nn.Module) -> str:
-    """What is wanted, or float32's accuracy in the fastest way that there is; refused where it cannot be had."""
+    """The wanted precision, or the fastest with float32's accuracy. Raises if the hardware does not have it."""
     first = next(model.parameters())
     possible = (
         runs_triton(first.device)
         and first.dtype == torch.float32
-        and torch.cuda.get_device_capability(first.device) >= (8, 0)  # what the tiles need
+        and torch.cuda.get_device_capability(first.device) >= (8, 0)  # the kernels' tiles need Ampere
     )
     if wanted is None:
         return TF32X3 if possible else FLOAT32
     if wanted != FLOAT32 and not possible:
         raise RunError(
             f"--precision {wanted}: needs an Ampere GPU or later, Triton, and a model in float32; this one is in "
-            f"{str(first.dtype).removeprefix('torch.')} on {first.device.type}; leave it out"
+            f"{str(first.dtype).removeprefix('torch.')} on {first.device.type}; leave the option out"
         )
     return wanted
 
@@ -71,5 +71,5 @@ def fastest_within(noise: float, medians: Sequence[float]) -> str:
 
 
 def accuracy_of(precision: str) -> str:
-    """What a run remembers: float32 and `tf32x3` are two ways to the same numbers, as two machines are."""
+    """The accuracy that a run records: float32 and `tf32x3` count as the same."""
     return FLOAT32 if precision == TF32X3 else precision

@@ -1,4 +1,4 @@
-"""Is the ranking settled, or would other windows have given another one?"""
+"""Is the ranking settled, or would other windows give another one?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Settled:
     """Agreement of the ranking with itself, for the format where it is worst.
 
     `between_halves` is Kendall's τ between the rankings by the even and by the odd windows; `lower` is the 2.5 %
-    quantile of τ between the ranking and those by windows drawn anew (bootstrap).
+    quantile of τ between the ranking and those of a bootstrap over windows.
     """
 
     format: str
@@ -37,7 +37,7 @@ class Settled:
 
 def settled(values: Mapping[str, Sequence[Sequence[float]]], threshold: float) -> Settled:
     """values: per format, (candidates × windows) of KL."""
-    from scipy.stats import kendalltau  # seconds to load, of every worker too
+    from scipy.stats import kendalltau  # takes seconds to load, in every worker too
 
     states = []
     for name, rows in values.items():

@@ -1,6 +1,6 @@
-"""Room for states: in memory as far as it goes, then the host's (for those of a GPU), then a file.
+"""Stores states in device memory first, then in the host's (for a GPU), then in a file.
 
-The file has no name: it is gone with the process, however that ends.
+The file has no name, so it disappears with the process even after a crash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kl_lens.errors import RunError, one_line
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A tensor's place in the file."""
+    """Where a tensor is in the file."""
 
     at: int
     shape: torch.Size
@@ -37,7 +37,7 @@ def bytes_of(states: States) -> int:
 
 
 class StateRoom:
-    """States by key; `take` gives them back on the device that they came from.
+    """States by key; `take` returns them on the device they came from.
 
     Example:
         >>> with StateRoom(10**9, folder) as room:
@@ -46,11 +46,11 @@ class StateRoom:
     """
 
     def __init__(self, memory: int, folder: Path | None, host: int = 0) -> None:
-        """`memory`, `host`: bytes on the device, and beside it where that is a GPU. `folder`: for the file."""
+        """`memory`: bytes on the device. `host`: bytes in the host's memory, for a GPU. `folder`: for the file."""
         self._left, self._host_left, self._folder = memory, host, folder
         self._kept: dict[Hashable, tuple[list[Any], Any, torch.device]] = {}
         self._file: IO[bytes] | None = None
-        self._free: dict[int, list[int]] = {}  # size → places in the file that are empty again
+        self._free: dict[int, list[int]] = {}  # size → free offsets in the file
         self._end = 0
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class StateRoom:
 
     @property
     def spilled(self) -> int:
-        """Bytes that the file has."""
+        """Size of the file."""
         return self._end
 
     def put(self, key: Hashable, states: States) -> None:
@@ -73,7 +73,7 @@ class StateRoom:
         self._kept[key] = ([self._put(leaf) for leaf in leaves], structure, states.hidden.device)
 
     def take(self, key: Hashable) -> States:
-        """What was put there; the room is free again."""
+        """Removes and returns the states."""
         leaves, structure, device = self._kept.pop(key)
         hidden, carried = pytree.tree_unflatten([self._take(leaf, device) for leaf in leaves], structure)
         return States(hidden, carried)
@@ -83,7 +83,7 @@ class StateRoom:
             return leaf
         if leaf.nbytes <= self._left:
             self._left -= leaf.nbytes
-            # A view would hold on to all that it is a view of.
+            # A view would keep its whole storage alive.
             return leaf if leaf.untyped_storage().nbytes() == leaf.nbytes else leaf.clone()
         if leaf.device.type != "cpu" and leaf.nbytes <= self._host_left:
             self._host_left -= leaf.nbytes
@@ -122,13 +122,13 @@ class StateRoom:
         except OSError as error:
             raise RunError(
                 f"{self._folder or tempfile.gettempdir()}: {self._end / 1e9:.1f} GB of states cannot be kept there "
-                f"({one_line(error)}); make room, or raise --memory-budget; what was measured is kept"
+                f"({one_line(error)}); free some space, or raise --memory-budget; finished measurements are kept"
             ) from error
         return _OnDisk(at, leaf.shape, leaf.dtype, len(data))
 
 
 def room_beside(device: torch.device, folder: Path | None) -> tuple[int, int]:
-    """Bytes for states outside the device's memory, half of what is free: in the host's, and on disk."""
+    """Bytes for states in host memory and on disk: half of what is free in each."""
     host = available_memory() // 2 if device.type != "cpu" else 0
     return host, shutil.disk_usage(folder or tempfile.gettempdir()).free // 2
 

@@ -1,10 +1,9 @@
 """The fast engine for a model whose weights stay on disk: blocks in the outer loop, states in the inner one.
 
-In memory a candidate runs from its block to the end before the next one begins. Here all of them go together: each
-block is read once, and everything that has to pass it passes it (the teacher's states and those of every candidate
-that began before it). The arithmetic is the same, in the same batches and stacks, and so are the numbers. How many
-candidates go together is a matter of the memory for their states; the others are a further *wave*, which begins where
-its first candidate does.
+With the model in memory, a candidate runs from its block to the end before the next one starts. Here they all advance
+together: each block is read once, and applied to the teacher's states and to those of every candidate that started
+before it. Batches, stacks and arithmetic are the same, and so are the numbers. Memory limits how many candidates run
+together. The others form another *wave*, which starts at its first candidate's block.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from kl_lens.sensitivity.precision import FLOAT32, TensorCores
 from kl_lens.sensitivity.spilling import StateRoom, bytes_of, room_beside
 from kl_lens.sensitivity.teacher import Batch, Teacher, logit_rows
 
-# Of the budget, less what the weights take: for states; the rest is for working.
+# Share of the budget (after weights) for states; the rest is working memory.
 _FOR_STATES = 1 / 3
-# Windows go together in so many that states suffice for this many candidates, besides the teacher's.
+# A slab is small enough that states of this many candidates fit, besides the teacher's.
 _CANDIDATES, _TEACHERS = 8, 4
 _FOR_MEMO = 1 / 8
 
 
 class StreamedTeacher(Teacher):
-    """The original's run over some windows; of it are kept what enters the first block and what enters the head."""
+    """The original's run over some windows. It keeps the inputs of the first block and of the head."""
 
     def __init__(
         self, model: LoadedModel, ids: torch.Tensor, layout: InputMajor | TensorCores, rows: int, tokens: int
     ) -> None:
-        """`rows`: of logits, `tokens`: of windows, that are formed and run together."""
+        """`rows` of logits are computed at once, and `tokens` run together."""
         self.chain = chain = model.chain
         self._layout = layout
         self.row_chunk, self.keep_logits = rows, False
@@ -51,7 +50,7 @@ class StreamedTeacher(Teacher):
         parts = [range(first, min(first + per_batch, len(ids))) for first in range(0, len(ids), per_batch)]
         calls = [chain.calls(ids[part.start : part.stop]) for part in parts]
         states = [States(call.hidden) for call in calls]
-        self.row_bytes = 0  # of what passes between blocks, at the most
+        self.row_bytes = 0  # most bytes per row between two blocks
         with self.running():
             for index, block in enumerate(chain.blocks):
                 with model.present(block):
@@ -68,7 +67,7 @@ class StreamedTeacher(Teacher):
             self._seen = [self._both(batch) for batch in self.batches]
 
     def _both(self, batch: Batch) -> tuple[Floats, Floats]:
-        """Cross-entropy and Σ squared logits of each row, from one forming of the logits."""
+        """Cross-entropy and Σ squared logits of each row, computing the logits once."""
         seen = [
             (t.cross_entropy.cpu().numpy(), t.logits.square().sum(-1, dtype=torch.float64).cpu().numpy())
             for _, t in self.rows(batch)
@@ -88,10 +87,10 @@ class _Flight:
 
     def __init__(self, group: list[int], members: list[Perturbation], model: LoadedModel, start: int) -> None:
         self.group, self.members, self._model, self.start = group, members, model, start
-        self.calls: list[BlockCalls] = []  # its own, where it parts from the teacher before the first block
+        self.calls: list[BlockCalls] = []  # its own, if it differs from the teacher before the first block
 
     def among(self, choose: Callable[[Component], bool]) -> list[Perturbation]:
-        """Each member, as far as it concerns such components."""
+        """Each member, restricted to the chosen components."""
         component = self._model.anatomy.component
         return [
             Perturbation({name: recipe for name, recipe in m.recipes.items() if choose(component(name))})
@@ -107,11 +106,9 @@ class _Flight:
 
 
 class StreamedEngine(FastEngine):
-    """The same numbers from a model of which a few blocks are in memory at a time."""
+    """The same numbers with only a few blocks in memory at a time."""
 
-    spills: bool | None = (
-        None  # whether more go together than memory has room for; None: where that saves reading
-    )
+    spills: bool | None = None  # spill states beyond memory; None: if that saves reading
     _teacher: StreamedTeacher | None = None
 
     @property
@@ -121,14 +118,14 @@ class StreamedEngine(FastEngine):
 
     @cached_property
     def _layout(self) -> InputMajor | TensorCores:
-        """No copies of weights: they would have to be made each time."""
+        """No copies of weights: they would be made again at every read."""
         if self.precision != FLOAT32:
             return TensorCores([*self.chain.blocks, self.chain.head], self.precision)
         return InputMajor([], 0)
 
     @property
     def states_budget(self) -> int:
-        """Bytes for states of all kinds; the blocks come and go, and on a GPU what stays is taken already."""
+        """Bytes for all states. Blocks come and go; on a GPU, the weights that stay are already counted."""
         taken = BLOCKS_AT_ONCE * self.residency.block_bytes
         if self.chain.device.type == "cpu":
             taken += self.residency.resident_bytes
@@ -164,7 +161,7 @@ class StreamedEngine(FastEngine):
         flights.sort(key=lambda flight: flight.start)
         host, disk = room_beside(self.chain.device, self.scratch)
         waves = list(self._waves(flights, self._wave_room(host + disk)))
-        # The teacher goes along, and waits where the next wave begins.
+        # The teacher moves along and stops where the next wave starts.
         entering = [States(batch.calls.hidden) for batch in self.teacher.batches]
         at = 0
         for place, wave in enumerate(waves):
@@ -179,18 +176,18 @@ class StreamedEngine(FastEngine):
                 yield flight.group, metrics
 
     def _wave_room(self, beside: int) -> int:
-        """Reading a block once more costs its size, and keeping a state elsewhere twice the state's."""
+        """Bytes for a wave's states. Reading a block again costs its size, spilling a state twice its size."""
         memory = self.states_budget
         pays = self.residency.block_bytes > 2 * memory if self.spills is None else self.spills
         return memory + beside if pays else memory
 
     @property
     def _teacher_bytes(self) -> int:
-        """Of the teacher: what enters the first block, the present one, the next one and the head."""
+        """The teacher's states: inputs of the first block, the current one, the next one and the head."""
         return _TEACHERS * sum(batch.rows for batch in self.teacher.batches) * self.teacher.row_bytes
 
     def _waves(self, flights: Sequence[_Flight], room: int) -> Iterator[list[_Flight]]:
-        """In the order of their blocks, as many as there is room for, and one at the least."""
+        """Flights in block order, as many as fit and at least one."""
         each = self._teacher_bytes // _TEACHERS
         wave: list[_Flight] = []
         size = self._teacher_bytes
@@ -207,7 +204,7 @@ class StreamedEngine(FastEngine):
     def _through(
         self, wave: Sequence[_Flight], shelf: StateRoom, at: int, entering: list[States], goal: int
     ) -> None:
-        """Takes a wave through the blocks, and the teacher from block `at`, which it is `entering`, to `goal`."""
+        """Runs a wave through the blocks, and the teacher from block `at` (inputs: `entering`) to `goal`."""
         batches = self.teacher.batches
         for flight in wave:
             if flight.start < 0:
@@ -233,16 +230,16 @@ class StreamedEngine(FastEngine):
                         shelf.put((flight.group[0], number), self._on(flight, index, number, shelf))
 
     def _memo(self, index: int, batch: Batch, starting: Sequence[_Flight]) -> BlockMemo | None:
-        """What the parts of a block give in the original, where several candidates begin there and memory suffices."""
+        """The original's outputs of a block's parts, if several candidates start there and memory suffices."""
         if self.deployed is not None or sum(len(f.members) for f in starting) < 2:
             return None
         layers = [m for m in self.chain.blocks[index].modules() if isinstance(m, nn.Linear)]
-        # Inputs and outputs, and copies of both until it is known that nobody changed them.
+        # Inputs and outputs, and copies of both until the check for in-place changes.
         size = 2 * 4 * batch.rows * sum(m.in_features + m.out_features for m in layers)
         return BlockMemo(self.chain.blocks[index]) if size <= self.memory_budget * _FOR_MEMO else None
 
     def _first(self, flight: _Flight, entered: States, batch: Batch, memo: BlockMemo | None) -> States:
-        """What leaves the block in which a flight begins."""
+        """Output of the block in which a flight starts."""
         outputs = []
         for perturbation in flight.here(flight.start):
             student = Student(self.model, perturbation, self.deployed)
@@ -255,7 +252,7 @@ class StreamedEngine(FastEngine):
         return outputs[0] if len(outputs) == 1 else States.stacked(outputs)
 
     def _on(self, flight: _Flight, index: int, number: int, shelf: StateRoom) -> States:
-        """One block further: perturbed there as well, where a weight is shared or a plan has several."""
+        """Output of the next block, which is also perturbed if a weight is shared or a plan changes several."""
         states = shelf.take((flight.group[0], number))
         calls = self._calls(flight, number)
         with self._perturbed(flight.here(index)):
@@ -265,7 +262,7 @@ class StreamedEngine(FastEngine):
         return flight.calls[number] if flight.calls else self.teacher.batches[number].calls
 
     def _perturbed(self, members: Sequence[Perturbation]) -> AbstractContextManager[None]:
-        """The one member of a flight that has something perturbed behind its first block."""
+        """Applies what a flight changes behind its first block; only flights with a single member do."""
         some = next((member for member in members if member.recipes), None)
         if some is None or len(members) > 1:
             return nullcontext()
@@ -285,7 +282,7 @@ class StreamedEngine(FastEngine):
         return metrics
 
     def _portions(self, wave: Sequence[_Flight], batch: Batch) -> Iterator[tuple[list[int], list[_Flight]]]:
-        """Flights whose final states of one batch fit into memory together; each forms the teacher's logits."""
+        """Flights whose final states of a batch fit into memory. Each portion computes the teacher's logits."""
         each = batch.states.nbytes
         most = max(1, self.states_budget // max(1, each))
         places: list[int] = []
@@ -299,7 +296,7 @@ class StreamedEngine(FastEngine):
     def _rows(
         self, flights: Sequence[_Flight], batch: Batch, number: int, shelf: StateRoom
     ) -> list[list[Rows]]:
-        """For each flight the rows of its members; those with a head of their own one by one."""
+        """The rows of each flight's members; members with their own head one by one."""
         found: dict[int, list[Rows]] = {}
         together: list[tuple[int, list[torch.Tensor]]] = []
         for place, flight in enumerate(flights):
@@ -315,7 +312,7 @@ class StreamedEngine(FastEngine):
         return [found[place] for place in range(len(flights))]
 
     def _final(self, flight: _Flight, batch: Batch, number: int, shelf: StateRoom) -> list[torch.Tensor]:
-        """What enters the head, of each member."""
+        """Each member's input of the head."""
         if flight.start == len(self.chain):
             return [batch.states] * len(flight.members)
         states = shelf.take((flight.group[0], number))

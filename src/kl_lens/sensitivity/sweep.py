@@ -1,4 +1,4 @@
-"""The sweep: every candidate on every window, committed as it happens, taken up again where it stopped."""
+"""The sweep: measures every candidate on every window, commits each result, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fa
 from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.text import Windows
 
-# Multiplications of a forward pass that take as long as quantizing one weight does; seen on two ARM cores.
+# Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
 
 
@@ -32,7 +32,7 @@ QUANTIZING = {"gptq": 1.5e4}
 class Progress:
     """What a progress display needs; the command line replaces the callbacks."""
 
-    started: Callable[[float, float], None] = lambda total, done: None  # work in all, work already done
+    started: Callable[[float, float], None] = lambda total, done: None  # total work, work already done
     advanced: Callable[[float, str], None] = lambda work, what: None
     message: Callable[[str], None] = lambda text: None
 
@@ -44,28 +44,28 @@ class SweepResult:
     candidates: int
     windows: int
     tokens: int
-    measured: int  # candidate-windows measured now
-    reused: int  # candidate-windows that the run had already
+    measured: int  # candidate × window pairs measured now
+    reused: int  # pairs that the run had already
     seconds: float
     settled: Settled | None = None
     precision: str = FLOAT32  # of products
-    failures: Mapping[str, str] = field(default_factory=dict)  # pieces that others could not do, and why
+    failures: Mapping[str, str] = field(default_factory=dict)  # pieces that workers could not do → why
 
 
 class Crew(Protocol):
-    """Whoever does pieces in this process's place, with the same model."""
+    """Workers that do pieces in place of this process, with the same model."""
 
     @property
     def failures(self) -> Mapping[str, str]:
-        """Pieces of the last sweep that nobody could do → why."""
+        """Pieces of the last sweep that no worker could do → why."""
 
     def begin(
         self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
     ) -> Layout:
-        """What comes next is of this sweep, with the precision asked for, or that of the run."""
+        """Starts a sweep, with the given precision or the run's."""
 
     def cut(self, layout: Layout, costs: Sequence[float]) -> list[Piece]:
-        """The sweep in pieces that suit them."""
+        """The sweep in pieces that suit the workers."""
 
     def do(self, pieces: Iterable[Piece], message: Callable[[str], None]) -> Iterator[Found]:
         """Results as they arrive."""
@@ -85,17 +85,15 @@ class Sweep:
     engine: str = FastEngine.name
     memory_budget: int = DEFAULT_MEMORY
     progress: Progress = field(default_factory=Progress)
-    deployed: Kernels | None = None  # measure with a runtime's activations, not with quantized weights alone
-    precision: str | None = (
-        None  # of products on a GPU; when not given, the run's, or the fastest that is exact enough
-    )
+    deployed: Kernels | None = None  # measure with a runtime's activations, not only quantized weights
+    precision: str | None = None  # of products on a GPU; None: the run's, or the fastest that is exact enough
     share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen shares
-    crew: Crew | None = None  # others do the measuring
+    crew: Crew | None = None  # workers that do the measuring
 
     def measure(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
     ) -> SweepResult:
-        """All candidates on all windows; what the run holds already is not measured again."""
+        """Measures all candidates on all windows, except what the run already holds."""
         begin = time.perf_counter()
         self._expected = False
         self.identify(windows, role)
@@ -131,7 +129,7 @@ class Sweep:
     def _begun(
         self, candidates: Sequence[Candidate], ids: torch.Tensor, costs: Sequence[float]
     ) -> tuple[Layout, list[Piece], Callable[[Sequence[Piece]], Iterable[Found]]]:
-        """How the sweep is taken, its pieces, and what does them: here, or wherever the crew is."""
+        """The layout, the pieces, and a function that does them: here or with the crew."""
         known = self.run.identity.get("precision")
         say = self.progress.message
         if self.crew is not None:
@@ -154,7 +152,7 @@ class Sweep:
     def _say_how_much(
         self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
     ) -> int:
-        """How many candidate-windows are there already."""
+        """Tells the progress display how much is left; returns the pairs that exist already."""
         reused, finished, total = 0, 0.0, 0.0
         for index, windows in (
             (i, piece.windows) for piece in pieces for group in piece.groups for i in group
@@ -171,9 +169,9 @@ class Sweep:
         candidates: Sequence[Candidate],
         costs: Sequence[float],
         done: Done,
-        roles: tuple[str, str],  # of the text, and of what is measured on it
+        roles: tuple[str, str],  # of the text, and of its measurements
     ) -> int:
-        """How many candidate-windows were new."""
+        """Returns how many candidate × window pairs were new."""
         text, role = roles
         if found.teacher:
             self.run.store_teacher(text, found.teacher)
@@ -202,7 +200,7 @@ class Sweep:
         per_round: int = 8,
         threshold: float = 0.9,
     ) -> SweepResult:
-        """Windows in rounds, until the ranking no longer depends on which of them were drawn."""
+        """Measures more windows in rounds until the ranking no longer depends on which were drawn."""
         result: SweepResult | None = None
         measured, begin = 0, time.perf_counter()
         for count in [*range(per_round, len(windows), per_round), len(windows)]:
@@ -225,11 +223,11 @@ class Sweep:
         return values
 
     def _role(self, text: str) -> str:
-        """What is measured on a text is filed under whose activations it was measured with."""
+        """The role of measurements on a text, which includes the target whose activations were used."""
         return role_as(text, self.deployed.name if self.deployed else None)
 
     def identify(self, windows: Windows, role: str = CALIBRATION) -> None:
-        """Fixes what the run is about, or refuses a model or a text that is not the run's."""
+        """Records the run's model and text, or refuses others than the recorded ones."""
         self.run.identify(model_identity(self.model))
         known = windows.provenance()
         identity = {name: known[name] for name in ("source", "split", "order", "length", "seed", "stride")}
@@ -237,7 +235,7 @@ class Sweep:
         self.run.store("text", role, known)
 
     def bind(self, candidates: Sequence[Candidate]) -> None:
-        """Fixes what learnt recipes are made from: what other statistics gave must not stand beside it."""
+        """Records the statistics that learnt recipes use: results from different ones must not be mixed."""
         learnt = self.model.weights.learnt_by(candidate.recipe for candidate in candidates)
         if learnt is not None:
             self.run.identify({"statistics": learnt})
@@ -245,7 +243,7 @@ class Sweep:
     def operations_left(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
     ) -> float:
-        """About how many the products take of what the run does not hold yet."""
+        """Approximate multiplications for everything that the run does not hold yet."""
         done = self.run.measured_windows(self._role(role))
         left = [len(windows) - len(done.get(key_of(c), set()) & {*range(len(windows))}) for c in candidates]
         return 2.0 * windows.length * sum(n * self._work(c) for n, c in zip(left, candidates, strict=True))
@@ -268,7 +266,7 @@ def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.n
 
 
 def quantizing_work(candidate: Candidate, length: int) -> float:
-    """What making a candidate's weight takes, in units of `work_of` on a window: for forecasts alone."""
+    """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
     return candidate.component.parameters * QUANTIZING.get(candidate.recipe.method, 0.0) / length
 
 
@@ -283,13 +281,13 @@ def chosen_engine(
     known: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """With the precision asked for, that of the run (`known`), or the fastest that is exact enough."""
+    """The engine with the given precision, the run's (`known`), or the fastest that is exact enough."""
     build = partial(engine_for, name, model, ids, memory_budget, deployed, say)
     engine = build(precision or (None if known == FLOAT32 else known))
     if precision is None and known is None and engine.precision == TF32X3:
         noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
         chosen = fastest_within(noise, median_kls(engine, candidates, ids))
-        say(f"products in {chosen}: tf32 would add noise of {noise:.1e} nats")
+        say(f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats")
         engine = engine if chosen == engine.precision else build(chosen)
     return engine
 

@@ -1,4 +1,4 @@
-"""The original model's run over some windows, with everything kept that perturbed runs can start from."""
+"""The original model's run over some windows. Keeps the states from which perturbed runs start."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kl_lens.sensitivity.memo import BlockMemo
 from kl_lens.sensitivity.metrics import Floats, TeacherRows
 from kl_lens.sensitivity.precision import TensorCores
 
-# Logits formed at once: at most so many bytes and rows. Three hundred rows are enough for the product to run at full
-# speed; with a small vocabulary, more than a thousand only leave the caches.
+# Most bytes and rows of logits computed at once. Three hundred rows are enough for full speed; with a small vocabulary,
+# more than a thousand no longer fit into the caches.
 LOGIT_BYTES, LOGIT_ROWS = 64 << 20, 1024
-# A GPU takes more of both, as far as its memory goes.
+# The same for a GPU, limited by its memory.
 GPU_TIMES, GPU_LOGIT_ROWS = 8, 8192
 
 
 def logit_rows(vocabulary: int, gpu_budget: int | None = None) -> int:
-    """How many rows of logits to form at once; on a GPU, so many that they are a small part of its budget."""
+    """How many rows of logits to compute at once; on a GPU, a small part of its budget."""
     if gpu_budget is not None:
         return min(max(64, gpu_budget // 16 // (4 * vocabulary)), GPU_LOGIT_ROWS)
     return min(max(64, LOGIT_BYTES // (4 * vocabulary)), LOGIT_ROWS)
 
 
 def batch_tokens(chain: Chain, budget: int) -> int:
-    """Tokens per forward; on a GPU, what a quarter of the budget holds of the tensors that a block has at once."""
+    """Tokens per forward; on a GPU, so many that a block's tensors fit into a quarter of the budget."""
     usual = chain.task.rows_at_once
     if chain.device.type == "cpu":
         return usual
@@ -45,9 +45,9 @@ class Batch:
 
     windows: range  # indices into the ids that were given
     calls: BlockCalls
-    inputs: list[States]  # what enters each block
-    memos: list[BlockMemo | None]  # what each block's parts gave, where memory sufficed
-    states: torch.Tensor  # (windows, time, width): what enters the head
+    inputs: list[States]  # of each block
+    memos: list[BlockMemo | None]  # outputs of each block's parts, where memory sufficed
+    states: torch.Tensor  # (windows, time, width): the head's inputs
     targets: torch.Tensor  # (windows, time): the true classes, -1 where there is none
     logits: torch.Tensor | None = None  # (windows · time, vocabulary), kept when memory suffices
     lse: torch.Tensor | None = None
@@ -59,8 +59,8 @@ class Batch:
 
 
 class Teacher:
-    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits and what
-    the parts of the blocks gave."""
+    """Runs the model once over `ids` and keeps block inputs, final states and, within the budget, logits and the
+    outputs of the blocks' parts."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class Teacher:
         remember_parts: bool,
         tokens: int,
     ) -> None:
-        """`budget`: bytes for all that is kept. What is left of it may go to what the parts of the blocks gave.
-        `tokens`: as many as run together."""
+        """`budget`: bytes for everything kept; what remains goes to outputs of the blocks' parts. `tokens`: how many
+        run together."""
         self.chain = chain
         self._layout = layout
         self.row_chunk = logit_rows(vocabulary, None if chain.device.type == "cpu" else budget)
         per_batch = max(1, tokens // ids.shape[1])
-        # Slabs are cut so that this holds, unless a single window is too much; then logits are formed again each time.
+        # Slabs are cut so that this holds, unless one window alone is too large; then logits are computed each time.
         self.keep_logits = ids.numel() * vocabulary * 4 <= budget
         width = int(chain.head.weight.shape[1])  # type: ignore[index]
         kept = len(ids) * window_bytes(chain, ids.shape[1], width, vocabulary)
@@ -91,7 +91,7 @@ class Teacher:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within, blocks and head run with our kernels and faster products."""
+        """Within, blocks and head use our kernels and faster products."""
         with self.chain.kernels(), self._layout.active():
             yield
 
@@ -129,7 +129,7 @@ class Teacher:
         return output, memo
 
     def _keep(self, batch: Batch) -> None:
-        """Into one tensor from the start: joined from parts, the logits would be there twice for a moment."""
+        """Allocates one tensor for the logits first: joining parts would need twice the memory."""
         first = self._rows_of(batch, next(self._chunks(batch)))
         logits = first.logits.new_empty(batch.rows, first.logits.shape[1])
         lse, top = first.lse.new_empty(batch.rows), first.top.new_empty(batch.rows)
@@ -174,5 +174,5 @@ class Teacher:
 
 
 def window_bytes(chain: Chain, time: int, width: int, vocabulary: int) -> int:
-    """What keeping one window's block inputs, final states and logits costs."""
+    """Bytes of one window's block inputs, final states and logits."""
     return time * (chain.state_size + 2 * width + vocabulary) * 4

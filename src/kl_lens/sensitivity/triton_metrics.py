@@ -10,15 +10,15 @@ give everything: x = U + F = Σ p (eᵘ − 1), the shift of the log-sum-exp is 
     KL(student ‖ teacher) = G/(1 + x) − (log(1 + x) − x/(1 + x))
 
 F and G are of second order in u and summed as in `metric_kernel`: a series for small u, float32 within a few tiles and
-double across them. What is taken off is of second order in x. c is δ at the teacher's top token, so that x is as small
-as u is; then nothing cancels that counts. Rows where eᵘ overflows come out as NaN or infinity, for others to do again.
+double across them. The subtracted terms are of second order in x. c is δ at the teacher's top token, which makes x as
+small as u, so no precision is lost. Rows where eᵘ overflows come out as NaN or infinity; `metrics.mended` redoes them.
 
-Where student and teacher share the head, δ itself is a product, of the difference of the states that enter it. What is
-rounded there is a share of δ, not of logits that are a thousand times as large: halves are enough (2⁻¹¹ of δ at
-random, of which a mean KL sees about the square), and one product does what takes three at float32's accuracy.
+Where student and teacher share the head, δ is the head times the difference of its inputs. Rounding errors are then
+relative to δ, not to logits a thousand times as large. Half precision is enough (random errors of 2⁻¹¹ δ, which change
+a mean KL by about their square), and one product replaces the three that float32's accuracy takes.
 
-The sums need no log-sum-exp of the student, so they could be the end of the product with the head, and its logits never
-be in memory. Tried (docs/performance.md): that kernel runs out of registers and is slower than product and pass.
+The sums need no log-sum-exp of the student, so they could be fused into the product with the head, without logits in
+memory. Tried (docs/performance.md): that kernel runs out of registers and is slower than two separate ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _from_logits(  # type: ignore[no-untyped-def]
     error = tl.zeros((), tl.float64)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, columns, BLOCK * SPAN):
-        # Threads meet to add up once for SPAN tiles, not for each.
+        # Threads synchronise for the sum once per SPAN tiles, not once per tile.
         f, g = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         u, e = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         for first in range(start, tl.minimum(start + BLOCK * SPAN, columns), BLOCK):
@@ -108,7 +108,7 @@ def _from_logits(  # type: ignore[no-untyped-def]
 
 
 def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(rows, 5), as `metrics.compare` has them, from (_SUMS, rows) in double."""
+    """(rows, 5), as in `metrics.compare`, from (_SUMS, rows) in double."""
     forward, backward, linear, error, at_target, at_top, largest = sums
     x = linear + forward
     log = torch.log1p(x)
@@ -116,7 +116,7 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
         (
             torch.where(
                 x.abs() < 1, forward - (x - log), log - linear
-            ),  # far apart, F and x are huge and alike
+            ),  # far from the teacher, F and x are huge and nearly equal
             backward / (1 + x) - (log - x / (1 + x)),
             error,
             torch.where(targets >= 0, shift.double() + log - at_target, 0.0),
@@ -127,7 +127,7 @@ def _finished(sums: torch.Tensor, shift: torch.Tensor, targets: torch.Tensor) ->
 
 
 class SharedHead:
-    """A head (vocabulary, width) that students have as the teacher has it, split once."""
+    """A head (vocabulary, width) that students share with the teacher, split once."""
 
     def __init__(self, head: torch.Tensor, factor: float) -> None:
         self._halves, self._factor = split(head, "tf32"), factor
@@ -136,8 +136,7 @@ class SharedHead:
         self, states: torch.Tensor, original: torch.Tensor, teacher: torch.Tensor, lse: torch.Tensor,
         top: torch.Tensor, targets: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Of states (rows, width), the student's and the teacher's, and of the teacher's logits: (rows, 5) in double,
-        on the device."""
+        """(rows, 5) in double on the device, from both models' states (rows, width) and the teacher's logits."""
         moved = product(split(states - original, "tf32"), self._halves)
         if self._factor != 1.0:
             moved *= self._factor
@@ -148,7 +147,7 @@ def compare_logits(
     teacher: torch.Tensor, lse: torch.Tensor, top: torch.Tensor, targets: torch.Tensor, student: torch.Tensor,
     *, moved: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The same of logits (rows, vocabulary) that are there already; `moved`: less the teacher's."""
+    """The same from existing logits (rows, vocabulary); `moved`: they are differences from the teacher's."""
     rows, vocabulary = teacher.shape
     out = torch.empty(_SUMS, rows, dtype=torch.float64, device=teacher.device)
     grid: Any = (rows,)

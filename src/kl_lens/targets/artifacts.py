@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_record(folder: Path, artifact: Artifact) -> None:
-    """Written after the files: a folder with a record is complete."""
+    """Call it after the files are written: a folder with a record is complete."""
     write_text(folder / RECORD_FILE, json.dumps(artifact.to_json(), indent=1) + "\n")
 
 
@@ -32,7 +32,7 @@ def read_artifact(folder: Path) -> Artifact:
         raise TargetError(f"{path} cannot be read ({error}); export the model again") from error
     if outside := [name for name in artifact.files if Path(name).name != name]:
         raise TargetError(
-            f"{path} names {outside[0]!r}, which is no file of its folder; export the model again"
+            f"{path} names {outside[0]!r}, which is not a file of its folder; export the model again"
         )
     missing = [name for name in artifact.files if not (folder / name).exists()]
     if missing:
@@ -41,16 +41,14 @@ def read_artifact(folder: Path) -> Artifact:
 
 
 def require_exported(folder: Path, artifact: Artifact) -> None:
-    """Raises TargetError where a file is not, byte for byte, what was exported."""
+    """Raises TargetError if a file differs from what was exported."""
     for name in artifact.files:
         if name in artifact.digests and file_digest(folder / name) != artifact.digests[name]:
-            raise TargetError(
-                f"{folder}: {name} holds other bytes than were exported; export the model again"
-            )
+            raise TargetError(f"{folder}: {name} was changed after the export; export the model again")
 
 
 def exported_places(run: Run) -> dict[tuple[str, str], Path]:
-    """(target, plan) → folder of what was exported for a run: by its journal, and by what lies in its folder."""
+    """(target, plan) → exported folder of a run, from its journal and from the run's folder."""
     inside = run.folder / "artifacts"
     places = {}
     for name in run.load_all("artifact"):

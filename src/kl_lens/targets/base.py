@@ -1,6 +1,6 @@
-"""What a target is: everything that other code may ask of a runtime and its files.
+"""The interface of a target: everything that other code needs from a runtime and its files.
 
-A new target is one class in one folder and one line in `registry.py`. Code outside `targets/` names no target.
+To add a target, write one class in one folder and one line in `registry.py`. Code outside `targets/` names none.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
 
 @dataclass(frozen=True)
 class StockRecipe:
-    """A well-known mixture (`Q4_K_M`, NNCF's INT4_SYM), as component → recipe for one model."""
+    """A well-known recipe (`Q4_K_M`, NNCF's INT4_SYM), as component → format for one model."""
 
     name: str
     assignment: Mapping[str, Recipe]
-    origin: str  # whose rule it is
+    origin: str  # the tool or rule that it comes from
     usual: bool = False  # one of the few that most people try first
 
     @property
@@ -67,30 +67,30 @@ class Health:
 
     runtime: str  # library and version; empty: not installed
     facts: tuple[str, ...] = ()
-    problem: str = ""  # empty: all is well
+    problem: str = ""  # empty: none
     mend: str = ""  # the command that fixes it
 
 
 class Target(ABC):
-    """One runtime: what it holds, how it is exported to, run, timed and understood.
+    """One runtime: its formats, how to export to it, run it and time it, and how its kernels round.
 
-    Its module loads without the runtime's packages; they come in with the methods that need them.
+    Its module imports without the runtime's packages; methods import them when needed.
     """
 
     name: ClassVar[str]  # gguf: as typed
     title: ClassVar[str]  # llama.cpp: as shown
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
-    packages: ClassVar[tuple[str, ...]]  # that must be there; the last one's version is the runtime's
+    packages: ClassVar[tuple[str, ...]]  # required; the last one's version is the runtime's
     options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
-    builds: ClassVar[bool] = False  # whether a runtime can be built for the processor and put in place
+    builds: ClassVar[bool] = False  # whether a runtime can be built for this processor
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
-    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize by what the file holds
+    holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
     published: PublishedProgram | None = None  # the benchmark that publications quote
-    loads: ClassVar[tuple[str, ...]]  # endings of the files that the runtime loads: a file's size is theirs
-    methods: ClassVar[tuple[str, ...]] = ()  # how its menu's values are put on their grids, best first
+    loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
+    methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
 
     def require(self) -> None:
-        """Raises UnsupportedError that says what to install."""
+        """Raises UnsupportedError, with what to install, if packages are missing."""
         try:
             for package in self.packages:
                 importlib.import_module(package)
@@ -126,7 +126,7 @@ class Target(ABC):
         raise UnsupportedError(f"{self.title}: there is no faster build of its packages")
 
     def remove_runtime(self) -> bool:
-        """Undoes that; whether there was anything to remove."""
+        """Undoes that. Returns whether there was anything to remove."""
         return False
 
     # -- what it can hold ----------------------------------------------------------------------------------
@@ -158,15 +158,15 @@ class Target(ABC):
         return None
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
-        """The runtime's own well-known mixtures for this model."""
+        """The runtime's stock recipes for this model."""
         return ()
 
     # -- files ---------------------------------------------------------------------------------------------
 
     def export(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes the files and their record (`artifact.json`) whole, or leaves what was there before.
+        """Writes the files and their record (`artifact.json`). On an error, the folder stays as it was.
 
-        The runtime opens them first: what it cannot open is not kept. Files of an earlier export there go.
+        The runtime opens the files first; if it cannot, they are not kept. Files of an earlier export are replaced.
         """
         try:
             earlier = read_artifact(folder).files
@@ -182,7 +182,7 @@ class Target(ABC):
             except TargetError as error:
                 reason = str(error).replace(f"{place}{os.sep}", "").replace(str(place), str(folder))
                 raise TargetError(
-                    f"{self.title} does not open what was exported to {folder}: {reason}"
+                    f"{self.title} cannot open the files exported to {folder}: {reason}"
                 ) from error
             if unopened is not None:
                 notes = [*artifact.settings.get("notes", ()), unopened]
@@ -193,21 +193,21 @@ class Target(ABC):
         return artifact
 
     def try_out(self, place: Path) -> str | None:
-        """Opens what `write` wrote, or raises TargetError. Returns a note where no runtime is installed to open it."""
+        """Opens what `write` wrote, or raises TargetError. Returns a note if no runtime is installed."""
         return None
 
     @abstractmethod
     def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
-        """Writes the files alone, to a folder that is empty."""
+        """Writes only the files, to an empty folder."""
 
     def loaded_bytes(self, place: Path) -> int:
-        """What "size" means in budgets, plans, tables and reports: bytes of the files that the runtime loads, of an
-        exported folder or a bare file. Our record, tokenizers and configurations beside them do not count."""
+        """The "size" in budgets, plans, tables and reports: bytes of the files that the runtime loads, for an exported
+        folder or a bare file. Our record, tokenizers and configurations do not count."""
         files = place.iterdir() if place.is_dir() else [place]
         return sum(path.stat().st_size for path in files if path.name.endswith(self.loads))
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """`loaded_bytes` of what `export` would write for a plan, or an upper bound of it."""
+        """`loaded_bytes` of the files that `export` would write for a plan, or an upper bound."""
         with tempfile.TemporaryDirectory() as folder:
             self.write(model, plan, Path(folder))
             return self.loaded_bytes(Path(folder))
@@ -225,7 +225,7 @@ class Target(ABC):
         raise TargetError(f"{self.title} needs the whole model in memory; it cannot stream {folder}")
 
     def owns(self, path: Path) -> bool:
-        """Whether a file is this target's, by its name alone."""
+        """Whether a file is this target's, judged by its name only."""
         return False
 
     @abstractmethod
@@ -233,12 +233,12 @@ class Target(ABC):
         """The file that holds the weights, of an exported folder or a bare file."""
 
     def is_all_floating(self, place: Path) -> bool:
-        """Whether nothing in it is quantized, so that it can stand for FP16."""
+        """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
         return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)
 
     @abstractmethod
     def contents(self, place: Path) -> Contents:
-        """What one token reads of it."""
+        """The weights and states that one token reads."""
 
     @abstractmethod
     def shipped_digests(self, place: Path) -> dict[str, str]:
@@ -248,22 +248,22 @@ class Target(ABC):
 
     @abstractmethod
     def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
-        """A session. `cold`: without anything that was compiled earlier."""
+        """Opens a session. `cold`: without caches of earlier compilations."""
 
     @property
     def version(self) -> str:
-        """Of the runtime; another version may give other numbers."""
+        """The runtime's version; another one may give other numbers."""
         try:
             return metadata.version(self.packages[-1])
         except metadata.PackageNotFoundError:
             return "none"
 
     def check_device(self, settings: SessionSettings) -> str | None:
-        """None, or why artifacts are left out with these settings; TargetError for a device that is not there."""
+        """None, or why artifacts are skipped with these settings. Raises TargetError if the device does not exist."""
         return None
 
     def device_label(self, settings: SessionSettings) -> str:
-        """The device that a profile names."""
+        """The device's name in a profile."""
         return settings.device
 
     def fewest_threads(self, place: Path) -> int | None:
@@ -280,11 +280,11 @@ class Target(ABC):
     # -- timing --------------------------------------------------------------------------------------------
 
     def latency(self, request: LatencyRequest) -> LatencyProfile:
-        """Seconds of every component in every format; TargetError where they cannot be measured."""
+        """Seconds of every component in every format; TargetError if they cannot be measured."""
         raise TargetError(f"{self.title}: KL Lens cannot measure a latency table for it")
 
     def storable(self, table: SensitivityTable, recipes: Sequence[str]) -> list[str]:
-        """FP16, and those of the recipes' formats that this target can hold for some component."""
+        """FP16, and the recipes' formats that this target can store for at least one component."""
         formats = dict.fromkeys([FP16, *(get_format(format_of(name)).name for name in recipes)])
         shapes = {component.shape for component in table.candidates}
         return [
@@ -304,7 +304,7 @@ class Target(ABC):
         }
 
     def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        """How often `latency` will report that it advanced."""
+        """How many progress steps `latency` will report."""
         return 0
 
     # -- what its kernels do -------------------------------------------------------------------------------
@@ -314,11 +314,11 @@ class Target(ABC):
         return False
 
     def activations(self, model: LoadedModel, recipes: Mapping[str, Recipe]) -> AbstractContextManager[None]:
-        """Within, the inputs of the named components' products are what this runtime's kernels multiply with.
+        """Within, the named components' inputs are rounded as this runtime's kernels round them.
 
-        It changes activations and nothing else: weights come from the weight store, through `kernel_values`.
+        It changes only activations: weights come from the weight store, through `kernel_values`.
         """
-        raise UnsupportedError(f"what {self.title} does to activations is not modelled")
+        raise UnsupportedError(f"KL Lens does not model what {self.title} does to activations")
 
     def kernel_values(self, fmt: Format, quantized: Quantized) -> torch.Tensor:
         """The float32 weights that its kernels multiply with."""

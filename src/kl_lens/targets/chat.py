@@ -18,7 +18,7 @@ Renderer = Callable[[Messages], str]
 
 
 def default_template(template: Any) -> str | None:
-    """Of one template, or of several with their names, as tokenizer_config.json has them."""
+    """The default of one or several named templates, in the form of tokenizer_config.json."""
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
@@ -39,7 +39,7 @@ def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Rend
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what training learns from; here it is what stands inside."""
+        """`{% generation %}` marks the text that training learns from; here only its content matters."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -62,7 +62,7 @@ def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Rend
             return environment.from_string(template).render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **special
             )
-        except Exception as error:  # a template is a program from elsewhere
+        except Exception as error:  # a template is third-party code
             raise TargetError(f"{where}: its chat template fails: {one_line(error)}") from error
 
     return render

@@ -1,7 +1,7 @@
-"""What one token has to read, found in the files themselves.
+"""The bytes that one token has to read, taken from the files themselves.
 
 Bytes and formats are those on disk. A runtime that expands weights on loading reads more, and so reaches a smaller
-share of the bound.
+share of the memory bound.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class StoredWeight:
     name: str
     bytes: int
     parameters: int
-    role: str  # body: multiplied for every token; head: behind the last alone; lookup: rows are picked
-    share: float = 1.0  # of it that one token reads
+    role: str  # body: used for every token; head: only for the last; lookup: rows are picked
+    share: float = 1.0  # the part that one token reads
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Weights, and the memory of a sequence."""
+    """The weights, and the state of a sequence."""
 
     weights: tuple[StoredWeight, ...]
     state_bytes: int  # of a fixed size: convolutions and states

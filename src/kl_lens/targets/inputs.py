@@ -1,7 +1,7 @@
-"""Changes what enters the products of a transformers model: how "as deployed" sees a runtime's activations.
+"""Changes the inputs of a transformers model's matrix products: "as deployed" models a runtime's activations this way.
 
-Only products with a weight are affected. Looking up an embedding is not, nor is the convolution, the scan, or anything
-else that runtimes keep in float32.
+Only products with a weight are affected; not the embedding's lookup, the convolution, the scan, or anything else that
+runtimes keep in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @contextmanager
 def inputs_changed(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
-    """Within the block, the inputs of the named components' products go through their change first.
+    """Within, each named component's inputs go through its change first.
 
     A tied embedding stands for the head; an embedding alone has no product. Weights are left alone.
     """
@@ -59,9 +59,9 @@ def _before(stack: ExitStack, module: nn.Module, change: Change) -> None:
 
 
 def _before_time_step(stack: ExitStack, mixer: Any, dt_proj: nn.Linear, change: Change) -> None:
-    """Mamba-1 multiplies with `dt_proj.weight` itself, so no hook on that module ever fires.
+    """Mamba-1 uses `dt_proj.weight` directly, so a hook on that module never fires.
 
-    What it multiplies with are the first columns of x_proj's output, behind a norm in some families.
+    Its input is the first columns of x_proj's output, behind a norm in some families.
     """
     if isinstance(getattr(mixer, "dt_layernorm", None), nn.Module):
         handle = mixer.dt_layernorm.register_forward_hook(lambda _m, _a, output: change(output))

@@ -1,6 +1,6 @@
 """The latency table that `kl-lens plan --max-latency` reads: {component: {format: seconds}}.
 
-The seconds of all components add up to the time of one generated token. How they are found is each target's own.
+The seconds of all components add up to the time of one generated token. Each target measures them in its own way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KIND, PROTOCOL_KIND = "latency", "latency_protocol"  # of a run's records
 
 @dataclass(frozen=True)
 class TimedArtifact:
-    """A whole artifact, and how long it takes for a token."""
+    """A whole artifact and its seconds per token."""
 
     name: str
     place: Path
@@ -37,14 +37,14 @@ class TimedArtifact:
 
 @dataclass(frozen=True)
 class LatencyRequest:
-    """What a table is to be about, and what is known already."""
+    """What to measure for a table, and what is known already."""
 
     table: SensitivityTable
     recipes: Sequence[str]
     measured: Sequence[TimedArtifact]
     settings: SessionSettings
     repeats: int = 5
-    prompt_tokens: int = 32  # before what is timed, where that matters
+    prompt_tokens: int = 32  # before the timed tokens, where that matters
     cache_bytes: int | None = None  # this machine's last-level cache
     advanced: Callable[[str], None] = lambda what: None
 
@@ -63,15 +63,15 @@ class LatencyProfile:
         times = [
             row[FP16]
             if row.keys() == {FP16}
-            else row.get(formats.get(name, FP16))  # no choice: whatever it is called
+            else row.get(formats.get(name, FP16))  # only one format: take it, whatever its name
             for name, row in self.seconds.items()
         ]
         return None if None in times else math.fsum(t for t in times if t is not None)
 
     def settle_rest(self, over: Sequence[float], table: SensitivityTable, what: str) -> float:
-        """`over` is what whole models take beyond their weights: the median is what no plan can change.
+        """`over`: time of whole models beyond their weights. The median of it is time that no plan can change.
 
-        It becomes the time of the components that no plan decides about, in equal parts.
+        It is shared equally among the components that plans do not decide about.
         """
         rest = max(0.0, statistics.median(over))
         self.protocol["rest"] = f"median of {len(over)} {what}, measured minus predicted"
@@ -81,7 +81,7 @@ class LatencyProfile:
         return rest
 
     def check(self, measured: Sequence[TimedArtifact]) -> None:
-        """Adds what the table says of artifacts whose times are known."""
+        """Adds the table's predictions for artifacts with known times."""
         self.checks += [
             {
                 "subject": whole.name,
@@ -94,9 +94,9 @@ class LatencyProfile:
 
 
 def other_conditions(known: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
-    """What a table was measured with, where that is not what is here; None: it is the same."""
+    """The conditions of a table that differ from the current ones; None if they are the same."""
     if known is None:
-        return "conditions that it does not tell (an earlier version made it)"
+        return "unknown conditions (an earlier version made it)"
     parts = [
         f"{name} {known.get(name)} (here: {value})"
         for name, value in here.items()
@@ -106,5 +106,5 @@ def other_conditions(known: Mapping[str, Any] | None, here: Mapping[str, Any]) -
 
 
 def format_of(recipe: str) -> str:
-    """The grid of a recipe as it is spelled: how values were put on it does not change how fast it is read."""
+    """The format in a recipe's name: the method does not change the speed."""
     return recipe.partition("+")[0]

@@ -1,4 +1,4 @@
-"""The benchmark program that publications about a runtime quote, where there is one."""
+"""The benchmark program that publications about a runtime quote, if there is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class AppReport:
-    """What the program printed at its end."""
+    """The figures that the program printed."""
 
     iterations: int
     duration_seconds: float
@@ -18,7 +18,7 @@ class AppReport:
     min_ms: float
     max_ms: float
     throughput_fps: float
-    threads: int | None = None  # that the runtime chose, where it says
+    threads: int | None = None  # that the runtime chose, if it says so
 
 
 class PublishedProgram(ABC):
@@ -26,19 +26,19 @@ class PublishedProgram(ABC):
 
     @abstractmethod
     def input_shapes(self, place: Path) -> str | None:
-        """The shapes that an artifact's inputs are given; None when all of them are fixed."""
+        """The input shapes to pass; None if the artifact's are fixed."""
 
     @abstractmethod
     def command(
         self, place: Path, *, seconds: int, iterations: int, device: str, threads: int | None, beside: Path
     ) -> list[str]:
-        """The words to call it with; a file of settings, where it needs one, is written to `beside`."""
+        """The command line. A settings file, if needed, is written to `beside`."""
 
     @abstractmethod
     def read(self, text: str) -> AppReport:
-        """What it printed; TargetError with its own complaint when that is no report."""
+        """Parses its output. Raises TargetError with the program's own message if there is no report."""
 
     def complaint(self, text: str) -> str:
-        """Its last line: where it fails, the innermost reason."""
+        """The program's last line, which on failure is the innermost reason."""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return (lines or ["it printed nothing"])[-1]

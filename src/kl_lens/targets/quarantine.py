@@ -18,21 +18,21 @@ from pathlib import Path
 from kl_lens.environment import for_child
 from kl_lens.errors import TargetError, one_line, printable
 
-# Opening is reading: a second for every so many bytes, and enough for the libraries to load on a busy machine.
+# Time limit: one second per so many bytes, plus enough for the libraries to load on a busy machine.
 _SECONDS, _BYTES_PER_SECOND = 120, 20_000_000
-# What it may take: libraries and little models, and for large ones what runtimes make of compressed weights.
+# Memory limit: enough for libraries and small models, plus room for runtimes that expand compressed weights.
 _MEMORY, _MEMORY_PER_BYTE = 3 << 29, 16
 _stood: set[tuple[object, ...]] = set()  # files that passed, with their sizes and times
 
 
 def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str) -> None:
-    """Raises TargetError where opening this place would end or hang the process."""
+    """Raises TargetError if opening this place would crash or hang the process."""
     states = [file.stat() for file in files]
     stamp = (str(place.resolve()), *((state.st_size, state.st_mtime_ns) for state in states))
     if stamp in _stood:
         return
-    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # else it starts a debugger on itself, for seconds
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # each has its own memory
+    environment = for_child() | {"GGML_NO_BACKTRACE": "1"}  # otherwise it spends seconds in a debugger
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # each thread takes memory
     limit = _SECONDS + sum(state.st_size for state in states) / _BYTES_PER_SECOND
     again = "export or download it again"
     try:
@@ -46,7 +46,7 @@ def require_opens(module: str, place: Path, files: Sequence[Path], runtime: str)
     last = printable(one_line(Exception(lines[-1]))) if lines else ""
     if done.returncode < 0:
         name, said = signal.Signals(-done.returncode).name, f" ({last})" if last else ""
-        raise TargetError(f"{place}: {runtime} ends the process on it with {name}{said}; {again}")
+        raise TargetError(f"{place}: {runtime} crashes on it with {name}{said}; {again}")
     if done.returncode:
         reason = last or f"opening it ended with {done.returncode}"
         raise TargetError(reason if str(place) in reason else f"{place}: {reason}; {again}")

@@ -1,4 +1,4 @@
-"""The targets by name. A new one is one class and one entry here; its libraries load when it is first used."""
+"""The targets by name. To add one, write a class and one entry here; its libraries load on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kl_lens.targets.session import Session, SessionSettings
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.checkpoints import LoadedModel
 
-# Name → "module:class", in the order in which people see them.
+# Name → "module:class", in the order in which they are listed for users.
 TARGETS = {
     "openvino": "kl_lens.targets.openvino.target:OpenVINOTarget",
     "gguf": "kl_lens.targets.gguf.target:GGUFTarget",
@@ -58,7 +58,7 @@ def target_of(path: Path | str) -> Target:
 def locate(path: Path | str) -> tuple[Path, Artifact | None]:
     """The exported folder and its record, or a bare file and None. A file of an exported folder means the folder.
 
-    Every verb that opens files calls this: TargetError where they are not what was exported.
+    Every command that opens files calls this. Raises TargetError if they differ from what was exported.
     """
     path = Path(path)
     if not path.is_file():
@@ -82,7 +82,7 @@ def _owner(path: Path) -> str | None:
 
 
 def export(model: LoadedModel | Path, plan: Plan, target: str, folder: Path, **options: Any) -> Artifact:
-    """Writes the plan as files of a target, with the record of what became of every component beside them.
+    """Writes the plan as files of a target, with a record of every component's format beside them.
 
     A target that streams also takes a checkpoint folder in place of an opened model, and reads it tensor by tensor.
     """
@@ -100,7 +100,7 @@ def open_session(
 ) -> Session:
     """A running session of an exported folder or a bare file.
 
-    `exact` asks for float32 arithmetic where the runtime would use something faster; `load` is llama.cpp's.
+    `exact`: float32 arithmetic where the runtime would use something faster. `load`: llama.cpp only.
     """
     place, _ = locate(path)
     return target_of(place).open(place, SessionSettings(device, threads, gpu_layers, exact, load))
@@ -118,5 +118,5 @@ def computed_as(target: Target) -> str | None:
 
 
 def deployed(target: str | None) -> Target | None:
-    """What a PyTorch model needs to compute as the target's kernels do: `kernel_values` and `activations`."""
+    """The target whose `kernel_values` and `activations` a PyTorch model computes with, or None."""
     return get_target(target) if target else None

@@ -1,4 +1,4 @@
-"""A loaded artifact, ready to run: what evaluation, benchmarks and generation talk to, whatever the runtime."""
+"""A loaded artifact, ready to run. Evaluation, benchmarks and generation use it with any runtime."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ALL_LAYERS = 999  # on a GPU
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How artifacts are run; each target takes what it knows."""
+    """How artifacts are run; each target uses the settings that it supports."""
 
     device: str = "CPU"
     threads: int | None = None
     gpu_layers: int = 0
-    exact: bool = False  # float32 arithmetic in place of what a deployment uses
+    exact: bool = False  # float32 arithmetic instead of a deployment's
     load: str = "auto"  # how weights come into memory; llama.cpp
 
     @property
     def unusual(self) -> dict[str, Any]:
-        """Settings that differ from the defaults, for a subject's record. Threads change speed only, so not they."""
+        """Settings that differ from the defaults, for a subject's record; without threads, which change only speed."""
         settings: dict[str, Any] = {} if self.device == "CPU" else {"device": self.device}
         settings |= (
             {"gpu_layers": "all" if self.gpu_layers >= ALL_LAYERS else self.gpu_layers}
@@ -54,19 +54,19 @@ class Session(Protocol):
 
     @property
     def description(self) -> dict[str, Any]:
-        """Library, version, build flags, device, threads, settings: what a speed figure has to say."""
+        """Library, version, build flags, device, threads, settings: recorded with every speed figure."""
 
     def reset(self) -> None:
         """Forget everything: the next token is the first."""
 
     def prefill(self, ids: Sequence[int]) -> Logits:
-        """Feed several tokens after what was fed before; logits (vocabulary,) behind the last one."""
+        """Feed several tokens after the earlier ones; returns the logits (vocabulary,) after the last."""
 
     def step(self, token: int) -> Logits:
-        """Feed one token; logits (vocabulary,) behind it."""
+        """Feed one token; returns the logits (vocabulary,) after it."""
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        """Reset, feed all tokens, and return the logits behind each: (len(ids), vocabulary)."""
+        """Reset, feed all tokens, and return the logits after each: (len(ids), vocabulary)."""
 
     def close(self) -> None:
         """Free the runtime's memory."""
@@ -74,23 +74,23 @@ class Session(Protocol):
 
 @runtime_checkable
 class TokenizingSession(Session, Protocol):
-    """A session that can tokenize by the vocabulary inside its file."""
+    """A session that can tokenize with the vocabulary inside its file."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Those that end a text or a turn, as the runtime knows them."""
+        """The tokens that end a text or a turn, according to the runtime."""
 
     def require_vocabulary(self) -> None:
-        """Raises TargetError when this very file holds no vocabulary."""
+        """Raises TargetError if this file holds no vocabulary."""
 
     def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
-        """Special tokens are found by their texts; `begin`: with the tokens that the file puts around a text."""
+        """Special tokens are recognised by their text. `begin`: add the tokens that the file puts around a text."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; half a character becomes U+FFFD."""
+        """The text of tokens, without special ones; an incomplete character becomes U+FFFD."""
 
     def chat_renderer(self) -> Renderer | None:
-        """The chat template inside the file; None where there is none."""
+        """The chat template inside the file, or None."""
 
 
 def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The tokenizer beside an exported model, the one inside it, or another: light for a session, whole for evaluation."""
+"""Finds the tokenizer of an exported model: beside it, inside it, or another; without transformers where possible."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ArtifactTokenizer:
-    """Tokens of a text and the text of tokens."""
+    """Encodes and decodes text."""
 
-    encode: Callable[[str], list[int]]  # special tokens are found by their texts, and none are added
-    begin: Callable[[str], list[int]]  # the same with the tokens that the tokenizer itself adds, such as <s>
+    encode: Callable[[str], list[int]]  # recognises special tokens by their text; adds none
+    begin: Callable[[str], list[int]]  # the same, plus the tokens that the tokenizer adds, such as <s>
     decode: Callable[[Sequence[int]], str]
-    ends: frozenset[int]  # tokens that end a text or a turn; empty where none is known
-    render: Renderer | None = None  # the chat template, where there is one
+    ends: frozenset[int]  # tokens that end a text or a turn; empty if unknown
+    render: Renderer | None = None  # the chat template, if any
 
 
 def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
     """The tokenizer of a session, without transformers where possible.
 
     Args:
-        session: of the artifact; one of llama.cpp can tokenize by itself.
+        session: of the artifact; llama.cpp's can tokenize by itself.
         artifact: an exported folder or a bare file.
         place: a folder, a tokenizer.json or a hub id to use instead of what comes with the artifact. transformers
             loads only for a hub id, and for a folder without tokenizer.json.
@@ -53,7 +53,7 @@ def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -
 
 
 class Openable(Protocol):
-    """An artifact that can be opened: evaluation's subjects are."""
+    """An artifact that can be opened, such as evaluation's subjects."""
 
     @property
     def path(self) -> Path: ...
@@ -62,7 +62,7 @@ class Openable(Protocol):
 
 
 class VocabularyTokenizer:
-    """The vocabulary inside a file, read by its runtime, with as much of transformers' interface as we use."""
+    """The vocabulary inside a file, read by its runtime, with the part of transformers' interface that we use."""
 
     bos_token_id = None
 
@@ -81,7 +81,7 @@ class VocabularyTokenizer:
 
 
 def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
-    """The same for evaluation: transformers' own, which knows special tokens too, or the vocabulary inside the file."""
+    """The tokenizer for evaluation: transformers' own, which knows special tokens too, or the file's vocabulary."""
     beside = _file(subject.path, None)
     if chosen := place or (beside and beside.parent):
         from kl_lens.checkpoints import load_tokenizer
@@ -100,7 +100,7 @@ def artifact_tokenizer(subject: Openable, place: str | None = None) -> Any:
 
 
 def _file(artifact: Path, place: str | None) -> Path | None:
-    """The file of a tokenizer: the one that is named, or the one in the folder of what is named."""
+    """The tokenizer's file: the given one, or the one in the given folder."""
     where = Path(place) if place else artifact
     if where.suffix == ".json":
         return where
@@ -117,15 +117,15 @@ def _from_file(path: Path) -> ArtifactTokenizer:
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more precise
+    except Exception as error:  # the library raises no narrower class
         raise TargetError(
             f"{path} cannot be read as a tokenizer: {error}; pass one with --tokenizer"
         ) from error
     settings = _read(path.parent / CONFIG_FILE)
     cleaned = path.name == TOKENIZER_FILE and settings.get("clean_up_tokenization_spaces")
     if cleaned and type(tokenizer.model).__name__ != "BPE":
-        return _from_transformers(str(path.parent))  # it alone knows which spaces those are
-    # A file may bring the limits of training along; a prompt is taken as it is.
+        return _from_transformers(str(path.parent))  # only it knows which spaces to clean up
+    # A file may hold truncation limits from training; prompts are not truncated.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return ArtifactTokenizer(
@@ -138,7 +138,7 @@ def _from_file(path: Path) -> ArtifactTokenizer:
 
 
 def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """The end token that the tokenizer's files name, and those of the model's own generation settings."""
+    """The end tokens named in the tokenizer's files and in the model's generation settings."""
     named = _special_texts(folder).get("eos_token")
     end = None if named is None else tokenizer.token_to_id(named)
     ids = _read(folder / "generation_config.json").get("eos_token_id")
@@ -150,7 +150,7 @@ def _special_texts(folder: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG_FILE):
         for key, token in _read(folder / name).items():
-            if isinstance(token, dict):  # written out, with how it is found in a text
+            if isinstance(token, dict):  # an added-token entry with its matching options
                 token = token.get("content")
             if key.endswith("_token") and isinstance(token, str):
                 texts[key] = token
@@ -158,7 +158,7 @@ def _special_texts(folder: Path) -> dict[str, str]:
 
 
 def _renderer(folder: Path) -> Renderer | None:
-    """The chat template among a tokenizer's files, where transformers looks for it."""
+    """The chat template in the tokenizer's files, in the places where transformers looks."""
     for file in (folder / "chat_template.jinja", folder / CONFIG_FILE):
         if file.suffix == ".jinja":
             template = file.read_text(encoding="utf-8") if file.is_file() else None

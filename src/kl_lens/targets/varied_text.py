@@ -17,7 +17,7 @@ _CODE = (
 )  # fmt: skip
 _SCRIPTS = (
     "今天天气很好", "言語モデルは面白いです", "안녕하세요", "مرحبا بالعالم", "שלום עולם", "Привет, мир",
-    "Γεια σου", "नमस्ते", "สวัสดีชาวโลก", "e\u0301a\u0308n\u0303",  # the last: accents as characters of their own
+    "Γεια σου", "नमस्ते", "สวัสดีชาวโลก", "e\u0301a\u0308n\u0303",  # the last: combining accents
 )  # fmt: skip
 _EMOJI = ("😀", "🎉🎊", "👩\u200d💻", "🇩🇪", "👍🏽", "❤\ufe0f", "🫠")
 _SPACES = (

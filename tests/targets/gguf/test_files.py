@@ -108,7 +108,7 @@ def test_a_file_that_free_memory_does_not_hold_is_mapped(
 
 
 def test_ways_of_loading_that_a_library_does_not_have(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TargetError, match="--load quick: there are auto, lean, read, mapped"):
+    with pytest.raises(TargetError, match="--load quick: unknown; choose from auto, lean, read, mapped"):
         open_session(whole, load="quick")
     monkeypatch.setattr(library, "SWITCHES", (72, bytes((1, 0, 1, 0, 0))))  # as if its fields lay elsewhere
     with pytest.raises(TargetError, match="has no load modes that KL Lens knows"):
@@ -122,7 +122,7 @@ def test_truncated_files_are_named(whole: Path, tmp_path: Path, share: float) ->
     data = whole.read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(TargetError, match=r"cut\.gguf (is damaged|is no GGUF file)") as caught:
+    with pytest.raises(TargetError, match=r"cut\.gguf (is damaged|is not a GGUF file)") as caught:
         open_session(path)
     assert "\n" not in str(caught.value)
 
@@ -130,7 +130,7 @@ def test_truncated_files_are_named(whole: Path, tmp_path: Path, share: float) ->
 def test_foreign_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(TargetError, match=r"no GGUF file: it begins with b'PK"):
+    with pytest.raises(TargetError, match=r"not a GGUF file: it begins with b'PK"):
         open_session(path)
     path.write_bytes(b"GGUF" + struct.pack("<I", 99) + bytes(100))
     with pytest.raises(TargetError, match="GGUF version 99"):
@@ -174,12 +174,12 @@ def _write(path: Path, architecture: str, tensors: dict[str, np.ndarray], **numb
 def test_files_that_make_llama_cpp_abort_never_reach_it(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     _write(path, "mamba2", {"blk.0.ssm_conv1d.weight": np.zeros((4, 4), np.float16)})
-    with pytest.raises(TargetError, match=r"ssm_conv1d\.weight is F16 and llama\.cpp reads it as F32"):
+    with pytest.raises(TargetError, match=r"ssm_conv1d\.weight is F16, but llama\.cpp reads it as F32"):
         open_session(path)
     _write(
         path, "jamba", {"output_norm.weight": np.zeros(4, np.float32)}, embedding_length=4, ssm__inner_size=12
     )
-    with pytest.raises(TargetError, match="needs an inner size of twice 4, and it is 12"):
+    with pytest.raises(TargetError, match="needs an inner size of twice 4, but it is 12"):
         open_session(path)
 
 
@@ -201,7 +201,7 @@ def test_sessions_say_what_is_wrong(whole: Path) -> None:
             session.logits([1, 97])
         with pytest.raises(TargetError, match="no tokens"):
             session.prefill([])
-        with pytest.raises(TargetError, match=r"do not fit the context of \d+"):
+        with pytest.raises(TargetError, match=r"do not fit into the context of \d+"):
             session.logits([1] * 2000)
     with pytest.raises(TargetError, match="this session is closed"):
         session.step(1)
@@ -213,7 +213,7 @@ def test_sessions_say_what_is_wrong(whole: Path) -> None:
 def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
     if library.find_library().has_gpu:
         pytest.skip("this llama.cpp has a GPU backend")
-    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or sees no card"):
+    with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"):
         open_session(whole, gpu_layers=4)
 
 
@@ -254,7 +254,8 @@ def test_the_users_library_is_used_or_refused_never_replaced(
     find = library.found_library.__wrapped__
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(tmp_path / "libllama.so"))
     with pytest.raises(
-        TargetError, match=r"LLAMA_CPP_LIB names .*libllama\.so, which is no library and no folder with one"
+        TargetError,
+        match=r"LLAMA_CPP_LIB names .*libllama\.so, which is neither a library nor a folder with one",
     ):
         find()
     (tmp_path / "libllama.so").write_bytes(b"no library")
@@ -263,7 +264,7 @@ def test_the_users_library_is_used_or_refused_never_replaced(
     import ctypes.util
 
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, ctypes.util.find_library("m") or "libm.so.6")
-    with pytest.raises(TargetError, match=r"is no llama\.cpp library"):
+    with pytest.raises(TargetError, match=r"is not a llama\.cpp library"):
         find()
 
 

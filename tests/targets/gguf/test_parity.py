@@ -176,11 +176,13 @@ REFUSED = {
     "gates first": lambda: CONFIGS["falcon_h1"]().__class__(
         **_COMMON, mamba_rms_norm=True, mamba_norm_before_gate=True
     ),
-    "attention layers only": lambda: _granite(layer_types=["attention"] * 4),
-    "one kind or the other": lambda: _nemotron("mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]),
+    "only attention layers": lambda: _granite(layer_types=["attention"] * 4),
+    "only one kind per model": lambda: _nemotron(
+        "mlp", layers_block_type=["mamba", "mlp", "attention", "moe"]
+    ),
     "latent space": lambda: _nemotron("moe", moe_latent_size=32),
     "llama.cpp has no zamba2 architecture": lambda: transformers.Zamba2Config(**_COMMON),
-    "latent of their own": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
+    "their own latent": lambda: OTHERS["kimi_linear"](q_lora_rank=8),
     "layers without experts first": lambda: OTHERS["kimi_linear"](mlp_layer_types=["sparse", "dense"] * 2),
     "llama.cpp runs minimax models, but KL Lens": lambda: transformers.MiniMaxConfig(**_COMMON),
     "it writes bailing_hybrid, bamba, falcon_h1": lambda: transformers.LlamaConfig(**_COMMON),

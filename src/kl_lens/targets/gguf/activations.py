@@ -1,8 +1,8 @@
 """What llama.cpp's CPU kernels do to the activations, as PyTorch functions.
 
-A matrix product of llama.cpp first brings the activations to the type that the weight's kernel multiplies with:
-8-bit blocks for quantized weights, half precision for F16. Ignoring that understates the damage of a file at
-8 bits by half. Inside `as_deployed` a transformers model computes with such activations, so that a KL measured
+Before a matrix product, llama.cpp converts the activations to the type that the weight's kernel multiplies with:
+8-bit blocks for quantized weights, half precision for F16. Ignoring that understates the loss of an 8-bit
+file by half. Inside `as_deployed` a transformers model computes with such activations, so that a KL measured
 there is the KL of the file that llama.cpp runs.
 
 Attention's keys and values go through an F16 cache, which is not modelled: it does not depend on the plan.
@@ -22,10 +22,10 @@ from kl_lens.errors import TargetError
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.targets.inputs import inputs_changed
 
-# Weight format → the type its kernel multiplies with, by block size. Q8_1, which meets Q4_1 and Q5_1, has the integers
-# and scales of Q8_0; beside them it holds each block's sum, rounded to half precision, for the weights' minima. That
-# last rounding works on the weights' minima alone and no change of the activations can show it: 7e-4 of a product of
-# normal numbers, where the rounding shown here is 5e-3.
+# Weight formats by the block size of the type that their kernels multiply with. Q8_1, used with Q4_1 and Q5_1, has the
+# integers and scales of Q8_0, and each block's sum in half precision for the weights' minima. That last rounding
+# affects only the minima, so changed activations cannot model it. It is small: 7e-4 of a product of normal numbers,
+# against 5e-3 for the rounding modelled here.
 _PER_32 = ("q8_0", "q4_0", "q5_0", "iq4_nl", "q4_1", "q5_1")
 _PER_256 = (
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs",
@@ -36,7 +36,7 @@ _ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def quantize_activations(activations: torch.Tensor, format_name: str) -> torch.Tensor:
-    """The float32 activations that meet a weight of this format in llama.cpp.
+    """The float32 activations that llama.cpp multiplies with a weight of this format.
 
     Args:
         activations: (…, columns of the weight).
@@ -71,8 +71,8 @@ def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
     largest = blocks.gather(-1, place)
     safe = torch.where(largest.abs() > _SMALLEST, largest, 1)
     inverse = torch.where(largest.abs() > _SMALLEST, _quotient(-127, safe), 0)
-    # Elsewhere than on x86, compilers make one operation of the product and of adding 1.5 · 2^23, which rounds it:
-    # the exact product is rounded, once.
+    # Except on x86, compilers fuse the product with the addition of 1.5 · 2^23 that rounds it, so the exact product
+    # is rounded once.
     product = blocks * inverse if _ON_X86 else blocks.double() * inverse.double()
     integers = product.round().clamp_max(127).float()
     scale = torch.where(inverse != 0, 1 / torch.where(inverse != 0, inverse, 1), 0)
@@ -95,12 +95,12 @@ def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
 
 @contextmanager
 def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
-    """Within the block, the inputs of the named components are what llama.cpp would multiply with.
+    """Within, the named components' inputs are rounded as llama.cpp would round them.
 
     Args:
         model: a transformers causal language model. Its weights are left alone: quantize those too.
-        recipes: component name → the recipe it is *realised* in (after fallbacks). Components that are not named see
-            exact activations. A tied embedding stands for the head.
+        recipes: component name → the recipe it is *realised* in (after fallbacks). Components that are not named
+            get exact activations. A tied embedding stands for the head.
     """
     changes = {c: partial(quantize_activations, format_name=r.grid.name) for c, r in recipes.items()}
     with inputs_changed(model, changes):

@@ -1,4 +1,4 @@
-"""Which recipe every tensor of a file gets: the plan's, or a fallback where that does not fit."""
+"""Decides which recipe each tensor of a file gets: the plan's, or a fallback if that does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kl_lens.targets.gguf.writer import FLOAT32, TensorJob
 
 
 def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None]:
-    """Component → recipe (None: F32), checked: known components, formats that GGUF has, one recipe per tied weight."""
+    """Component → recipe (None: F32). Raises for unknown components or formats, and for tied weights in two formats."""
     shapes = tensors.shapes
     components = {component_name(name, len(shape)) for name, shape in shapes.items()}
     tied = {
@@ -41,7 +41,9 @@ def choose_recipes(plan: Plan, tensors: TensorSource) -> dict[str, Recipe | None
         wanted = None if name == FLOAT32 else Recipe.parse(spelling)
         owner = tied.get(component, component)
         if chosen.setdefault(owner, wanted) != wanted:
-            raise PlanError(f"plan {plan.name}: {component} is {owner}, and the plan gives them two formats")
+            raise PlanError(
+                f"plan {plan.name}: {component} is tied to {owner}, but the plan gives them two formats"
+            )
     return chosen
 
 
@@ -51,7 +53,7 @@ def decide(
     recipes: Mapping[str, Recipe | None],
     fallback: bool,
 ) -> tuple[TensorJob, ExportedTensor]:
-    """The recipe a tensor gets, and the record that says so."""
+    """The recipe for a tensor, and its record."""
     if rule.parameter is None:
         assert rule.shape is not None
         shape, component = rule.shape, rule.name
@@ -79,7 +81,7 @@ def decide(
 
 
 def planned_bytes(planned: str, shape: tuple[int, ...]) -> int:
-    """Bytes in the planned format; in FP16 where that cannot hold the shape."""
+    """Bytes in the planned format, or in FP16 if that does not fit the shape."""
     if planned == FLOAT32:
         return 4 * math.prod(shape)
     fmt = Recipe.parse(planned).grid

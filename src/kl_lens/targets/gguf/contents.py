@@ -1,4 +1,4 @@
-"""What one token reads of a GGUF file, by llama.cpp's tensor names."""
+"""The part of a GGUF file that one token reads, from llama.cpp's tensor names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kl_lens.targets.gguf.header import FileInfo
 
 
 def file_contents(info: FileInfo) -> Contents:
-    """Its states are F32, its keys and values F16 unless it is told otherwise."""
+    """States are F32; keys and values are F16 by default."""
     prefix = info.architecture
     shapes = {entry.name: entry.shape for entry in info.tensors}
     chosen_experts = expert_share(info)
@@ -40,7 +40,7 @@ def file_contents(info: FileInfo) -> Contents:
 
 
 def expert_share(info: FileInfo) -> float:
-    """The part of its experts that one token reads; 1 for a model without."""
+    """The share of the experts that one token reads; 1 for a model without experts."""
     experts = info.metadata.get(f"{info.architecture}.expert_count") or 0
     chosen = info.metadata.get(f"{info.architecture}.expert_used_count") or experts
     return chosen / experts if experts else 1.0

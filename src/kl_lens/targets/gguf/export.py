@@ -1,4 +1,4 @@
-"""A model and a plan become a GGUF file."""
+"""Writes a GGUF file from a model and a plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kl_lens.targets.gguf.tokenizer import tokenizer_data
 from kl_lens.targets.gguf.writer import FLOAT32, Header, parameter_counts, size_on_disk, write_files
 from kl_lens.version import __version__
 
-# The package gives `export` and so loads this file, also where it only runs a file: torch and transformers come in
-# with the functions. (The package cannot look the name up when it is needed: this module has the same.)
+# The package exports `export`, so this module loads even when a file is only run: torch and transformers are imported
+# inside functions. (A lazy `export` in the package is not possible, because this module has the same name.)
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.checkpoints.streaming import TensorSource
@@ -39,21 +39,21 @@ def export(
     statistics: Statistics | None = None,
     weights_folder: Path | None = None,
 ) -> Artifact:
-    """Writes the file to `folder`, named as llama.cpp's own tools name theirs, and says what became of every component.
+    """Writes the file to `folder`, named by llama.cpp's convention; returns a record of every component.
 
     Args:
         model: an opened model, or a checkpoint folder. A folder is streamed: one tensor at a time is read,
             quantized and written, whatever the size of the checkpoint.
         plan: component → format; components that are not named stay FP16.
-        folder: where to write; made when it is not there.
-        fallback: where a format does not fit (columns that do not divide into blocks), store what llama.cpp would
-            store and record it. False: refuse instead.
+        folder: where to write; created if missing.
+        fallback: if a format does not fit (columns that do not divide into blocks), store what llama.cpp would
+            store and record it. False: raise an error.
         include_tokenizer: False writes a file that works with token ids only.
         tokenizer: a Hugging Face tokenizer to use instead of the model's own.
-        part_bytes: more bytes of weights than this are written in parts, which llama.cpp opens by the first.
-        fingerprint: recorded as the model's, where the caller knows it (a streamed folder has none of its own).
-        statistics, weights_folder: of a streamed folder: what learnt recipes are made from, and where what is
-            expensive is kept. An opened model has its own.
+        part_bytes: files with more bytes of weights than this are split; llama.cpp opens them by the first part.
+        fingerprint: recorded as the model's, if the caller knows it (a streamed folder has none).
+        statistics, weights_folder: for a streamed folder: calibration statistics for learnt recipes, and where to
+            keep weights that are expensive to quantize. An opened model has its own.
 
     Raises:
         TargetError, PlanError, FormatError: one line; nothing is left behind.
@@ -185,7 +185,7 @@ def _prepared(
     part_bytes: int,
     fingerprint: str,
 ) -> tuple[Header, list[tuple[TensorJob, ExportedTensor]]]:
-    """All that is known of a file before a weight is read."""
+    """Everything about a file that is known before reading weights."""
     from kl_lens.targets.gguf.architectures import check_complete, get_architecture
     from kl_lens.targets.gguf.choices import choose_recipes, decide
 
@@ -212,7 +212,7 @@ def _prepared(
 
 
 def file_bytes(model: LoadedModel, plan: Plan) -> int:
-    """The size of what `export` would write for an opened model, to the byte, without quantizing anything."""
+    """The exact size of the file that `export` would write for an opened model, without quantizing anything."""
     from kl_lens.checkpoints.streaming import ModelTensors
 
     tensors = ModelTensors(model.model)

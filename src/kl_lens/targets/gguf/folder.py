@@ -24,10 +24,10 @@ def read_configuration(folder: Path) -> Any:
     kind = str(raw.get("model_type"))
     text = raw.get("text_config")
     if isinstance(text, dict) and text.get("model_type") == f"{kind}_text":
-        kind = f"{kind}_text"  # of a model that sees images too, only the language model is exported
+        kind = f"{kind}_text"  # of a multimodal model, only the language model is exported
     get_architecture(kind)  # a clear refusal before transformers looks at it
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         return config.get_text_config() if text else config
-    except Exception as error:  # what a library raises over a strange setting can be anything
+    except Exception as error:  # libraries raise all kinds of errors for odd settings
         raise CheckpointError(why_not_loaded(folder, raw, error)) from error

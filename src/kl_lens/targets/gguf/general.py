@@ -1,4 +1,4 @@
-"""What a file says about itself (`general.*`) and what it is called, as llama.cpp's converter does both."""
+"""A file's `general.*` metadata and its name, as llama.cpp's converter makes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int
     """gguf's `Metadata`, from the model card, config.json, generation_config.json and the model's name.
 
     Args:
-        folder: of the checkpoint, where there is one; files that are not there, or cannot be read, say nothing.
+        folder: of the checkpoint, if any; missing or unreadable files are ignored.
         name: a folder's name, or a hub id.
         counts: of parameters: all, shared, of one expert, and how many experts.
     """
@@ -33,7 +33,7 @@ def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int
         card, config = gguf.Metadata.load_model_card(folder), gguf.Metadata.load_hf_parameters(folder)
         metadata = _from(card, config, name, counts[0])
         usable = _usable(metadata)
-    except Exception:  # a card is written by hand: it may be no YAML, or have a number for a name
+    except Exception:  # cards are written by hand: invalid YAML, or a number as a name
         usable = False
     if not usable:
         metadata = _from({}, {}, name, counts[0])
@@ -52,9 +52,8 @@ def general_metadata(folder: Path | None, name: str, counts: tuple[int, int, int
 def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: int) -> Any:
     gguf = gguf_module()
     owner, _, own = name.rpartition("/")
-    config = {
-        key: value for key, value in config.items() if key != "_name_or_path"
-    }  # often a path of the trainer's
+    # `_name_or_path` is often a path on the trainer's machine.
+    config = {key: value for key, value in config.items() if key != "_name_or_path"}
     metadata = gguf.Metadata.apply_metadata_heuristic(
         gguf.Metadata(), card, config, Path(own or name), parameters
     )
@@ -64,7 +63,7 @@ def _from(card: dict[str, Any], config: dict[str, Any], name: str, parameters: i
 
 
 def _usable(metadata: Any) -> bool:
-    """Whether everything that should be text is."""
+    """Whether all text fields are text."""
     writer = gguf_module().GGUFWriter(None, "none")
     metadata.set_gguf_meta_model(writer)
     kinds = {"STRING": str, "ARRAY": list, "UINT32": int}
@@ -79,7 +78,7 @@ def _generation_settings(folder: Path | None) -> dict[str, Any]:
 
 
 def end_tokens(folder: Path | None) -> list[int]:
-    """Tokens that end a text by the model's generation settings."""
+    """Tokens that end a text, from the model's generation settings."""
     ids = _generation_settings(folder).get("eos_token_id")
     return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 

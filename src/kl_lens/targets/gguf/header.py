@@ -1,8 +1,8 @@
-"""Reads what a GGUF file says about itself, and refuses what llama.cpp would abort on.
+"""Reads a GGUF file's header and refuses files that llama.cpp would abort on.
 
-llama.cpp ends the whole process, without a way to catch it, on some files: a convolution in F16, an expansion
-factor it does not know. Those are found here first. The tokenizer's long lists are skipped, so this takes
-milliseconds whatever the vocabulary.
+On some files llama.cpp aborts the whole process, and nothing can catch that: a convolution in F16, an unknown expansion
+factor. They are found here first. The tokenizer's long lists are skipped, so this takes milliseconds for any
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q
 _STRING, _ARRAY = 8, 9
 _LONGEST_KEPT_ARRAY = 4096
 
-# Kernels that read these as float32 whatever their type says.
+# Kernels read these as float32 whatever their type says.
 _FLOAT32_ONLY = re.compile(r"\.ssm_(conv1d\.(weight|bias)|a|d|dt\.bias)$|norm(\.weight)?$")
 _EXPANSION_OF_TWO = ("mamba", "jamba", "granitehybrid")
 _ALIGNMENTS = [2**power for power in range(3, 17)]
@@ -45,7 +45,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A GGUF file's metadata (without very long arrays) and the list of its tensors, those of all its parts."""
+    """A GGUF file's metadata (without very long arrays) and the tensors of all its parts."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
@@ -101,7 +101,7 @@ class _Cursor:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """The files that belong together, first part first: by their names, as llama.cpp finds them."""
+    """All parts of a file, in order, found by their names as in llama.cpp."""
     if not (match := _PART.fullmatch(path.name)):
         return (path,)
     stem, count = match[1], int(match[3])
@@ -126,16 +126,14 @@ def _read_one(path: Path) -> FileInfo:
             f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
         )
     if path.stat().st_size < 24:
-        raise TargetError(f"{path} is no GGUF file: it is only {path.stat().st_size} bytes long")
+        raise TargetError(f"{path} is not a GGUF file: it is only {path.stat().st_size} bytes long")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != b"GGUF":
-            raise TargetError(f"{path} is no GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
+            raise TargetError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
         try:
             return _parse(_Cursor(data), len(data), path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
-            reason = (
-                printable(one_line(error)) if isinstance(error, _Damaged) else "its header makes no sense"
-            )
+            reason = printable(one_line(error)) if isinstance(error, _Damaged) else "its header is invalid"
             raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error
 
 
@@ -160,7 +158,7 @@ def _parse(cursor: _Cursor, size: int, path: Path) -> FileInfo:
     for entry in placed:
         if entry.offset + entry.bytes > size:
             raise _Damaged(
-                f"tensor {entry.name} needs bytes up to {entry.offset + entry.bytes} and the file has {size}"
+                f"tensor {entry.name} needs bytes up to {entry.offset + entry.bytes} but the file has {size}"
             )
     return FileInfo(metadata, placed, (path,))
 
@@ -181,14 +179,14 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], str, int, int]:
 
 
 def check_file(path: Path) -> FileInfo:
-    """`read_header`, and refusal of what llama.cpp would abort the process on."""
+    """`read_header`, and raises TargetError for files that llama.cpp would abort on."""
     info = read_header(path)
     if info.architecture == "?":
         raise TargetError(f"{path} names no architecture (general.architecture); export it again")
     for entry in info.tensors:
         if _FLOAT32_ONLY.search(entry.name) and entry.type != "F32":
             raise TargetError(
-                f"{path}: tensor {printable(entry.name[:80])} is {entry.type} and llama.cpp reads it as F32; "
+                f"{path}: tensor {printable(entry.name[:80])} is {entry.type}, but llama.cpp reads it as F32; "
                 "export it again"
             )
     if problem := next(_contradictions(info), None):
@@ -197,7 +195,7 @@ def check_file(path: Path) -> FileInfo:
 
 
 def _contradictions(info: FileInfo) -> Iterator[str]:
-    """Settings that cannot be, or that the tensors do not have: llama.cpp aborts, hangs or divides by zero on some."""
+    """Settings that are impossible or contradict the tensors. On some, llama.cpp aborts, hangs or divides by zero."""
     metadata, architecture = info.metadata, info.architecture
 
     def setting(name: str) -> Any:
@@ -215,15 +213,15 @@ def _contradictions(info: FileInfo) -> Iterator[str]:
     blocks = {int(match[1]) for entry in info.tensors if (match := _BLOCK.match(entry.name))}
     count, width, rope = setting("block_count"), setting("embedding_length"), setting("rope.dimension_count")
     if count is not None and (count > _MOST_BLOCKS or max(blocks, default=-1) >= count):
-        yield f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)} blocks"
+        yield f"{architecture}.block_count is {count}, but its tensors are of {len(blocks)} blocks"
     if rope is not None and rope % 2:
         yield f"{architecture}.rope.dimension_count is {rope}, not an even number"
     inner = setting("ssm.inner_size")
     if architecture in _EXPANSION_OF_TWO and inner is not None and inner != 2 * (width or 0):
-        yield f"{architecture} needs an inner size of twice {width}, and it is {inner}"
+        yield f"{architecture} needs an inner size of twice {width}, but it is {inner}"
     embedding = next((entry for entry in info.tensors if entry.name == "token_embd.weight"), None)
     if embedding is not None and width is not None and embedding.shape[1:] != (width,):
-        yield f"{architecture}.embedding_length is {width}, and the embedding has the shape {embedding.shape}"
+        yield f"{architecture}.embedding_length is {width}, but the embedding has the shape {embedding.shape}"
     tokens = re.fullmatch(r"\[(\d+) strings\]", str(metadata.get("tokenizer.ggml.tokens")))
     if embedding is not None and tokens and int(tokens[1]) != embedding.shape[0]:
-        yield f"its tokenizer has {tokens[1]} tokens, and the embedding has the shape {embedding.shape}"
+        yield f"its tokenizer has {tokens[1]} tokens, but the embedding has the shape {embedding.shape}"

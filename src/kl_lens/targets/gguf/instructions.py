@@ -1,4 +1,4 @@
-"""Which instructions the processor has, and which of them a build of llama.cpp uses: most of its speed."""
+"""Which instructions the processor has and which a build of llama.cpp uses. Most of its speed depends on this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
-# llama.cpp's word → the kernel's. Those that its products of quantized weights are written for.
+# llama.cpp's name → the kernel's, for the instructions that its quantized products use.
 _WORDS = {
     "AVX": "avx", "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX512": "avx512f",
     "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16", "AMX_INT8": "amx_int8",
@@ -17,7 +17,7 @@ _WORDS = {
 
 @cache
 def processor_instructions() -> frozenset[str]:
-    """In llama.cpp's words; empty where the system does not say."""
+    """In llama.cpp's names; empty if the system does not list them."""
     try:
         text = CPU_INFO.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -28,12 +28,12 @@ def processor_instructions() -> frozenset[str]:
 
 
 def used_instructions(system_info: str) -> frozenset[str]:
-    """Of what `llama_print_system_info` says: `CUDA : ARCHS = 900 | CPU : AVX2 = 1 | F16C = 1 | …`."""
+    """Parses `llama_print_system_info`: `CUDA : ARCHS = 900 | CPU : AVX2 = 1 | F16C = 1 | …`."""
     processor = system_info.partition("CPU :")[2] or system_info
     return frozenset(word for word, value in re.findall(r"(\w+) = (\d+)", processor) if int(value))
 
 
 def unused_instructions(system_info: str) -> tuple[str, ...]:
-    """What the processor has and this build leaves lying, in the order of the list above."""
+    """Instructions that the processor has and this build does not use, in the order of `_WORDS`."""
     unused = processor_instructions() - used_instructions(system_info)
     return tuple(word for word in _WORDS if word in unused)

@@ -1,8 +1,8 @@
-"""A latency table for llama.cpp: for each format a copy of the model (`uniform.py`), in which every weight's operation
-is timed as the model runs it (`tracing.py`), and the whole for what belongs to no weight.
+"""A latency table for llama.cpp. For each format, a copy of the model (`uniform.py`) runs, and every weight's operation
+is timed inside it (`tracing.py`). The whole model is timed too, for the part that belongs to no weight.
 
-A kernel's speed depends on the shape: ggml's tiles take matrices whose rows are a multiple of theirs, and the others go
-slower ways. So there is one time for each shape and format, the median over all weights of that shape and all tokens.
+A kernel's speed depends on the shape: ggml's tiles need a number of rows that is a multiple of theirs, and other shapes
+are slower. So there is one time per shape and format: the median over all weights of that shape and all tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kl_lens.targets.gguf.tracing import Tracer
 from kl_lens.targets.gguf.uniform import uniform_copy
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 
-PROMPT, TOKENS = 32, 16  # tokens before the timing of a model without attention, and of one timing
+PROMPT, TOKENS = 32, 16  # before the timing (models without attention), and per timing
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Operation:
 
     shape: tuple[int, ...]
     format: str
-    kind: int  # ggml's: a product, a product with chosen experts, a look-up
+    kind: int  # ggml's operation: product, product with chosen experts, look-up
 
 
-Copy = Mapping[str, str]  # tensor → the format that it has in a copy
+Copy = Mapping[str, str]  # tensor → its format in a copy
 
 
 class Kernels:
-    """Seconds of every operation that was traced, and which of them a component's weights make for one token."""
+    """Seconds of every traced operation, and the operations of each component for one token."""
 
     def __init__(self, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._component_of, self._shapes = tensors, shapes
@@ -61,7 +61,7 @@ class Kernels:
         return {operation: statistics.median(each) for operation, each in self.timed.items()}
 
     def seconds(self, component: str, held: Copy) -> float | None:
-        """Of one token; None where a shape was never seen in the format."""
+        """Seconds of one token; None if the shape was not timed in this format."""
         total = 0.0
         for (tensor, kind), times in self._uses[component].items():
             median = self.medians.get(Operation(self._shapes[tensor], held[tensor], kind))
@@ -79,7 +79,7 @@ def traced_latency(
     file: FileInfo,
     name: str,
 ) -> LatencyProfile:
-    """`source` is the file that is copied, `artifact` its record, `file` its header."""
+    """`source`: the file to copy, `artifact`: its record, `file`: its header."""
     candidates = {component.name: component for component in request.table.candidates}
     weights = {t.runtime_name: t for t in artifact.tensors if t.component in candidates}
     tracers = {fmt: Tracer(find_library(), weights) for fmt in formats}
@@ -137,7 +137,7 @@ def traced_latency(
 def _decode_times(
     request: LatencyRequest, copies: Mapping[str, Path], tracers: Mapping[str, Tracer]
 ) -> dict[str, list[float]]:
-    """Seconds per token of each copy. There and back, in turns with traced tokens: what slows the machine meets all."""
+    """Seconds per token of each copy. Copies take turns, forward and back, so that slow phases affect all of them."""
     times: dict[str, list[float]] = {fmt: [] for fmt in copies}
     settings = request.settings
     how: dict[str, Any] = {
@@ -152,9 +152,9 @@ def _decode_times(
                 session.watched(tracer.callback) as watched,
             ):
                 for each in (session, watched):
-                    # Attention costs more the more came before; others do not care.
+                    # Attention slows with the context; other layers do not.
                     each.prefill([0] * (PROMPT if each.endless else request.prompt_tokens))
-                for number in range(request.repeats + 1):  # the first of each warms up
+                for number in range(request.repeats + 1):  # the first is a warm-up
                     seconds = _decode(session)
                     times[fmt] += [seconds] if number else []
                     tracer.recording = number > 0
@@ -165,7 +165,7 @@ def _decode_times(
 
 
 def _decode(session: GGUFSession) -> float:
-    """Seconds per token, the choice of the likeliest included."""
+    """Seconds per token, including the choice of the likeliest token."""
     started, token = time.perf_counter(), 0
     for _ in range(TOKENS):
         token = int(session.step(token).argmax())
@@ -175,6 +175,6 @@ def _decode(session: GGUFSession) -> float:
 def require_artifacts(request: LatencyRequest, target: str) -> None:
     if not request.measured:
         raise TargetError(
-            f"a latency table for {target} is measured on copies of an exported file and there is none; export one, "
+            f"a latency table for {target} is measured on copies of an exported file, but there is none; export one, "
             f"e.g. kl-lens export MODEL --target {target} --format fp16, and benchmark it"
         )

@@ -1,8 +1,8 @@
 """Finds a llama.cpp library and declares the few functions that a session needs.
 
 Several builds of llama.cpp are in use, and its parameter structs change between releases. So they are treated
-as opaque 512-byte values here: only fields whose place has been the same for years are touched, and only after
-their default has been seen where it is expected. A library that looks different is refused, never guessed at.
+as opaque 512-byte values here: only fields whose offset has been the same for years are set, and only after their
+default was found there. A library with another layout is refused, never guessed at.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
 _FINDING = threading.Lock()
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
-_VERSIONED = re.compile(
-    r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*"
-)  # libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0
+# For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
+_VERSIONED = re.compile(r"(lib)?llama(\.(cuda|vulkan|metal))?(\.v?\d[\d.]*)?\.(so|dylib|dll)(\.\d+)*")
 _ERROR_LEVEL = 4
 _STRUCT_BYTES = 512
 
 # Field → (byte offset, defaults that llama.cpp releases have there).
 _CONTEXT_FIELDS = {"n_ctx": (0, (512, 0)), "n_batch": (4, (2048,)), "n_ubatch": (8, (512,))}
 _GPU_LAYERS = (16, (-1, 0, 999, 0x7FFFFFFF))
-_NO_DEVICES = (ctypes.c_void_p * 1)(None)  # llama.cpp's list of devices, which stands first, ends with a null
-_LOAD_MODE = (24, (-1, 1))  # of libraries that have `llama_load_mode_name`, like the switches
-SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary alone, check, repack, no host buffers, no allocation
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)  # the list of devices, the first field, ends with a null
+_LOAD_MODE = (24, (-1, 1))  # like the switches, only in libraries with `llama_load_mode_name`
+SWITCHES = (72, bytes((0, 0, 1, 0, 0)))  # vocabulary only, check, repack, no host buffers, no allocation
 _REPACK = 74
-_CALLBACK = 48  # called with the share of the weights that is loaded; null, like what belongs to it
+_CALLBACK = 48  # called with the share of weights loaded; null by default, like its data
 # `targets.LOAD_MODES` → llama.cpp's mode (0 reads, 1 maps), and whether kernels get the weights repacked.
 _LOADS = dict(zip(LOAD_MODES, ((1, True), (0, True), (1, True), (0, False), (1, False)), strict=True))
 
@@ -104,7 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_POINTER, ctypes.c_char_p, _INT, ctypes.POINTER(ctypes.c_int32), _INT, _BOOL, _BOOL),
     ),
     "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
-    # (vocabulary, token, text, room in it, spaces to drop in front, spell special tokens)
+    # (vocabulary, token, text, its size, leading spaces to drop, write special tokens)
     "llama_token_to_piece": (_INT, (_POINTER, _INT, ctypes.c_char_p, _INT, _INT, _BOOL)),
 }
 
@@ -118,7 +117,7 @@ class LlamaLibrary:
     functions: ctypes.CDLL
     version: str
     errors: list[str] = field(default_factory=list)  # what the library complained about, newest last
-    _callback: Any = None  # ctypes frees callbacks that nobody holds
+    _callback: Any = None  # keeps the callback alive: ctypes does not
 
     @property
     def system_info(self) -> str:
@@ -138,13 +137,13 @@ class LlamaLibrary:
         if not self.has_gpu:
             count = "all" if layers >= ALL_LAYERS else layers
             raise TargetError(
-                f"--gpu-layers {count}: {self.path} has no GPU backend, or sees no card; kl-lens runtime build "
-                f"--gpu makes one for CUDA, {ENVIRONMENT_VARIABLE} names any other; or leave the option out"
+                f"--gpu-layers {count}: {self.path} has no GPU backend, or finds no GPU. Build one for CUDA with "
+                f"`kl-lens runtime build --gpu`, set {ENVIRONMENT_VARIABLE} to another, or leave the option out"
             )
 
     @property
     def has_load_modes(self) -> bool:
-        """Whether the way of loading can be chosen: llama.cpp has names for it, where KL Lens knows them to be."""
+        """Whether the load mode can be chosen: the library has load modes at the offsets that KL Lens knows."""
         parameters: Parameters = self.functions.llama_model_default_params()
         place, switches = SWITCHES
         return (
@@ -155,13 +154,13 @@ class LlamaLibrary:
         )
 
     def model_parameters(self, gpu_layers: int, load: str | None = None, callback: Any = None) -> Parameters:
-        """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` hears how far it is."""
+        """`load` is one of `LOAD_MODES`, or None for the library's default; `callback` gets the progress."""
         parameters: Parameters = self.functions.llama_model_default_params()
         offset, defaults = _GPU_LAYERS
         self.require_default(parameters, "n_gpu_layers", offset, defaults)
         parameters.set_integer(offset, gpu_layers)
         if gpu_layers == 0 and self.has_gpu:
-            # Else the products of a prompt would still go there, in half precision.
+            # Otherwise a prompt's products would still run on the GPU, in half precision.
             for place in (0, 4):
                 self.require_default(parameters, "devices", place, (0,))
             nowhere = ctypes.c_void_p(ctypes.addressof(_NO_DEVICES))
@@ -181,7 +180,7 @@ class LlamaLibrary:
     def context_parameters(
         self, context: int, batch: int, exact_attention: bool, watcher: Any = None
     ) -> Parameters:
-        """`watcher` is a callback that hears of every operation."""
+        """`watcher`: a callback for every operation."""
         parameters: Parameters = self.functions.llama_context_default_params()
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
             self.require_default(parameters, name, offset, defaults)
@@ -191,9 +190,8 @@ class LlamaLibrary:
             for offset in self.attention_offsets(parameters):
                 parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
         if watcher is not None:
-            place = (
-                self.attention_offsets(parameters)[1] - 16
-            )  # with its user's pointer before the types of caches
+            # The callback and its data come before the cache types.
+            place = self.attention_offsets(parameters)[1] - 16
             if any(parameters.data[place : place + 16]):
                 raise TargetError(
                     f"{self.path}: unknown layout of llama_context_params; its operations cannot be timed"
@@ -202,7 +200,7 @@ class LlamaLibrary:
         return parameters
 
     def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
-        """flash_attn_type, type_k and type_v, whose places vary: found by the defaults around them.
+        """Offsets of flash_attn_type, type_k and type_v. They vary, so they are found by the defaults around them.
 
         The first is the last of four integers that say "unspecified" (−1), the other two are the one pair of
         neighbours that says F16 (1).
@@ -234,13 +232,13 @@ def runtime_folder() -> Path:
 
 
 def origin_of() -> str:
-    """Where the libraries there come from; empty where there are none."""
+    """Where the installed libraries come from; empty if there are none."""
     note = runtime_folder() / "ORIGIN"
     return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
 def library_in(folder: Path) -> Path | None:
-    """The libllama of a folder, however deep packages keep it."""
+    """The libllama in a folder or its subfolders."""
     files = (path for path in sorted(folder.rglob("*llama*")) if _VERSIONED.fullmatch(path.name))
     return min(files, key=lambda path: (len(path.parts), len(path.name)), default=None)
 
@@ -250,7 +248,7 @@ def candidates() -> Iterator[tuple[str, Path]]:
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
         place = Path(chosen)
         yield ENVIRONMENT_VARIABLE, (library_in(place) or place) if place.is_dir() else place
-        return  # what the user names is used or refused, never replaced
+        return  # the user's choice is used or refused, never replaced
     if own := library_in(runtime_folder()):
         yield "kl-lens runtime", own
     if folder := _package_folder("llama_cpp"):
@@ -268,18 +266,18 @@ def candidates() -> Iterator[tuple[str, Path]]:
 
 
 def find_library() -> LlamaLibrary:
-    """The llama.cpp library to use; the same one for the life of the process, whichever thread asks first.
+    """The llama.cpp library to use; the same one for the life of the process, in all threads.
 
-    Looked for in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), what `kl-lens runtime` put in place,
+    Searched in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), what `kl-lens runtime` installed,
     llama-cpp-python, the system's library path, beside llama.cpp's tools on PATH, and xllamacpp (which is in the extra
-    `gguf`: right everywhere, slow on ARM).
+    `gguf`: works everywhere, slow on ARM).
     """
-    with _FINDING:  # opened twice, it would log into a callback that is gone
+    with _FINDING:  # opened twice, it would log to a freed callback
         return found_library()
 
 
 def forget_library() -> None:
-    """Another may be in place now."""
+    """Call it after installing or removing a library."""
     found_library.cache_clear()
 
 
@@ -290,7 +288,7 @@ def found_library() -> LlamaLibrary:
         if path.is_absolute() and not path.is_file():
             if origin == ENVIRONMENT_VARIABLE:
                 raise TargetError(
-                    f"{ENVIRONMENT_VARIABLE} names {path}, which is no library and no folder with one"
+                    f"{ENVIRONMENT_VARIABLE} names {path}, which is neither a library nor a folder with one"
                 )
             continue
         try:
@@ -311,7 +309,7 @@ def open_library(origin: str, path: Path) -> LlamaLibrary:
         raise TargetError(f"{path} cannot be loaded: {error}") from error
     missing = [name for name in _SIGNATURES if not hasattr(functions, name)]
     if missing:
-        raise TargetError(f"{path} is no llama.cpp library of 2025 or later: it lacks {missing[0]}")
+        raise TargetError(f"{path} is not a llama.cpp library of 2025 or later: it lacks {missing[0]}")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, list(arguments)
@@ -330,8 +328,8 @@ def open_library(origin: str, path: Path) -> LlamaLibrary:
 
 
 def _load_backends(functions: ctypes.CDLL, path: Path) -> None:
-    """Builds with loadable backends start with none, not even the CPU. Packages have one variant of it for each set of
-    instructions beside the library, of which ggml takes the best that this processor runs."""
+    """Builds with loadable backends start with none, not even the CPU. Packages have one CPU backend per set of
+    instructions beside the library; ggml takes the best that this processor runs."""
     if not (hasattr(functions, "ggml_backend_reg_count") and hasattr(functions, "ggml_backend_load_all")):
         return
     functions.ggml_backend_reg_count.restype = ctypes.c_size_t

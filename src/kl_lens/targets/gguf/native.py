@@ -1,6 +1,6 @@
-"""A llama.cpp that uses what this processor has: built here, or taken from a folder of prebuilt libraries.
+"""Installs a llama.cpp that uses all of this processor's instructions: built here, or from prebuilt libraries.
 
-Either goes to `runtime_folder()`, where sessions look before they take the portable wheel.
+It goes to `runtime_folder()`, where sessions look before they use the portable wheel.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kl_lens.resources import patches_path
 from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, forget_library, library_in, runtime_folder
 
 TRIAL = "kl_lens.targets.gguf.trial"
-# The one release that is built, and that the patches are made for: this package's sdist carries llama.cpp.
+# The only release that is built and that the patches fit. This package's sdist contains llama.cpp.
 SOURCE = "llama-cpp-python==0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_TOOLS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
-    "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # they find each other wherever they are
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN", "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # libraries find each other in any folder
 )  # fmt: skip
-_FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")  # CUDA's libraries, wherever they are
-Advanced = Callable[[int, str], None]  # percent, what is being done
+_FOR_GPU = ("-DGGML_CUDA=ON", "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")  # finds CUDA's libraries
+Advanced = Callable[[int, str], None]  # percent, current step
 
 
 def build_library(
     advanced: Advanced = lambda percent, what: None, *, gpu: bool = False, patched: bool = False
 ) -> Path:
-    """Builds llama.cpp for this processor, and with `gpu` for its CUDA card too, and puts it in place; its path.
+    """Builds llama.cpp for this processor, with `gpu` also for CUDA, and installs it. Returns its path.
 
-    Plain, or `patched` with what is in patches/llama.cpp.
+    `patched`: with the patches in patches/llama.cpp.
     """
     tools = {"cmake": "pip install cmake, or Debian: apt install cmake", "c++": "Debian: apt install g++"}
     if gpu:
@@ -48,7 +48,7 @@ def build_library(
     for tool, advice in tools.items():
         if shutil.which(tool) is None:
             raise TargetError(
-                f"building llama.cpp needs {tool}: {advice}; or take prebuilt libraries, kl-lens runtime use FOLDER"
+                f"building llama.cpp needs {tool}: {advice}; or use prebuilt libraries: kl-lens runtime use FOLDER"
             )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -69,13 +69,11 @@ def build_library(
         except TargetError as error:
             if patched:
                 raise
-            raise TargetError(
-                f"{error}; with --patched, faults of the release that are known are mended"
-            ) from error
+            raise TargetError(f"{error}; --patched fixes known bugs of this release") from error
 
 
 def fetch_source(folder: Path) -> Path:
-    """Downloads the pinned release into a folder; llama.cpp's folder in it."""
+    """Downloads the pinned release into a folder. Returns llama.cpp's folder in it."""
     wanted = folder / "source.txt"
     wanted.write_text(f"{SOURCE} --hash=sha256:{SHA256}\n", encoding="utf-8")
     words = ["pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
@@ -88,18 +86,18 @@ def fetch_source(folder: Path) -> Path:
 
 
 def apply_patches(source: Path) -> None:
-    """Every one of them, in the order of their names, exactly; or TargetError that names the one that does not fit."""
+    """Applies all patches in the order of their names. Raises TargetError if one does not apply exactly."""
     for file in sorted(patches_path("llama.cpp").glob("*.patch")):
-        # -f asks nothing and takes no patch for reversed; -F0 lets no line of context differ.
+        # -f: no questions, no guessing that a patch is reversed; -F0: context lines must match exactly.
         command = ["patch", "-p1", "-f", "-F0", "-d", str(source), "-i", str(file)]
         _call(command, f"{file}: does not apply to {SOURCE}")
 
 
 def install_libraries(folder: Path, origin: str = "") -> Path:
-    """Copies the libraries of a folder to where sessions find them, in place of earlier ones; tried before."""
+    """Tries the libraries of a folder, then copies them to where sessions find them. Earlier ones are replaced."""
     main = library_in(folder) if folder.is_dir() else None
     if main is None:
-        raise TargetError(f"{folder}: no llama.cpp library in it; name a folder with libllama.so")
+        raise TargetError(f"{folder}: no llama.cpp library in it; give a folder with libllama.so")
     place = runtime_folder()
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".llama.cpp-") as temporary:
@@ -117,7 +115,7 @@ def install_libraries(folder: Path, origin: str = "") -> Path:
 
 
 def remove_libraries() -> bool:
-    """Back to what was there before; whether there was anything to remove."""
+    """Removes the installed libraries. Returns whether there were any."""
     place = runtime_folder()
     if place.exists():
         shutil.rmtree(place)
@@ -127,7 +125,7 @@ def remove_libraries() -> bool:
 
 
 def _libraries(folder: Path, main: Path) -> list[Path]:
-    """All of a package's: those beside the library, or wherever a build left them."""
+    """All libraries that belong together: those beside the main one, or anywhere in a build folder."""
     beside = [path for path in main.parent.iterdir() if _is_library(path)]
     return (
         beside if any("ggml" in p.name for p in beside) else [p for p in folder.rglob("*") if _is_library(p)]
@@ -139,24 +137,20 @@ def _is_library(path: Path) -> bool:
 
 
 def _require_working(library: Path) -> None:
-    """Tried by another process (`trial.py`), for what is wrong with a library may end the one that runs it."""
+    """Tries the library in another process (`trial.py`), because a broken one may crash it."""
     command = [sys.executable, "-m", TRIAL]
     environment = for_child() | {ENVIRONMENT_VARIABLE: str(library)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
         said, tried = result.stderr.strip().splitlines(), result.stdout.split()
-        reason = (
-            said[-1]
-            if said and result.returncode > 0
-            else f"it ended the process{_signal(result.returncode)}"
-        )
-        where = f" (at a product with {tried[-1]} weights)" if tried else ""
+        reason = said[-1] if said and result.returncode > 0 else f"it crashed{_signal(result.returncode)}"
+        where = f" (in a product with {tried[-1]} weights)" if tried else ""
         raise TargetError(f"{library.name} does not work here: {reason}{where}")
 
 
 def _signal(code: int) -> str:
     known = {-each: each.name for each in signal.Signals}
-    return f" by {known[code]}" if code in known else ""
+    return f" with {known[code]}" if code in known else ""
 
 
 def _call(command: Sequence[str], problem: str, heard: Callable[[str], None] = lambda line: None) -> None:

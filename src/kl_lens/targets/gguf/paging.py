@@ -1,10 +1,10 @@
-"""Returns mapped pages to the system while llama.cpp repacks what they hold.
+"""Returns mapped pages to the system while llama.cpp repacks their tensors.
 
-llama.cpp maps the whole file and copies tensors into the order its kernels want. The pages stay, so the model is in
-memory twice. They can be dropped once read: what is still used from the file (rows of the embedding, norms) comes back
-from the system's cache when it is touched. Linux, from version 6.18 on, then maps all of the large piece of its
-cache that the page lies in, 2 MB of matrices for a norm of 10 KB, but never beyond the mapping: large tensors get their
-own.
+llama.cpp maps the whole file and copies tensors into the order that its kernels need. The mapped pages stay, so the
+model is in memory twice. They can be dropped once read: whatever is still used from the file (rows of the embedding,
+norms) comes back from the system's cache on access. From Linux 6.18 on, one access maps the whole large folio of the
+cache, for example 2 MB of matrices for a norm of 10 KB, but never beyond the mapping. So large tensors get mappings of
+their own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from pathlib import Path
 from kl_lens.targets.gguf.header import TensorEntry
 
 _MAPS = Path("/proc/self/maps")
-_DONT_NEED, _DONT_DUMP = 4, 16  # the latter splits a mapping, and else changes only what a core dump holds
-_LARGE, _PIECE = (
-    1 << 20,
-    64 << 10,
-)  # bytes: tensors apart from others, and what one row of the embedding may bring back
-# Of an embedding: a process may have 65,530 mappings, and threads and buffers need some.
+_DONT_NEED, _DONT_DUMP = 4, 16  # the latter splits a mapping; otherwise it affects only core dumps
+# Bytes: smallest tensor with its own mapping; piece of the embedding.
+_LARGE, _PIECE = 1 << 20, 64 << 10
+# Most pieces of an embedding: a process may have 65,530 mappings, and threads and buffers need some.
 _MOST_PIECES = 2048
 _EMBEDDING = "token_embd.weight"
-# Between two times: of the file, and bytes, since looking for its pages takes time.
+# Least progress between two returns, as a share of the file and in bytes, because finding its pages takes time.
 _STEP, LEAST = 0.02, 32 << 20
 can_give_back = sys.platform == "linux" and _MAPS.is_file()
 
@@ -36,14 +34,14 @@ ProgressCallback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void
 
 
 def give_back(paths: Iterable[Path]) -> None:
-    """Read-only, shared mappings of these files only: nothing can be lost."""
+    """Drops pages of read-only shared mappings of these files; no data can be lost."""
     for path in paths:
         for start, end, _ in mappings_of(path):
             _advise(start, end, _DONT_NEED)
 
 
 def set_apart(tensors: Iterable[TensorEntry]) -> None:
-    """Large tensors in mappings of their own, and the embedding, of which a token needs a row, in many."""
+    """Gives large tensors their own mappings, and the embedding many, because a token needs one row of it."""
     stretches: dict[Path, list[tuple[int, int]]] = {}
     for tensor in tensors:
         if tensor.bytes >= _LARGE:
@@ -51,11 +49,11 @@ def set_apart(tensors: Iterable[TensorEntry]) -> None:
     for (start, end, offset), own in ((m, own) for path, own in stretches.items() for m in mappings_of(path)):
         for first, last in own:
             if not _advise(max(start, start + first - offset), min(end, start + last - offset), _DONT_DUMP):
-                return  # the system has enough of them; the rest stays as it is
+                return  # too many mappings; leave the rest as it is
 
 
 def stretches_of(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
-    """Of the file's bytes, those of a tensor that get a mapping of their own: all, or every other piece."""
+    """Byte ranges of a tensor that get their own mapping: all of it, or every other piece."""
     end = tensor.offset + tensor.bytes
     if tensor.name != _EMBEDDING:
         yield tensor.offset, end
@@ -66,7 +64,7 @@ def stretches_of(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
 
 
 def mappings_of(path: Path) -> list[tuple[int, int, int]]:
-    """Where the file is in memory, read-only and shared: start, end, and from which of its bytes on."""
+    """The file's read-only shared mappings: start, end, and offset in the file."""
     found = []
     for line in _MAPS.read_text(errors="replace").splitlines():
         place, access, offset, *_, name = line.split(maxsplit=5)
@@ -77,7 +75,7 @@ def mappings_of(path: Path) -> list[tuple[int, int, int]]:
 
 
 def _advise(start: int, end: int, what: int) -> bool:
-    """On the whole pages of a stretch of memory; whether the system took it."""
+    """Calls madvise on the whole pages within a range. Returns whether it succeeded."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     return first >= last or _madvise()(first, last - first, what) == 0
 
@@ -90,7 +88,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def giving_back(paths: Sequence[Path]) -> Callable[[float, object], bool]:
-    """What llama.cpp calls before each tensor, with the share that is done."""
+    """A callback that llama.cpp calls before each tensor with its progress."""
     last, step = 0.0, max(_STEP, LEAST / sum(path.stat().st_size for path in paths))
 
     def advanced(progress: float, _: object) -> bool:

@@ -1,6 +1,6 @@
-"""Tries GGUF files in another process. `header.check_file` finds what is known to crash llama.cpp; this finds the rest.
+"""Tries GGUF files in another process. `header.check_file` finds known causes of crashes; this finds the rest.
 
-A file with the header that its export recorded is ours and is opened directly.
+A file whose header matches the one recorded at export is ours and is opened directly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kl_lens.targets import quarantine
 if TYPE_CHECKING:
     from kl_lens.targets.gguf.session import GGUFSession
 
-# Of an artifact's settings.
+# Keys of an artifact's settings.
 HEADER_DIGEST, TOKENIZER_CHECK = "header_digest", "tokenizer_check"
 
 
 def header_digest(path: Path) -> str:
-    """Of everything before the weights, in all parts: metadata, tokenizer, the list of tensors."""
+    """Digest of everything before the weights, in all parts: metadata, tokenizer, list of tensors."""
     from kl_lens.targets.gguf.header import read_header
 
     info = read_header(path)
@@ -34,13 +34,13 @@ def header_digest(path: Path) -> str:
 
 
 def require_safe(path: Path, artifact: Artifact | None) -> None:
-    """Raises TargetError where opening this file would end or hang the process."""
+    """Raises TargetError if opening this file would crash or hang the process."""
     if artifact is None or artifact.settings.get(HEADER_DIGEST) != header_digest(path):
         require_opened(path)
 
 
 def require_opened(path: Path) -> None:
-    """Raises TargetError where llama.cpp, in a process of its own, cannot open and run it."""
+    """Raises TargetError if llama.cpp, in a separate process, cannot open and run it."""
     from kl_lens.targets.gguf.header import parts_of
 
     quarantine.require_opens(__name__, path, parts_of(path), "llama.cpp")
@@ -61,17 +61,17 @@ def try_out(path: Path) -> None:
 
 
 def _require_same_tokens(session: GGUFSession) -> None:
-    """Raises TargetError where llama.cpp splits a sample string other than the tokenizer that was exported."""
+    """Raises TargetError if llama.cpp splits a sample string differently from the exported tokenizer."""
     from kl_lens.targets.artifacts import read_artifact
     from kl_lens.targets.gguf.tokenizer import differing_string
 
     try:
         check = read_artifact(session.path.parent).settings.get(TOKENIZER_CHECK)
-    except TargetError:  # from elsewhere: there is no record
+    except TargetError:  # not exported by KL Lens: there is no record
         return
     if check and (text := differing_string(session.tokenize, check)) is not None:
         pre = session.file.metadata.get("tokenizer.ggml.pre")
         raise TargetError(
-            f"{session.path}: llama.cpp's tokenizer ({pre}) splits {text[:60]!r} other than the model's tokenizer; "
-            "export with --without-tokenizer, which makes a file that works with token ids alone"
+            f"{session.path}: llama.cpp's tokenizer ({pre}) splits {text[:60]!r} differently from the "
+            "model's tokenizer; export with --without-tokenizer, which makes a file that works with token ids only"
         )

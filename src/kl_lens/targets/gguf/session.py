@@ -1,4 +1,4 @@
-"""A GGUF file running in llama.cpp: what evaluation, benchmarks and generation talk to."""
+"""A GGUF file running in llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ BATCH = 512
 # Attention caches are allocated for the whole context at once; state-space layers have no such limit.
 LARGEST_DEFAULT_CONTEXT = 8192
 AUTO = "auto"
-FREE_SHARE = 0.9  # of the free memory that weights may fill
+FREE_SHARE = 0.9  # most of the free memory that weights may take
 
 
 class GGUFSession:
     """One sequence at a time through llama.cpp. Satisfies `kl_lens.targets.Session`.
 
     Prompts and single tokens go through different kernels in llama.cpp, whose results differ in the last bits:
-    `prefill` and `logits` use the one, `step` the other.
+    `prefill` and `logits` use the first, `step` the second.
 
     Args:
         path: the .gguf file, or one of its parts. It is checked before llama.cpp sees it, which aborts on some
             damaged files.
         threads: all processors this process may use, unless given.
         gpu_layers: layers to put on a GPU, where the library has one.
-        load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that cannot be), so that
-            only the copy which kernels use stays; a file that free memory does not hold is mapped as it is.
+        load: how weights come into memory, one of `LOAD_MODES`. `auto` is `lean` (`read` where that is not possible),
+            which keeps only the copy that kernels use. A file larger than free memory is mapped without repacking.
         context: tokens to make room for in attention caches; the model's own length up to 8192 unless given.
-        exact_attention: keys and values in F32 and no flash attention, to see the damage of a plan alone.
-            llama.cpp's default rounds them to F16, and its CPU flash attention also adds up in F16.
+        exact_attention: keys and values in F32 and no flash attention, to measure only the loss of a plan.
+            llama.cpp's default rounds them to F16, and its CPU flash attention also sums in F16.
 
     Raises:
         TargetError: one line that says what is wrong with the file, the library or the options.
@@ -62,7 +62,7 @@ class GGUFSession:
     ) -> None:
         self._context: int | None = None
         self._model: int | None = None
-        self._borrowed = False  # the model is another session's
+        self._borrowed = False  # the model belongs to another session
         self._watcher: Any = None
         self.file = check_file(Path(path))
         self.path = self.file.paths[0]
@@ -70,7 +70,7 @@ class GGUFSession:
         if gpu_layers:
             self._library.require_gpu(gpu_layers)
         if load != AUTO and load not in LOAD_MODES:
-            raise TargetError(f"--load {load}: there are {', '.join((AUTO, *LOAD_MODES))}")
+            raise TargetError(f"--load {load}: unknown; choose from {', '.join((AUTO, *LOAD_MODES))}")
         if threads is not None and threads < 1:
             raise TargetError(f"threads must be at least 1, not {threads}")
         self.threads = threads or processors()
@@ -120,10 +120,10 @@ class GGUFSession:
         self._position = 0
 
     def watched(self, watcher: Any) -> Self:
-        """Another session on the same weights, whose every operation the callback hears; close it first."""
+        """A session on the same weights whose operations call `watcher`. Close it before this one."""
         twin = copy.copy(self)
         twin._context, twin._borrowed = None, True
-        twin._watcher = watcher  # ctypes frees callbacks that nobody holds
+        twin._watcher = watcher  # keeps the callback alive: ctypes does not
         twin._make_context(self.context, watcher)
         return twin
 
@@ -169,12 +169,12 @@ class GGUFSession:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Also those that llama.cpp knows by their texts, such as `<|im_end|>`."""
+        """Includes those that llama.cpp knows by their text, such as `<|im_end|>`."""
         ends = self._library.functions.llama_vocab_is_eog
         return frozenset(token for token in range(self._vocabulary) if ends(self._vocab, token))
 
     def tokenize(self, text: str, *, begin: bool = False) -> list[int]:
-        """llama.cpp's own tokenization with what the file holds."""
+        """llama.cpp's own tokenization with the file's vocabulary."""
         self.require_vocabulary()
         data = text.encode()
         room = len(data) + 8
@@ -187,7 +187,7 @@ class GGUFSession:
         return list(tokens[:count])
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens, by the vocabulary inside the file; half a character becomes U+FFFD.
+        """The text of tokens, with the vocabulary inside the file; an incomplete character becomes U+FFFD.
 
         One by one, as llama.cpp's server does: its function for whole texts drops spaces before punctuation.
         """
@@ -202,7 +202,7 @@ class GGUFSession:
             if length >= 0:
                 return text.raw[:length]
             room = -length  # llama.cpp says how much it needs
-        raise TargetError(f"{self.path}: llama.cpp could not spell token {token}")
+        raise TargetError(f"{self.path}: llama.cpp could not convert token {token} to text")
 
     def chat_renderer(self) -> Renderer | None:
         template = self.file.metadata.get("tokenizer.chat_template")
@@ -241,17 +241,17 @@ class GGUFSession:
         return self._context
 
     def require_vocabulary(self) -> None:
-        """llama.cpp aborts the process when it is asked for the tokens of a file without a vocabulary."""
+        """llama.cpp aborts the process if it has to tokenize without a vocabulary."""
         if self.file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
             raise TargetError(f"{self.path} holds no tokenizer; pass one with --tokenizer")
 
     def _feed(self, ids: Sequence[int], *, every: bool) -> Logits:
-        """Logits behind every token, or behind the last alone; continues after what was fed before."""
-        context = self._open_context  # before the batch is touched, which closing frees
+        """Logits after every token, or only after the last; continues after the tokens fed before."""
+        context = self._open_context  # check first: closing frees the batch
         tokens = checked_tokens(ids, self._vocabulary, str(self.path))
         if not self.endless and self._position + len(tokens) > self.context:
             raise TargetError(
-                f"{self.path}: {self._position + len(tokens)} tokens do not fit the context of {self.context}; "
+                f"{self.path}: {self._position + len(tokens)} tokens do not fit into the context of {self.context}; "
                 "open the session with a larger context"
             )
         rows = np.empty((len(tokens) if every else 1, self._vocabulary), np.float32)

@@ -1,8 +1,8 @@
-"""llama.cpp's own mixtures, as `llama-quantize` would make them for a model, without and with an importance matrix.
+"""llama.cpp's stock recipes, as `llama-quantize` applies them to a model, without and with an importance matrix.
 
-They were found for transformers: state-space matrices all get the type that the mixture is named after. What a shape
-cannot hold gets the same stand-in as in llama.cpp. Its exceptions for models with exactly eight experts are left out,
-and as `llama-imatrix` does by default, the head has no importance matrix.
+They were tuned for transformers: state-space matrices all get the type in the recipe's name. If a type does not fit a
+shape, the fallback is llama.cpp's. Its exceptions for models with exactly eight experts are left out. The head has no
+importance matrix, which is the default of `llama-imatrix`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kl_lens.recipes import Recipe, fitting_recipe, preferred
 from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
 
-# Mixture → the type of most weights.
+# Stock recipe → the type of most weights.
 _BASES = {
     "Q3_K_M": "q3_k",
     "Q4_0": "q4_0",
@@ -27,22 +27,22 @@ _BASES = {
 _USUAL = ("Q4_K_M", "Q5_K_M", "Q8_0")
 _OUTPUT = "q6_k"
 _FUSED_ATTENTION = {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}
-_MANY = 4  # queries for each key: then values are few, and worth more
+_MANY = 4  # queries per key; from here on, values are few and get more bits
 
 
 def stock_recipes(anatomy: Anatomy) -> tuple[StockRecipe, ...]:
     recipes = []
     for name, base in _BASES.items():
         origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
-        plain = _mixture(name, anatomy, ())
+        plain = _stock_recipe(name, anatomy, ())
         recipes.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
         if preferred(base, ("imatrix",)) != base:
-            weighed = _mixture(name, anatomy, ("imatrix",))
+            weighed = _stock_recipe(name, anatomy, ("imatrix",))
             recipes.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
     return tuple(recipes)
 
 
-def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, Recipe]:
+def _stock_recipe(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, Recipe]:
     raised = _raised(name, anatomy, with_importance=bool(methods))
     chosen = {}
     for component in anatomy.candidates:
@@ -56,7 +56,7 @@ def _mixture(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str,
 
 
 def _raised(name: str, anatomy: Anatomy, with_importance: bool) -> dict[str, str]:
-    """What the mixture gives more bits than its name says: values and outputs of attention, ends of feed-forwards."""
+    """Components that get more bits than the recipe's name says: attention values and outputs, feed-forward outputs."""
     candidates, blocks = anatomy.candidates, anatomy.blocks
     values = [c for c in candidates if c.kind in ("v_proj", "qkv_proj")]
     downs = [c for c in candidates if c.kind == "down_proj"]

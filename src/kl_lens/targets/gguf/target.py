@@ -1,4 +1,4 @@
-"""llama.cpp as a target: a GGUF file for a plan, run by the llama.cpp library that is found."""
+"""llama.cpp as a target: writes a plan as a GGUF file and runs it with the llama.cpp library that is found."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GGUFTarget(Target):
     methods = ("gptq", "imatrix")
     options = (
         ExportOption(
-            "include_tokenizer", "--without-tokenizer", "a file that works with token ids alone", given=False
+            "include_tokenizer", "--without-tokenizer", "a file that works with token ids only", given=False
         ),
         ExportOption(
             "part_bytes",
             "--part-size",
-            "write more bytes of weights than this in parts (default: 50GB)",
+            "split files with more bytes of weights than this (default: 50GB)",
             "size",
         ),
     )
@@ -73,7 +73,7 @@ class GGUFTarget(Target):
         return (
             None
             if model_type in known
-            else f"llama.cpp knows no {model_type} models; it knows {', '.join(known)}"
+            else f"llama.cpp does not support {model_type} models; it supports {', '.join(known)}"
         )
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
@@ -100,7 +100,7 @@ class GGUFTarget(Target):
         return None
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """To the byte, from the header alone."""
+        """Exact, from the header."""
         from kl_lens.targets.gguf.export import file_bytes
 
         return file_bytes(model, plan)
@@ -114,19 +114,19 @@ class GGUFTarget(Target):
         return path.suffix == SUFFIX
 
     def weight_file(self, place: Path) -> Path:
-        """Of several parts the first."""
+        """The first part, if there are several."""
         if self.owns(place):
             return parts_of(place)[0]
         return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
 
     def loaded_bytes(self, place: Path) -> int:
-        """Of all parts, also where one is named by itself."""
+        """Of all parts, even if only one is given."""
         if not self.owns(place):
             return super().loaded_bytes(place)
         return sum(path.stat().st_size for path in parts_of(place))
 
     def is_all_floating(self, place: Path) -> bool:
-        """By the file itself, which may have no record."""
+        """From the file itself, which may have no record."""
         from kl_lens.targets.gguf.header import check_file
 
         return all(entry.type.lower() in FLOATS for entry in check_file(self.weight_file(place)).tensors)
@@ -157,7 +157,7 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.quarantine import require_safe
         from kl_lens.targets.gguf.session import open_session
 
-        if not cold:  # a cold session already has a process of its own
+        if not cold:  # a cold session already runs in its own process
             check_file(self.weight_file(place))
             require_safe(self.weight_file(place), self._record_of(place))
         return open_session(
@@ -169,7 +169,7 @@ class GGUFTarget(Target):
         )
 
     def _record_of(self, place: Path) -> Artifact | None:
-        """The record of a folder, or of the folder that a file was exported to."""
+        """The record of a folder, or of a file's folder."""
         try:
             artifact = read_artifact(place.parent if self.owns(place) else place)
         except TargetError:
@@ -178,7 +178,7 @@ class GGUFTarget(Target):
 
     @property
     def version(self) -> str:
-        """Of xllamacpp, and of the library used instead of it, if there is one."""
+        """xllamacpp's version, and the library used instead of it, if any."""
         from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, origin_of
 
         try:
@@ -249,7 +249,7 @@ class GGUFTarget(Target):
         from kl_lens.targets.gguf.latency import require_artifacts, traced_latency
 
         require_artifacts(request, self.name)
-        # In the largest file the fewest tensors are in a format smaller than a copy's fallback.
+        # The largest file has the fewest tensors in a format smaller than a copy's fallback.
         whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
         file = self.weight_file(whole.place)
         formats = self.storable(request.table, request.recipes)
@@ -257,7 +257,7 @@ class GGUFTarget(Target):
         return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
 
     def conditions(self, settings: SessionSettings) -> dict[str, Any]:
-        """Builds of one version differ in the instructions that they use."""
+        """Includes the instructions, in which builds of one version differ."""
         from kl_lens.targets.gguf.library import find_library
 
         try:

@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer as GGUF metadata, or the reason why llama.cpp has no equal of it.
+"""Converts a Hugging Face tokenizer to GGUF metadata, or says why llama.cpp has no equivalent.
 
-llama.cpp knows pre-tokenizers by name. A wrong name makes it split text in other places without a word. So the name
-comes from what the tokenizer does, and the written file is compared with the tokenizer on sample strings.
+llama.cpp knows pre-tokenizers by name. With a wrong name it silently splits text in other places. So the name is
+derived from what the tokenizer does, and the written file is compared with the tokenizer on sample strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kl_lens.targets.varied_text import varied_strings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # tokenizer.ggml.model
-SPACES = "default"  # the pre-tokenizer of SentencePiece: nothing but spaces
+SPACES = "default"  # SentencePiece's pre-tokenizer: only spaces
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +44,7 @@ _SPLITS = {
     (_QWEN35, False): "qwen35",
     (_TEKKEN, True): "tekken",
 }
-# What llama.cpp does differently, by its name of the pre-tokenizer.
+# Differences in llama.cpp, by its name for the pre-tokenizer.
 _NOTES = {
     "tekken": "llama.cpp sees the case of ASCII letters only, and no combining marks: words of other scripts that "
     "change case or carry such marks are split differently",
@@ -60,13 +60,13 @@ _NFC = (
 )
 
 
-# The sample strings that a note leaves to compare.
+# The kind of sample strings that can still be compared under each note.
 _FORMS = {_NOTES["tekken"]: "ascii", _SPACE_NOTES["always"]: "unspaced", _SPACE_NOTES["first"]: "spaced"}
 
 
 @dataclass(frozen=True)
 class TokenizerData:
-    """What goes into the file."""
+    """The tokenizer's fields of the file."""
 
     model: str
     pre: str
@@ -77,7 +77,7 @@ class TokenizerData:
     special: dict[str, int]  # bos, eos, eot, eom, padding, unknown → id
     switches: dict[str, bool]  # add_bos_token, add_eos_token, add_space_prefix
     chat_template: str | list[dict[str, str]] | None
-    check: dict[str, Any]  # what `differing_string` compares
+    check: dict[str, Any]  # input of `differing_string`
     notes: tuple[str, ...] = ()
 
 
@@ -85,12 +85,12 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     """The tokenizer for a model whose embedding has `vocabulary` rows.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         vocabulary: rows of the embedding; those without a token get a name that no text contains.
-        ends: tokens that end a text by the model's generation settings, besides the tokenizer's own.
+        ends: further tokens that end a text, from the model's generation settings.
 
     Raises:
-        TargetError: where llama.cpp has no equal of this tokenizer.
+        TargetError: llama.cpp has no equivalent of this tokenizer.
     """
     specification = _specification(tokenizer)
     model, pre, notes, switches = _splitting(specification)
@@ -99,7 +99,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     highest = max([*names, *added])
     if highest >= vocabulary:
         raise TargetError(
-            f"the tokenizer has a token {highest} and the model only {vocabulary} rows; give the model's own tokenizer"
+            f"the tokenizer has a token {highest}, but the model only {vocabulary} rows; give the model's own tokenizer"
         )
     tokens, types = [], []
     for index in range(vocabulary):
@@ -115,7 +115,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
             types.append(UNUSED)
     merges = [m.split(" ") if isinstance(m, str) else m for m in specification["model"]["merges"]]
     special, template = _special(tokenizer), _chat_template(tokenizer)
-    # Where a file names no end, llama.cpp takes token 11, whatever that is: better one that no text holds.
+    # If a file names no end token, llama.cpp takes token 11, whatever that is. Name one that no text contains.
     silent = [index for index, kind in enumerate(types) if kind in (CONTROL, UNUSED)]
     known = [index for index in (special.get("eos"), *ends) if index is not None and index < vocabulary]
     samples = [token["content"] for token in added.values()][:20]
@@ -137,7 +137,7 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
 
 
 def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:
-    """The first sample string that `encode` gives other ids than the tokenizer that was exported."""
+    """The first sample string to which `encode` gives other ids than the exported tokenizer."""
     strings = _samples(check["form"], check["special"])
     found, expected = _checksums([encode(text) for text in strings]), check["checksums"]
     places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
@@ -145,7 +145,7 @@ def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any
 
 
 def _samples(form: str, special: Sequence[str]) -> list[str]:
-    """Strings that llama.cpp has to tokenize as the model's tokenizer does, without those that its notes name."""
+    """Strings that llama.cpp must tokenize like the model's tokenizer, except those that the notes mention."""
     strings = varied_strings(300, special=() if form == "unspaced" else special)
     strings = [unicodedata.normalize("NFC", text) for text in strings]
     if form == "ascii":
@@ -155,7 +155,7 @@ def _samples(form: str, special: Sequence[str]) -> list[str]:
 
 
 def _checksums(ids: Sequence[Sequence[int]]) -> str:
-    """Eight digits for each."""
+    """Eight hexadecimal digits per string."""
     return "".join(f"{zlib.crc32(json.dumps(list(one)).encode()):08x}" for one in ids)
 
 
@@ -164,7 +164,7 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
     if backend is None:
         raise UnsupportedError(
             f"{type(tokenizer).__name__} has no tokenizer.json behind it, which GGUF needs; "
-            "--without-tokenizer makes a file that works with token ids alone"
+            "--without-tokenizer makes a file that works with token ids only"
         )
     specification: dict[str, Any] = json.loads(backend.to_str())
     kind = specification["model"].get("type")
@@ -176,7 +176,7 @@ def _specification(tokenizer: Any) -> dict[str, Any]:
 
 
 def _splitting(specification: dict[str, Any]) -> tuple[str, str, tuple[str, ...], dict[str, bool]]:
-    """llama.cpp's names for the kind of tokenizer and for its pre-tokenizer, what it does differently, its switches."""
+    """llama.cpp's names for the tokenizer and its pre-tokenizer, notes on differences, and switches."""
     if specification["model"].get("byte_fallback"):
         scheme = _space_scheme(specification)
         said = (_SPACE_NOTES[scheme],) if scheme in _SPACE_NOTES else ()
@@ -194,7 +194,7 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
     unknown = _unknown(f"its pre-tokenizer is {_names(steps)}")
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         raise unknown
-    # llama.cpp takes whole words from the vocabulary with some of its names, and with others it does not.
+    # Under some of its names llama.cpp takes whole words from the vocabulary, under others it does not.
     whole_words = bool(specification["model"].get("ignore_merges"))
     first, by_pattern = steps[0], steps[-1].get("use_regex", True)
     if len(steps) == 1 and by_pattern and not whole_words:
@@ -205,7 +205,7 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
     if len(steps) == 2 and first["type"] == "Split" and not by_pattern:
         pattern = (first.get("pattern") or {}).get("Regex", "")
         name = _SPLITS.get((pattern, whole_words))
-        # What matches is kept, either way: these patterns leave nothing out.
+        # The two are equivalent here: these patterns match all text.
         kept = (first.get("behavior"), bool(first.get("invert"))) in (("Isolated", False), ("Removed", True))
         if name and kept:
             return name
@@ -213,8 +213,8 @@ def _pre_tokenizer(specification: dict[str, Any], composes: bool) -> str:
 
 
 def _space_scheme(specification: dict[str, Any]) -> str:
-    """Where a SentencePiece tokenizer puts a space: before a text and behind every special token (`each`), there
-    unless one is there (`always`), before a text alone (`first`), or nowhere (`never`)."""
+    """Where a SentencePiece tokenizer puts a space: before a text and after every special token (`each`), the same
+    unless there is one already (`always`), only before a text (`first`), or nowhere (`never`)."""
     normalizers = _steps(specification.get("normalizer"), "normalizers")
     steps = _steps(specification.get("pre_tokenizer"), "pretokenizers")
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -246,14 +246,14 @@ def _names(steps: list[dict[str, Any]]) -> str:
 
 def _unknown(reason: str) -> TargetError:
     return UnsupportedError(
-        f"llama.cpp has no equal of this tokenizer: {reason}. It has byte-level BPE split as in GPT-2, GPT-NeoX, "
-        "StarCoder, Llama 3, DBRX, Qwen 2, Qwen 3.5 and Mistral Nemo, and SentencePiece; --without-tokenizer makes a "
-        "file that works with token ids alone"
+        f"llama.cpp has no equivalent of this tokenizer: {reason}. It supports byte-level BPE split as in GPT-2, "
+        "GPT-NeoX, StarCoder, Llama 3, DBRX, Qwen 2, Qwen 3.5 and Mistral Nemo, and SentencePiece; --without-tokenizer "
+        "makes a file that works with token ids only"
     )
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
-    """SentencePiece merges the pair whose result has the highest score; a list of merges says the same by its order."""
+    """SentencePiece merges the pair whose result has the highest score, so scores follow the order of the merges."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)

@@ -1,8 +1,8 @@
-"""How long llama.cpp takes for each weight inside a running model.
+"""Times llama.cpp's operation on each weight inside a running model.
 
-llama.cpp asks a callback (`cb_eval`, what its own debugging tools use) about every operation of the graph, and computes
-those it is told to one by one. So the clock stands around single operations of the real model: the kernels that the
-loader repacked weights for, the threads, and caches that hold what the operations before left in them.
+llama.cpp calls a callback (`cb_eval`, which its own debugging tools use) for every operation of the graph, and computes
+the selected ones separately. So single operations of the real model are timed: with the kernels that weights were
+repacked for, the real threads, and caches in the state that earlier operations left.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kl_lens.errors import TargetError
 from kl_lens.targets.gguf.library import LlamaLibrary
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
-# Of `struct ggml_tensor`: what KL Lens reads, and how it knows that the rest is where it was.
+# Offsets in `struct ggml_tensor` that KL Lens reads, and the size that confirms the layout.
 _OPERATION, _SOURCE, _NAME = 80, 152, 256
-_OVERHEAD = 368  # the struct and ggml's note of it
+_OVERHEAD = 368  # the struct and ggml's own entry for it
 
 
 class Tracer:
@@ -28,21 +28,20 @@ class Tracer:
     def __init__(self, library: LlamaLibrary, weights: Collection[str]) -> None:
         functions: Any = library.functions
         if not all(hasattr(functions, name) for name in ("ggml_get_name", "ggml_tensor_overhead")):
-            raise TargetError(f"{library.path} does not let its operations be timed; {_OTHER}")
+            raise TargetError(f"{library.path} does not support timing its operations; {_OTHER}")
         functions.ggml_tensor_overhead.restype = ctypes.c_size_t
         if functions.ggml_tensor_overhead() != _OVERHEAD:
             raise TargetError(f"{library.path}: ggml_tensor has another layout than KL Lens knows; {_OTHER}")
         self._name_of = functions.ggml_get_name
         self._name_of.restype, self._name_of.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         self._path, self._weights = library.path, frozenset(weights)
-        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(
-            list
-        )  # (weight, kind of operation) → each
+        # (weight, kind of operation) → seconds of each call.
+        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.recording = False
         self._weight = ""
         self._started = 0.0
         self._wrong = False
-        self.callback = Callback(self._heard)  # held here: ctypes frees what nobody holds
+        self.callback = Callback(self._heard)  # keeps the callback alive: ctypes does not
 
     def _heard(self, tensor: int, asked: bool, _: object) -> bool:
         if not self.recording:
@@ -57,7 +56,7 @@ class Tracer:
         return True
 
     def _read_by(self, tensor: int) -> str:
-        """The weight that an operation multiplies with, or looks up in; empty for all others."""
+        """The weight that an operation multiplies with or looks up rows in; empty for other operations."""
         if self._wrong or self._name_of(tensor) != tensor + _NAME:
             self._wrong = True
             return ""
@@ -68,11 +67,11 @@ class Tracer:
         return name if name in self._weights else ""
 
     def require_all(self) -> None:
-        """Raises TargetError where a weight was never read: a table must not say that it costs nothing."""
+        """Raises TargetError if a weight was never read: the table must not claim that it costs nothing."""
         if missing := sorted(self._weights - {weight for weight, _ in self.seconds}):
             raise TargetError(
                 f"{self._path}: no operation reads {missing[0]} itself ({len(missing)} of {len(self._weights)} "
-                f"weights), so its time cannot be told; {_OTHER}"
+                f"weights), so its time is unknown; {_OTHER}"
             )
 
 

@@ -1,7 +1,7 @@
-"""Tries a llama.cpp library out on tiny models in every format that plans use, in a process of its own.
+"""Tries a llama.cpp library on tiny models in every format that plans use, in a separate process.
 
-python -m kl_lens.targets.gguf.trial, with LLAMA_CPP_LIB set. Prints each format before it is multiplied with, so that
-whoever started it knows which one ended the process. Needs numpy and gguf, like running a file, and not torch.
+python -m kl_lens.targets.gguf.trial, with LLAMA_CPP_LIB set. Prints each format before using it, so that the
+parent process knows which one crashed. Needs numpy and gguf, like running a file, but not torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kl_lens.formats.ggml import gguf_module
 from kl_lens.targets.gguf.session import open_session
 from kl_lens.targets.session import Logits
 
-# Type → where a block keeps its factors (half precision), and their ratio that puts the middle of the grid at zero.
+# Type → offsets of a block's factors (half precision), with the ratios that put the middle of the grid at zero.
 _FACTORS: dict[str, dict[int, float]] = {
     "Q8_0": {0: 1}, "Q4_0": {0: 1}, "IQ4_XS": {0: 1}, "Q3_K": {108: 1}, "Q4_K": {0: 1, 2: 7.5}, "Q5_K": {0: 1, 2: 15.5},
     "Q6_K": {208: 1},
 }  # fmt: skip
-_TILE = 16  # rows; the last ones of the head, and of Mamba-2's input, fill no pair
+_TILE = 16  # rows; the last of the head and of Mamba-2's input do not fill a pair
 _WIDTH, _INNER, _VOCABULARY = 256, 512, 33 * _TILE
 _STATE = {"mamba": 16, "mamba2": 64}
 _RANK = {"mamba": 32, "mamba2": 16}  # Mamba-2's is its number of heads
@@ -39,9 +39,9 @@ _PRODUCTS = {
         "blk.0.ssm_in.weight": (_INNER + _CHANNELS["mamba2"] + _RANK["mamba2"], _WIDTH),
     },
 }  # fmt: skip
-_PROMPT, _STEPS = 40, (3, 5, 8)  # more than one row of AMX's tiles; tokens that go on from the state before
-_MOST_ERROR = 0.3  # of the logits' size; activations in 8 bits give 0.01 to 0.11, other values about 1.4
-_MOST_DRIFT = 0.1  # between tokens in a prompt and one by one; a state that is lost gives 1.1 to 1.9
+_PROMPT, _STEPS = 40, (3, 5, 8)  # more than one row of AMX tiles; steps that continue from the state
+_MOST_ERROR = 0.3  # relative to the logits; 8-bit activations give 0.01 to 0.11, wrong values about 1.4
+_MOST_DRIFT = 0.1  # between a prompt and single steps; a lost state gives 1.1 to 1.9
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def try_model(model: str, kind: str, path: Path) -> None:
-    """The same values as blocks and in float32 must give the same logits, and steps what a prompt gives."""
+    """The same values in blocks and in float32 must give the same logits, and single steps the same as a prompt."""
     gguf = gguf_module()
     random = np.random.default_rng(0)
     stored = {name: random_blocks(kind, shape, random) for name, shape in _PRODUCTS[model].items()}
@@ -78,7 +78,7 @@ def try_model(model: str, kind: str, path: Path) -> None:
 
 
 def _largest(error: Logits) -> float:
-    """The mean square of the tile that is worst."""
+    """The largest mean square of any tile."""
     return float((error**2).reshape(len(error), -1, _TILE).mean(axis=(0, 2)).max())
 
 
@@ -91,7 +91,7 @@ def random_blocks(kind: str, shape: tuple[int, int], random: np.random.Generator
     values, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (shape[0] * shape[1] // values, width), np.uint8)
     scale = 1.0
-    for _ in range(2):  # with factors of one first, to see how large the values come out
+    for _ in range(2):  # first with factors of one, to see how large the values are
         for place, ratio in _FACTORS[kind].items():
             blocks[:, place : place + 2] = np.array([scale * ratio], np.float16).view(np.uint8)
         rows = blocks.reshape(shape[0], -1)
@@ -100,7 +100,7 @@ def random_blocks(kind: str, shape: tuple[int, int], random: np.random.Generator
 
 
 def _logits(path: Path) -> tuple[Logits, Logits]:
-    """Of a prompt and some tokens at once, and of those tokens one by one behind it."""
+    """Logits of a prompt with some tokens in one call, and of those tokens fed one by one after it."""
     with open_session(path, threads=2) as session:
         prompt = [(7 * index) % _VOCABULARY for index in range(_PROMPT)]
         whole = session.logits([*prompt, *_STEPS])

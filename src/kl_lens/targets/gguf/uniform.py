@@ -1,7 +1,7 @@
-"""Copies of an exported file with one format for all its weights, to see how fast that format is.
+"""Copies of an exported file with one format for all weights, to time that format.
 
 Speed does not depend on values, so a copy's weights are one random row, quantized once and repeated. The checkpoint is
-not needed, and a large model takes no longer than writing its bytes.
+not needed, and a large model takes only the time to write its bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS = ("GGUF.", "split.", "general.architecture")  # fields that the writer wr
 
 
 def uniform_copy(source: Path, destination: Path, fmt: Format, weights: Collection[str]) -> dict[str, int]:
-    """Writes the copy; returns the bytes of each of the named tensors that is in the format there."""
+    """Writes the copy. Returns the bytes of each named tensor that has the format there."""
     gguf = gguf_module()
     readers = [gguf.GGUFReader(part) for part in parts_of(source)]
     writer = gguf.GGUFWriter(destination, readers[0].get_field("general.architecture").contents())

@@ -1,4 +1,4 @@
-"""Writes the files: headers first, then one tensor after the other, each read, quantized and written alone."""
+"""Writes the files: headers first, then each tensor is read, quantized and written on its own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kl_lens.targets.gguf.tokenizer import TokenizerData
     from kl_lens.weights import WeightStore
 
-FLOAT32 = "fp32"  # what llama.cpp needs for everything that is no matrix product; no format of a plan
+FLOAT32 = "fp32"  # for everything that is not a matrix product; not a format of plans
 
-# general.file_type, which tools show: the kind of most of the weights.
+# general.file_type, which tools show: the type of most weights.
 _FILE_TYPES = {
     FLOAT32: 0, FP16: 1, "q4_0": 2, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18,
     "q4_1": 3, "q3_k": 11, "iq2_xxs": 19, "iq2_xs": 20, "q2_k": 21, "iq3_xxs": 23, "iq4_nl": 25, "iq3_s": 26,
@@ -35,7 +35,7 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class TensorJob:
-    """One tensor of the file, decided: where from, which shape, which recipe."""
+    """One tensor of the file: its source, shape and recipe."""
 
     rule: TensorRule
     component: str
@@ -56,15 +56,15 @@ class Stored:
     """One tensor as the file holds it."""
 
     data: npt.NDArray[np.uint8]
-    weights: str = ""  # digest of the weight store's quantized weight, where that is what was stored
+    weights: str = ""  # digest of the weight store's quantized weight, if that was stored
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in a file but the tensors' bytes."""
+    """Everything in a file except the tensors' bytes."""
 
     architecture: str
-    metadata: dict[str, Any]  # a key that begins with a dot gets the architecture's name in front
+    metadata: dict[str, Any]  # keys that begin with a dot get the architecture's name as prefix
     general: Any  # gguf's Metadata
     tokenizer: TokenizerData | None
     jobs: Sequence[TensorJob]
@@ -72,7 +72,7 @@ class Header:
     part_bytes: int  # a file with more bytes of weights is written in parts
 
     def begin(self, folder: Path) -> Any:
-        """A writer whose headers are in the files, ready for the tensors."""
+        """A writer that has written the headers and is ready for tensors."""
         gguf = gguf_module()
         fits = sum(job.bytes for job in self.jobs) <= self.part_bytes
         writer = gguf.GGUFWriter(
@@ -93,7 +93,7 @@ class Header:
 
 
 def size_on_disk(header: Header) -> int:
-    """Of all files: headers and tensors, each filled up to the alignment."""
+    """Bytes of all files: headers and tensors, padded to the alignment."""
     with tempfile.TemporaryDirectory() as folder:
         header.begin(Path(folder)).close()
         parts = [
@@ -107,10 +107,10 @@ def size_on_disk(header: Header) -> int:
 def write_files(
     folder: Path, header: Header, tensors: TensorSource, store: WeightStore
 ) -> tuple[tuple[Path, ...], dict[str, tuple[str, str]]]:
-    """Writes the files to `folder`, or leaves what was there before untouched.
+    """Writes the files to `folder`; on an error, the folder stays as it was.
 
-    Returns the files, first part first, and for each tensor the digests of what is stored: of its bytes, and of the
-    weight store's quantized weight.
+    Returns the files in order of their parts, and for each tensor the digests of its stored bytes and of the weight
+    store's quantized weight.
     """
     from kl_lens.weights import bytes_digest
 
@@ -129,7 +129,7 @@ def write_files(
 
 
 def parameter_counts(jobs: Sequence[TensorJob]) -> tuple[int, int, int, int]:
-    """All, shared, of one expert, and how many experts; as gguf counts them."""
+    """Parameters: all, shared, of one expert; and the number of experts, as gguf counts them."""
     writer = gguf_module().GGUFWriter(None, "none")
     for job in jobs:
         _announce(writer, job)
@@ -146,7 +146,7 @@ def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> 
         values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
             raise TargetError(
-                f"{rule.parameter}: holds NaN or infinity; repair or fetch the checkpoint again"
+                f"{rule.parameter}: holds NaN or infinity; repair the checkpoint or download it again"
             )
         return Stored(values.numpy().reshape(-1).view(np.uint8))
     quantized = store.quantized(job.component, job.recipe, rule.factors)

@@ -1,7 +1,7 @@
-"""What an architecture has to say: its metadata, and where each tensor of the file comes from.
+"""What defines an architecture: its metadata, and where each tensor of the file comes from.
 
-A model is described by listing every tensor of the file, not by patterns: so whatever is left over on either
-side is an error with a name, and nothing is dropped or matched twice without a word.
+A model is described by listing every tensor of the file, not by patterns. So anything left over on either side is an
+error that names it, and nothing is silently dropped or matched twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factors = float | torch.Tensor  # one, or (rows, 1)
 Metadata = dict[str, Any]  # key without the architecture's prefix → int, float, bool, str or list of int
 Shapes = Mapping[str, tuple[int, ...]]  # parameter name → shape, everything the checkpoint holds
 
-ENDLESS_CONTEXT = 2**20  # state-space models have no trained limit; llama.cpp wants a number
+ENDLESS_CONTEXT = 2**20  # state-space models have no trained limit, but llama.cpp needs a number
 
 
 def as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,21 +32,18 @@ def as_is(tensor: torch.Tensor) -> torch.Tensor:
 class TensorRule:
     """One tensor of the file: its name in llama.cpp, the parameter it is made from, and how.
 
-    Transforms also run on tensors without data (device `meta`), which is how shapes are known before anything
-    is read, and on rows that are quantized already. They may cut out rows, reorder them, and stack them otherwise; they
-    never look into a row, along which formats have their blocks. Only `float32` tensors may be transposed. `factors`
-    change numbers, and `columns` reorders whole stretches of columns.
+    Transforms also run on tensors without data (device `meta`), to get shapes before anything is read, and on quantized
+    rows. They may select, reorder and restack rows, but never look into a row, because formats have their blocks along
+    it. Only `float32` tensors may be transposed. `factors` change values, and `columns` reorders runs of columns.
     """
 
     name: str
     parameter: str | None  # None: made from nothing (a bias that the checkpoint leaves out)
     transform: Transform = as_is
-    factors: Factors = (
-        1.0  # of all rows or of each, before anything is rounded: multipliers that llama.cpp has not
-    )
+    factors: Factors = 1.0  # for all rows or each, applied before rounding: multipliers that llama.cpp lacks
     float32: bool = False  # llama.cpp's kernels read it as F32
     shape: tuple[int, ...] | None = None  # only for tensors made from nothing
-    # (a, b): columns are a · b stretches, and the file has them in the order b, a. No block may be longer than one.
+    # (a, b): columns are a · b runs, which the file has in the order b, a. No block may be longer than a run.
     columns: tuple[int, int] = (1, 1)
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +54,7 @@ class TensorRule:
         return rows.unflatten(-1, (*self.columns, -1)).transpose(-3, -2).flatten(-3)
 
     def stretch(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that formats have to fit: that of the columns which stay together."""
+        """The shape that formats must fit: with only the columns that stay together."""
         return (*shape[:-1], shape[-1] // math.prod(self.columns)) if shape else shape
 
 
@@ -69,13 +66,13 @@ class Architecture:
     name: Callable[[Any], str]  # llama.cpp's name, from the configuration
     metadata: Callable[[Any], Metadata]
     tensors: Callable[[Any, Shapes], list[TensorRule]]
-    refusals: Callable[[Any], Iterable[str | None]]  # reasons why this very configuration is not supported
+    refusals: Callable[[Any], Iterable[str | None]]  # reasons why this configuration is not supported
     notes: Callable[[Any], Sequence[str]] = field(default=lambda _: ())  # known small differences
 
     def require(self, config: Any) -> None:
         for reason in self.refusals(config):
             if reason:
-                raise UnsupportedError(f"GGUF cannot hold this {self.model_type} model: {reason}")
+                raise UnsupportedError(f"this {self.model_type} model cannot be written as GGUF: {reason}")
 
 
 _architectures: dict[str, Architecture] = {}
@@ -97,7 +94,7 @@ def get_architecture(model_type: str) -> Architecture:
         raise UnsupportedError(_why_unknown(model_type)) from None
 
 
-# Families that llama.cpp runs under another name than transformers', or that its Python package does not list yet.
+# Families that llama.cpp runs under a different name, or that its Python package does not list yet.
 _OTHER_NAMES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -117,7 +114,7 @@ def _why_unknown(model_type: str) -> str:
 
 
 def check_complete(rules: Sequence[TensorRule], shapes: Shapes) -> None:
-    """Proves the name map: every parameter is used, every tensor of the file has its source, no name twice."""
+    """Checks the name map: every parameter is used, every tensor has a source, and names are unique."""
     names = [rule.name for rule in rules]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     used = {rule.parameter for rule in rules if rule.parameter is not None}

@@ -1,6 +1,6 @@
 """Falcon-H1: llama.cpp's `falcon-h1`. Attention and Mamba-2 side by side in every layer.
 
-llama.cpp knows none of the model's constant factors: they go into the weights. A factor on a whole matrix
+llama.cpp does not apply the model's constant factors, so they go into the weights. A factor on a whole matrix
 changes the scales of its blocks, not its integers (up to a tie in rounding). The head's factor goes into the
 final norm instead, so that the head keeps its integers and a tied head stays one tensor.
 """
@@ -44,9 +44,9 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _factors(config: Any, tied: bool) -> dict[str, Factors]:
-    """Tensor → the multiplier that transformers applies around it and llama.cpp does not know."""
+    """Tensor → the multiplier that transformers applies and llama.cpp does not."""
     inner, states = _inner(config), config.mamba_n_groups * config.mamba_d_state
-    # Rows of the input projection are z, x, B, C and the time steps, each with a factor of its own.
+    # Rows of the input projection are z, x, B, C and the time steps, each with its own factor.
     sizes = torch.tensor([inner, inner, states, states, config.mamba_n_heads])
     projection = torch.tensor([m * config.ssm_in_multiplier for m in config.ssm_multipliers])
     attention, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
@@ -71,7 +71,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += [
             TensorRule(f"{block}.attn_norm.weight", f"{layer}.input_layernorm.weight", float32=True),
-            # Without ".weight", in this architecture alone.
+            # Without ".weight" only in this architecture.
             TensorRule(f"{block}.ffn_norm", f"{layer}.pre_ff_layernorm.weight", float32=True),
         ]
         rules += parts.mamba2_layer(
@@ -85,7 +85,7 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if config.mamba_rms_norm and config.mamba_norm_before_gate:
-        yield "it normalises before the gate (mamba_norm_before_gate) and llama.cpp gates first"
+        yield "it normalises before the gate (mamba_norm_before_gate), but llama.cpp gates first"
     yield parts.refuse_bias(config, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
     yield parts.refuse_activation(config)
     yield parts.refuse_time_limits(config)

@@ -108,7 +108,7 @@ def _granite_mlp(config: Any, block: str, layer: str) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if all(_attention_layers(config)):
-        yield "it has attention layers only, and this architecture of llama.cpp is for hybrids"
+        yield "it has only attention layers, but this architecture of llama.cpp is for hybrids"
     yield parts.refuse_expansion(config.hidden_size, _inner(config))
     yield parts.refuse_bias(config, "attention_bias", "mlp_bias", "mamba_proj_bias")
     yield parts.refuse_activation(config)

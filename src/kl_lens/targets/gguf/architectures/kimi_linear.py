@@ -46,7 +46,7 @@ def _metadata(config: Any) -> Metadata:
         "feed_forward_length": config.intermediate_size,
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
-        # llama.cpp caches the latent, which all heads share: one head of keys.
+        # llama.cpp caches the latent, which all heads share, so there is one key head.
         "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
         "attention.value_length": config.kv_lora_rank,
@@ -54,7 +54,7 @@ def _metadata(config: Any) -> Metadata:
         "attention.value_length_mla": config.v_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.qk_rope_head_dim,  # the share of a key that all heads have in common
+        "rope.dimension_count": config.qk_rope_head_dim,  # the part of a key that all heads share
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "kda.head_dim": config.linear_head_dim,
         "leading_dense_block_count": _dense_layers(config),
@@ -72,12 +72,12 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _third(index: int) -> Transform:
-    """Taps of the queries', keys' or values' convolution: transformers has them in one."""
+    """Taps of the convolution for queries, keys or values; transformers stores all three as one."""
     return lambda tensor: tensor.chunk(3)[index]
 
 
 def _of_latent(config: Any, *, keys: bool) -> Transform:
-    """From `kv_b_proj`, head by head: what makes values of the latent, or the transpose of what makes keys of it."""
+    """From `kv_b_proj`, per head: the map from latent to values, or the transposed map from latent to keys."""
     sizes = [config.qk_nope_head_dim, config.v_head_dim]
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,15 +155,15 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if "dense" in config.mlp_layer_types[_dense_layers(config) :]:
-        yield "llama.cpp expects layers without experts first, and this model has them elsewhere"
+        yield "llama.cpp expects layers without experts first, but this model has them elsewhere"
     if config.linear_num_heads != config.num_attention_heads:
         yield "llama.cpp expects as many heads in linear attention as in attention"
     if _is_ling(config) and not config.kda_safe_gate:
-        yield "its forget gate has no lower bound (kda_safe_gate), and llama.cpp's bailingmoe3 requires one"
+        yield "its forget gate has no lower bound (kda_safe_gate), but llama.cpp's bailingmoe3 requires one"
     if getattr(config, "q_lora_rank", None) is not None:
-        yield "its queries come from a latent of their own (q_lora_rank), which llama.cpp does not compute"
+        yield "its queries come from their own latent (q_lora_rank), which llama.cpp does not compute"
     if config.tie_word_embeddings and not _is_ling(config):
-        yield "its head is tied to the embedding, and llama.cpp's kimi-linear needs a head of its own"
+        yield "its head is tied to the embedding, but llama.cpp's kimi-linear needs a separate head"
     yield parts.refuse_expert_weights(config)
     yield parts.refuse_bias(config, "attention_bias")
     yield parts.refuse_activation(config)

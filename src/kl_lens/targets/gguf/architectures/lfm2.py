@@ -14,7 +14,7 @@ def _has_experts(config: Any, index: int) -> bool:
 
 
 def _feed_forward(config: Any) -> int:
-    """The width that the model itself makes of the one it is configured with."""
+    """The width that the model computes from the configured one."""
     width = int(config.intermediate_size)
     if getattr(config, "block_auto_adjust_ff_dim", False):
         width = int(2 * width / 3)
@@ -52,9 +52,8 @@ def _metadata(config: Any) -> Metadata:
 
 def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
     rules = parts.ends("model.embed_tokens.weight", "model.embedding_norm.weight", "lm_head.weight", shapes)
-    rules[1] = TensorRule(
-        "token_embd_norm.weight", "model.embedding_norm.weight", float32=True
-    )  # its place is the end
+    # Despite its name in llama.cpp, this is the final norm.
+    rules[1] = TensorRule("token_embd_norm.weight", "model.embedding_norm.weight", float32=True)
     for index, kind in enumerate(config.layer_types):
         block, layer = f"blk.{index}", f"model.layers.{index}"
         rules += [
@@ -96,9 +95,9 @@ def _refusals(config: Any) -> Iterable[str | None]:
     if config.model_type == "lfm2_moe":
         yield parts.refuse_expert_weights(config)
         if config.routed_scaling_factor != 1:
-            yield f"it scales its experts by {config.routed_scaling_factor}, and llama.cpp's lfm2moe does not"
+            yield f"it scales its experts by {config.routed_scaling_factor}, but llama.cpp's lfm2moe does not"
         if not config.use_expert_bias:
-            yield "it has no bias for its experts, and llama.cpp's lfm2moe requires one"
+            yield "it has no bias for its experts, but llama.cpp's lfm2moe requires one"
 
 
 for _model_type in ("lfm2", "lfm2_moe"):

@@ -29,7 +29,7 @@ def _metadata(config: Any) -> Metadata:
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.inner_size": config.num_heads * config.head_dim if second else config.intermediate_size,
         "ssm.state_size": config.state_size,
-        # llama.cpp's name for the number of heads, too
+        # also llama.cpp's name for the number of heads
         "ssm.time_step_rank": config.num_heads if second else int(config.time_step_rank),
         **own,
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,

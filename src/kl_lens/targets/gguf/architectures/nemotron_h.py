@@ -37,7 +37,7 @@ def _metadata(config: Any) -> Metadata:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-        # Releases of llama.cpp differ in which of the two they ask for.
+        # Releases of llama.cpp differ in which of the two they read.
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
@@ -91,13 +91,13 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 def _refusals(config: Any) -> Iterable[str | None]:
     kinds = set(_layers(config))
     if {"mlp", "moe"} <= kinds:
-        yield "it has plain MLP layers and expert layers, and llama.cpp takes one kind or the other"
+        yield "it has plain MLP layers and expert layers, but llama.cpp supports only one kind per model"
     if "mamba" not in kinds or "attention" not in kinds:
         yield "llama.cpp's nemotron_h needs both Mamba-2 and attention layers"
     if "moe" in kinds and getattr(config, "moe_latent_size", None):
         yield "its experts work in a latent space (moe_latent_size), which is not mapped"
     if "moe" in kinds and config.n_group != 1:
-        yield f"it routes within {config.n_group} groups of experts and llama.cpp's nemotron_h routes in one"
+        yield f"it routes within {config.n_group} groups of experts, but llama.cpp's nemotron_h uses one group"
     yield parts.refuse_bias(config, "use_bias", "attention_bias", "mlp_bias", "mamba_proj_bias")
     yield parts.refuse_activation(config, ("relu2",), "mlp_hidden_act")
     yield parts.refuse_activation(config, name="mamba_hidden_act")
@@ -107,7 +107,7 @@ def _notes(config: Any) -> tuple[str, ...]:
     if not config.time_step_min:
         return ()
     return (
-        f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp leaves them: "
+        f"transformers raises time steps below {config.time_step_min:g} to that value, llama.cpp does not: "
         "layers that use such small steps differ a little",
     )
 

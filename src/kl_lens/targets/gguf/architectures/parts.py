@@ -14,7 +14,7 @@ from kl_lens.targets.gguf.architectures.base import Metadata, Shapes, TensorRule
 
 
 def negative_exponential(tensor: torch.Tensor) -> torch.Tensor:
-    """A_log → A, in float32: in half precision the states would decay at visibly other speeds."""
+    """A_log → A, in float32: in half precision, the decay of the states would change visibly."""
     return -torch.exp(tensor.float())
 
 
@@ -65,7 +65,7 @@ def head_size(config: Any) -> int:
 
 
 def hybrid_metadata(config: Any, inner: int, rank: int) -> Metadata:
-    """What every mixture of attention and state-space layers says of itself; `rank` of the time steps, or heads."""
+    """Metadata of every hybrid of attention and state-space layers; `rank`: of the time steps, or the heads."""
     return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -99,7 +99,7 @@ def convolution(block: str, mixer: str, shapes: Shapes) -> list[TensorRule]:
     rules = [TensorRule(f"{block}.ssm_conv1d.weight", weight, squeezed_convolution, float32=True)]
     if bias in shapes:
         rules.append(TensorRule(f"{block}.ssm_conv1d.bias", bias, float32=True))
-    else:  # llama.cpp adds one in any case
+    else:  # llama.cpp always adds one
         channels = shapes[weight][:1] if weight in shapes else (0,)
         rules.append(TensorRule(f"{block}.ssm_conv1d.bias", None, float32=True, shape=channels))
     return rules
@@ -179,7 +179,7 @@ def gated_experts(block: str, router: str, experts: str) -> list[TensorRule]:
 def refuse_bias(config: Any, *names: str) -> str | None:
     for name in names:
         if getattr(config, name, False):
-            return f"it has biases ({name}), which llama.cpp has no tensors for"
+            return f"it has biases ({name}), for which llama.cpp has no tensors"
     return None
 
 
@@ -196,7 +196,7 @@ def refuse_expansion(width: int, inner: int) -> str | None:
     return (
         None
         if inner == 2 * width
-        else f"llama.cpp loads it only with an inner size of twice {width}, and it is {inner}"
+        else f"llama.cpp loads it only with an inner size of twice {width}, but it is {inner}"
     )
 
 
@@ -205,7 +205,7 @@ def refuse_time_limits(config: Any) -> str | None:
     return (
         None
         if limits == (0.0, math.inf)
-        else f"it limits time steps to {limits} and llama.cpp does not limit them"
+        else f"it limits time steps to {limits}, but llama.cpp does not limit them"
     )
 
 
@@ -213,7 +213,7 @@ def refuse_expert_weights(config: Any) -> str | None:
     if config.norm_topk_prob:
         return None
     return (
-        "llama.cpp scales the weights of the chosen experts so that they sum to one, and this model does not"
+        "llama.cpp scales the weights of the chosen experts so that they sum to one, but this model does not"
     )
 
 

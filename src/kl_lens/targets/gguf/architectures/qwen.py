@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5, dense and with experts: llama.cpp's `qwen3next`, `qwen35` and `qwen35moe`.
 
-Most layers are gated delta rules; every so often comes gated attention, with rope on a part of each head.
+Most layers are gated delta rules. At regular intervals there is gated attention, with rope on part of each head.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NAMES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text
 
 
 def _plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    """Its norms store what they are above one."""
+    """Its norms store their scale minus one."""
     return tensor.float() + 1
 
 
 def _interval(config: Any) -> int:
-    """Every how many layers attention comes; 0: not regularly."""
+    """Attention comes every so many layers; 0: not regularly."""
     full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
     interval = full[0] + 1 if full else 0
     regular = interval and full == list(range(interval - 1, config.num_hidden_layers, interval))
@@ -46,7 +46,7 @@ def _has_experts(config: Any) -> bool:
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """Key heads, and how many value heads each of them serves."""
+    """Key heads, and value heads per key head."""
     keys = int(config.linear_num_key_heads)
     return keys, int(config.linear_num_value_heads) // keys
 
@@ -72,7 +72,7 @@ def _metadata(config: Any) -> Metadata:
         "ssm.group_count": config.linear_num_key_heads,
     }
     if config.model_type != "qwen3_next":
-        # Three kinds of positions take turns; in text all three are the same.
+        # Three kinds of positions alternate; in text all three are equal.
         pairs = _rotary(config) // 2
         values["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
     if _has_experts(config):
@@ -86,7 +86,7 @@ def _metadata(config: Any) -> Metadata:
 
 
 def _projected(config: Any, *wanted: str) -> Transform:
-    """Rows of Qwen3-Next's `in_proj_qkvz`: q, k, v and z of one key head are together; llama.cpp has each apart."""
+    """Rows of Qwen3-Next's `in_proj_qkvz`, which groups q, k, v and z by key head; llama.cpp separates them."""
     keys, per_key = _heads(config)
     sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
 
@@ -98,9 +98,9 @@ def _projected(config: Any, *wanted: str) -> Transform:
 
 
 def _value_heads(config: Any, *, behind: int = 0) -> Transform:
-    """Value heads in Qwen3.5's file: the first of every key head, then the second of every key head, and so on.
+    """Value heads in the order of Qwen3.5's file: the first of every key head, then the second of every one, and so on.
 
-    `behind`: how many rows stand before them (queries and keys) and stay where they are."""
+    `behind`: rows before them (queries and keys) that stay in place."""
     keys, per_key = _heads(config)
 
     def transform(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,12 +178,12 @@ def _tensors(config: Any, shapes: Shapes) -> list[TensorRule]:
 
 def _refusals(config: Any) -> Iterable[str | None]:
     if not _interval(config):
-        yield "llama.cpp expects attention at a regular interval of layers, and this model has it elsewhere"
+        yield "llama.cpp expects attention at a regular interval of layers, but this model has it elsewhere"
     if config.linear_key_head_dim != config.linear_value_head_dim:
         yield "llama.cpp expects keys and values of linear attention to have the same size"
     if config.model_type == "qwen3_next":
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
-            yield "llama.cpp's qwen3next has experts in every layer, and this model does not"
+            yield "llama.cpp's qwen3next has experts in every layer, but this model does not"
         yield parts.refuse_expert_weights(config)
     yield parts.refuse_bias(config, "attention_bias")
     yield parts.refuse_activation(config)
