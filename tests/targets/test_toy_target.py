@@ -190,7 +190,7 @@ def test_it_is_timed_against_its_own_fp16(finished: Path) -> None:
 
 
 def test_the_report_shows_it(finished: Path) -> None:
-    assert f"{NAME}/small" in (finished / "report.html").read_text()
+    assert f"small, {get_target(NAME).title}" in (finished / "report.html").read_text()
 
 
 def test_what_it_does_not_have_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     before = (tmp_path / artifact.files[0]).read_bytes()
     with torch.no_grad():
         model.model.backbone.layers[3].mixer.out_proj.weight[0, 0] = float("nan")
-    with pytest.raises(FormatError, match=r"layers\.3\.mixer\.out_proj: holds NaN"):
+    with pytest.raises(FormatError, match=r"layers\.3\.mixer\.out_proj: has NaN"):
         export(model, Plan("p", {}, "test"), tmp_path, fingerprint="-")
     assert [p.name for p in tmp_path.iterdir()] == [artifact.files[0]]
     assert (tmp_path / artifact.files[0]).read_bytes() == before

@@ -146,7 +146,7 @@ def stored_tensor(job: TensorJob, tensors: TensorSource, store: WeightStore) -> 
         values = rule.arranged(tensors.read(rule.parameter).float() * rule.factors).contiguous()
         if not bool(values.isfinite().all()):
             raise TargetError(
-                f"{rule.parameter}: holds NaN or infinity; repair the checkpoint or download it again"
+                f"{rule.parameter}: has NaN or infinity; repair the checkpoint or download it again"
             )
         return Stored(values.numpy().reshape(-1).view(np.uint8))
     quantized = store.quantized(job.component, job.recipe, rule.factors)
