@@ -51,7 +51,7 @@ def export(
     unplanned: str = FP16,
     with_tokenizer: bool = True,
 ) -> Artifact:
-    """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder. `Target.export` adds the record and
+    """Writes the model, the tokenizer and the configuration to a folder. `Target.export` adds the record and
     moves everything into place.
 
     Args:
