@@ -1,4 +1,4 @@
-"""OpenVINO: stateful IRs with the precisions that were planned, and sessions that run them.
+"""The OpenVINO target: exports plans as stateful IRs and runs them.
 
 artifact = export(model, plan, folder, device_profile="cpu")
 session = open_session(folder)
@@ -26,7 +26,7 @@ else:
 
 
 def export(model: LoadedModel, plan: Plan, folder: Path | str, **options: Any) -> Artifact:
-    """The files and their record; the options are those of `kl_lens.targets.openvino.convert.export`."""
+    """Writes the files and their record. Options: see `kl_lens.targets.openvino.convert.export`."""
     from kl_lens.targets.registry import get_target
 
     return get_target("openvino").export(model, plan, Path(folder), **options)

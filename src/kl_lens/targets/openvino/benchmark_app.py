@@ -40,9 +40,9 @@ class BenchmarkApp(PublishedProgram):
     def command(
         self, place: Path, *, seconds: int, iterations: int, device: str, threads: int | None, beside: Path
     ) -> list[str]:
-        """With the program of this very environment: another OpenVINO would be another benchmark.
+        """Calls the program of this environment, so that the OpenVINO version is the same.
 
-        A number of threads goes into a file: on its command line benchmark_app does not take one beside a hint.
+        The number of threads goes into a file: benchmark_app does not accept `-nthreads` together with `-hint`.
         """
         program = Path(sys.executable).parent / "benchmark_app"
         words = (

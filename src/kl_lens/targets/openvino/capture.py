@@ -46,7 +46,7 @@ FAMILIES = (
     "minimax",
     "rwkv",
 )
-# What mixers of transformers call for their scans → the scan of ours that it is cut out for.
+# Scan function that a mixer of transformers calls → our method that replaces it.
 _SCANS = {
     "mamba_selective_scan": "selective",
     "mamba2_chunk_scan": "chunked",
@@ -54,24 +54,24 @@ _SCANS = {
     "chunk_kimi_delta_attention": "delta",
     "rwkv_linear_attention": "weighted",
 }
-_NO_STATE = torch.zeros(1)  # for callers that hand the last state to the cache, which does not want it
-SAMPLE_TOKENS = 7  # any length but one: the tracer has to see the form for several tokens
+_NO_STATE = torch.zeros(1)  # returned as the last state; our cache ignores it
+SAMPLE_TOKENS = 7  # anything but 1: models take another path for a single token
 
 
 @dataclass
 class ScanSite:
-    """One scan that was cut out: what enters it, and the shape of what it has to return."""
+    """A scan that was cut out of the traced graph: its inputs and the shape of its result."""
 
-    name: str  # of the mixer's layer; behind a dot which of its scans, from the second on
+    name: str  # the layer's index; ".1", ".2" … for further scans of the same layer
     kind: str  # selective (Mamba-1), chunked (Mamba-2), lightning (MiniMax), delta (gated rule), weighted (RWKV-4)
     state_shape: tuple[int, ...]
-    arguments: list[torch.Tensor] = field(default_factory=list)  # of the latest forward
-    result_shape: tuple[int, ...] = ()  # without time, which comes first
+    arguments: list[torch.Tensor] = field(default_factory=list)  # from the latest forward
+    result_shape: tuple[int, ...] = ()  # without the time axis, which comes first
 
 
 @dataclass
 class StateShapes:
-    """What a model carries from call to call, apart from the states of its scans; found by one forward."""
+    """States that a model keeps between calls, except those of its scans. Found by running one forward."""
 
     convolutions: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → (channels, kernel)
     attention: dict[int, tuple[int, int, int]] = field(
@@ -107,7 +107,7 @@ class GraphCache:
     def update_conv_state(
         self, new: torch.Tensor, layer_idx: int | str, conv_kernel_size: int = 4, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """(1, channels, time) → with the kernel's width − 1 columns before it."""
+        """Puts the last (kernel width − 1) columns in front of (1, channels, time)."""
         past = conv_kernel_size - 1
         name = f"convolution.{layer_idx}" + (f".{state_idx}" if state_idx else "")
         self.shapes.convolutions[name] = (new.shape[1], conv_kernel_size)
@@ -207,7 +207,7 @@ class GraphForward(nn.Module):
         return self.model.base_model(**arguments).last_hidden_state  # type: ignore[operator]
 
     def _masks(self, positions: torch.Tensor, keys: torch.Tensor) -> Any:
-        """By kind of layer, for models that take them so; else the one that all layers share."""
+        """A mask for each kind of layer where the model wants a dict; else one mask for all layers."""
         distance = positions[:, None] - keys[None, :]
         full = torch.zeros(1).masked_fill((distance < 0)[None, None], float("-inf"))
         window = getattr(self.model.config, "sliding_window", None)
@@ -222,7 +222,7 @@ class GraphForward(nn.Module):
     # -- what replaces the library's functions, one set for each mixer -------------------------------------
 
     def _site(self, layer: int, kind: str) -> ScanSite:
-        """That of this call: a mixer may scan several times, head by head."""
+        """The site of this call. A mixer may scan several times, once per head."""
         number = self._calls[layer]
         self._calls[layer] += 1
         name = f"{layer}.{number}" if number else str(layer)
@@ -336,7 +336,7 @@ class GraphForward(nn.Module):
         return scan
 
     def shifted(self, name: str) -> Callable[..., torch.Tensor]:
-        """RWKV's time shift, a convolution that gives what came one token before."""
+        """RWKV's time shift: the hidden states of the previous token."""
 
         def forward(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             joined = self._cache.update_conv_state(hidden.transpose(1, 2), name, conv_kernel_size=2)
@@ -359,6 +359,8 @@ class GraphForward(nn.Module):
         return forward
 
     def _result_of(self, site: ScanSite) -> torch.Tensor:
+        """(time, …). Callers add the axis of sequences with [None], not by a reshape: behind the If of Mamba-2's scan
+        the CPU plugin (2026.4.1) would read unwritten memory."""
         if self.probing:
             return torch.zeros(site.arguments[0].shape[0], *(int(n) for n in site.result_shape))
         return self._results[site.name]
@@ -382,7 +384,7 @@ def _convolution(
 def _dense_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert sees every token; those not chosen are weighted with zero. Exact, and free of branches."""
+    """Runs every expert on every token and gives the ones not chosen weight zero: exact, without branches."""
     experts = torch.arange(self.num_experts, device=hidden_states.device)
     chosen = (top_k_index[:, :, None] == experts).to(top_k_weights.dtype)  # (tokens, k, experts)
     share = (chosen * top_k_weights[:, :, None]).sum(1).t()[:, :, None]  # (experts, tokens, 1)
@@ -394,7 +396,7 @@ def _dense_experts(
 
 @contextmanager
 def prepared(model: nn.Module, *, stateful: bool, with_head: bool) -> Iterator[GraphForward]:
-    """The model ready to trace; its own forwards come back when the block ends."""
+    """The model, ready to trace. Its own forwards are restored when the block ends."""
     sites: list[ScanSite] = []
     graph = GraphForward(model, sites, StateShapes(), stateful=stateful, with_head=with_head)
     # The fused operation where the model knows it: OpenVINO has one, too.
@@ -424,7 +426,7 @@ def _replacements(model: nn.Module, graph: GraphForward) -> Iterator[tuple[nn.Mo
 
 
 def _replacement(name: str, module: nn.Module, graph: GraphForward) -> Callable[..., Any] | None:
-    """A forward that is free of loops and branches for a mixer or an expert layer; None for any other module."""
+    """A forward without loops and branches for a mixer or an expert layer; None for other modules."""
     if type(module).__name__.endswith("Experts") and hasattr(module, "num_experts"):
         odd = [a for a in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, a, False)]
         if odd or not hasattr(module, "has_gate"):
@@ -455,7 +457,7 @@ def _layer(module: Any) -> int:
 
 
 def example_inputs(graph: GraphForward, tokens: int) -> tuple[torch.Tensor, ...]:
-    """Inputs of the right shapes for tracing, with a past of a few tokens so that no axis looks empty."""
+    """Inputs of the right shapes for tracing. They include a few past tokens, so that no axis is empty."""
     past = graph.prefix + 3
     inputs = [torch.ones(1, tokens, dtype=torch.long)]
     if graph.stateful:

@@ -1,7 +1,7 @@
-"""Which constant of the graph is which weight, and the constants in the formats that were planned.
+"""Finds the constant of every weight in the graph and replaces it by one in the planned format.
 
-The proof of the map is the bytes: on the float32 graph a constant is a parameter if and only if it holds the same
-numbers. Names alone are not enough: the converter renames, reshapes and folds.
+Weights are recognised by their bytes in the float32 graph. Names are not enough: the converter renames, reshapes and
+folds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights import WeightStore, bytes_digest
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
-OURS = "kl_lens/"  # constants that we put there: masks, ones, tables
+OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables
 _CONVERTER_PREFIX = "self.model."
 
 
 @dataclass
 class WeightMap:
-    """For every component, the constants that hold it (one, or one for each use); and what was folded away."""
+    """Component → the constants that hold it (one, or one for each use), and the weights that were folded away."""
 
     nodes: dict[str, list[Any]]
     folded: list[str] = field(default_factory=list)  # parameters without a constant: no effect on the result
@@ -115,7 +115,7 @@ def map_weights(
 
 
 def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
-    """Several weights can hold the same numbers (norms of ones); the converter's name decides where it can."""
+    """Chooses by the converter's name among weights with the same numbers, such as norms of ones."""
     for name in names:
         if node.get_friendly_name() == _CONVERTER_PREFIX + weights[name]:
             return name
@@ -123,9 +123,9 @@ def _nearest(node: Any, names: list[str], weights: dict[str, str]) -> str:
 
 
 def _spread(constants: dict[str, list[Any]], by_digest: dict[bytes, list[str]]) -> None:
-    """Weights with equal numbers whose constants went to one of them: the others get the same constants.
+    """Gives weights with equal numbers the same constants.
 
-    They stay what they are only while all of them get the same format; `place_weights` checks that.
+    That is right only while all of them get the same format; `place_weights` checks it.
     """
     for names in by_digest.values():
         owners = [name for name in names if constants.get(name)]
@@ -144,7 +144,7 @@ def _decay_names(data: npt.NDArray[Any], decays: dict[str, npt.NDArray[Any]]) ->
 
 
 def _scaled_names(data: npt.NDArray[Any], convolutions: dict[str, npt.NDArray[np.float32]]) -> list[str]:
-    """A convolution's weights, each output channel times a number: the batch norm behind it, folded in."""
+    """Whether a constant is a convolution's weight times one number per output channel: a folded batch norm."""
     for name, weight in convolutions.items():
         if weight.size == data.size and weight.shape[0] == data.shape[0]:
             given, rows = data.reshape(len(weight), -1), weight.reshape(len(weight), -1)
@@ -184,7 +184,7 @@ def place_weights(
     *,
     baseline: str,
 ) -> dict[str, Placed]:
-    """Replaces every weight's constants by one in its recipe; names it after the parameter."""
+    """Replaces the constants of every weight by one in its recipe, named after the parameter."""
     placed: dict[str, Placed] = {}
     done: dict[tuple[int, ...], tuple[str, Recipe]] = {}  # a constant's identity → who replaced it
     for component in components:

@@ -1,4 +1,4 @@
-"""What one token reads of an IR."""
+"""Which bytes of an IR one token reads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 
-# Operations between a stored constant and what uses it; the product with its scale is the other one.
+# Operations between a stored constant and its user, besides the product with the scale.
 _PASSING = ("Convert", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 
 
 def graph_contents(folder: Path, artifact: Artifact) -> Contents:
-    """Bytes from the record; what is multiplied, what only looked up, and the states from the graph.
+    """Sizes come from the record; roles (multiplied or looked up) and states come from the graph.
 
-    Experts are read whole: the exported graph multiplies with all of them and drops what the router did not choose.
+    Experts count whole: the exported graph multiplies with all of them.
     """
     graph = read_graph(folder / IR_FILE)
     constants = {n.get_friendly_name(): n for n in graph.get_ops() if n.get_type_name() == "Constant"}
@@ -52,7 +52,7 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 
 
 def _users(node: Any) -> set[tuple[str, str]]:
-    """(type, name) of the operations that a constant ends up in."""
+    """(type, name) of the operations that use a constant."""
     users = set()
     scaled = f"{node.get_friendly_name()}/scaled"
     waiting = [node]

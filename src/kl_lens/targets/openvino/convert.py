@@ -1,4 +1,4 @@
-"""Export: one IR for one plan, with its tokenizer and its record beside it."""
+"""Exports a plan: the model as IR, the tokenizer and the configuration."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def export(
     unplanned: str = FP16,
     with_tokenizer: bool = True,
 ) -> Artifact:
-    """Writes `openvino_model.xml/.bin`, the tokenizer and the configuration to a folder, straight away; `Target.export`
-    puts them in their place together with their record.
+    """Writes the model, the tokenizer and the configuration to a folder. `Target.export` adds the record and
+    moves everything into place.
 
     Args:
         model: the opened model, in float32 on the CPU.
         plan: component → format. What it does not name stays FP16.
-        folder: where the files go, and nothing else; made if need be.
+        folder: an empty folder for the files; created if it does not exist.
         device_profile: cpu, gpu, gpu-int4 or npu.
         rewrites: cumba, reduba, actiba; None means what the profile asks for.
-        static_tokens: a forward of exactly so many tokens without state, instead of the stateful graph.
-        with_head: without it the graph ends in the last hidden states (static graphs only).
-        fallback: put substitutes where a format does not fit, and say so in the record, instead of refusing.
+        static_tokens: a forward of exactly this many tokens without state, instead of the stateful graph.
+        with_head: False makes the graph end in the last hidden states (static graphs only).
+        fallback: where a format does not fit, use another and record it, instead of refusing.
         unplanned: fp16, or fp32 for a graph that is to be compared with PyTorch.
         with_tokenizer: write the tokenizer's files too; not needed to find out how large the model will be.
 
     Raises:
-        TargetError: a family, plan or setting that cannot be exported right, with the reason.
+        TargetError: the family, plan or setting cannot be exported; the message gives the reason.
     """
     started = time.perf_counter()
     model.require_memory("exporting to OpenVINO")
@@ -147,14 +147,14 @@ def export(
     return _artifact(model, plan, realised, placed, files, place, settings)
 
 
-_rewrites = rewrites  # `export` has an argument of that name, as the command line does
+_rewrites = rewrites  # `export` has an argument with that name
 
 
 def _save(graph: ov.Model, path: Path) -> None:
     _rewrites.number_names(graph)
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
-    except RuntimeError as error:  # it does not say why
+    except RuntimeError as error:  # OpenVINO does not give the reason
         free = shutil.disk_usage(path.parent).free / 1e6
         raise TargetError(
             f"{path.parent.parent}: OpenVINO cannot write there ({last_line(error)}); is the disk full? "
@@ -173,7 +173,7 @@ def _static_shape(required: bool, unrolled: bool, profile: str, tokens: int | No
 
 
 def _name_head(graph: ov.Model) -> None:
-    """Gives the head's product a name by which a session finds it: the last MatMul before the logits."""
+    """Names the head's product, the last MatMul before the logits, so that sessions find it."""
     node = graph.get_results()[0].input_value(0).get_node()
     while node.get_type_name() != "MatMul":
         if node.get_input_size() == 0:
@@ -192,7 +192,7 @@ def _artifact(
     settings: dict[str, Any],
 ) -> Artifact:
     tensors = []
-    sizes: dict[str, int] = {}  # by content: equal constants are stored once
+    sizes: dict[str, int] = {}  # digest → bytes: equal constants are stored once
     expected = 0
     for component in model.anatomy.components:
         item = placed.get(component.name)
@@ -234,7 +234,7 @@ def _artifact(
 def _actiba_cost(
     plain: Path, rewritten: Path, model: LoadedModel, static_tokens: int | None, with_head: bool
 ) -> dict[str, Any]:
-    """The tables' error bound, and the KL per token between the graphs without and with them (on this CPU)."""
+    """The error bound of the tables and the KL per token that they cost, measured on this CPU."""
     cost: dict[str, Any] = {"error_bound": _rewrites.table_error(), "segments": _rewrites.TABLE_SEGMENTS}
     if not with_head:
         return cost

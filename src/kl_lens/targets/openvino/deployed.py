@@ -1,4 +1,4 @@
-"""What OpenVINO's fast ARM kernels really compute, in PyTorch: for KL as deployed.
+"""Models in PyTorch what OpenVINO's fast ARM kernels compute, to predict KL as deployed.
 
 With dynamic quantization the CPU plugin multiplies integers by integers (KleidiAI kernels): besides the weights, each
 row of activations is rounded to 8 bits just before the product. The rules below were found by measuring single
@@ -32,7 +32,7 @@ from kl_lens.targets.inputs import Change, inputs_changed
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
-    """Every row (token) of x as 8-bit integers with a scale and a zero point of its own, back in float32."""
+    """Rounds every row (token) of x to 8-bit integers with its own scale and zero point; float32 out."""
     values = x.float()
     low = values.amin(-1, keepdim=True).clamp(max=0)
     high = values.amax(-1, keepdim=True).clamp(min=0)
@@ -44,7 +44,7 @@ def quantize_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_groups(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Every group of so many elements as 8-bit integers with a scale of its own, back in float32."""
+    """Rounds every group of `size` elements to 8-bit integers with its own scale; float32 out."""
     groups = x.float().unflatten(-1, (-1, size))
     scale = groups.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale == 0, 1.0, scale)
@@ -52,7 +52,7 @@ def quantize_groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
-    """The float32 weights that the kernels multiply with; zero points and NF4 are not for them, and stay exact."""
+    """The float32 weights that the kernels multiply with. Weights with zero points and NF4 stay exact."""
     if not isinstance(fmt, SignedScaleFormat) or fmt.bits != 4:
         return fmt.dequantize(quantized)
     assert quantized.scales is not None
@@ -70,10 +70,10 @@ def _cut_to_bfloat16(scales: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[None]:
-    """Within the block, the inputs of the named components are what the deployed settings on ARM multiply with.
+    """Within the block, inputs of the named components are rounded as the deployed settings on ARM round them.
 
     Args:
-        model: a transformers causal language model. Its weights are left alone: put `kernel_values` there.
+        model: a transformers causal language model. Its weights are not changed; set them to `kernel_values` yourself.
         recipes: component → realised recipe; components that are not named stay as they are.
     """
     modules = dict(model.named_modules())

@@ -12,7 +12,7 @@ GENERATION_FILE = "generation_config.json"
 
 
 def graph_file(place: Path) -> Path:
-    """The graph of an exported folder; a file is one itself."""
+    """The graph in an exported folder; an .xml file is returned as it is."""
     if place.suffix == ".xml":
         return place
     read_artifact(place)  # says in one line what is missing

@@ -1,4 +1,4 @@
-"""From a PyTorch model to a stateful OpenVINO graph with every weight in float32."""
+"""Converts a PyTorch model to a stateful OpenVINO graph with every weight in float32."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ class StaticShape:
     """A forward of exactly `tokens` tokens from an empty past, without state."""
 
     tokens: int
-    unroll: bool = False  # no TensorIterator: for devices that want a plain graph
+    unroll: bool = False  # without TensorIterator, for devices that cannot run one
 
 
-# Converted graphs of models that are in memory. Tracing takes seconds, and plans differ in their constants alone.
+# Converted graphs of models in memory. Tracing takes seconds, and plans differ only in their constants.
 _converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
 _proven: WeakSet[nn.Module] = WeakSet()
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
-    """`build_graph`, remembered."""
+    """`build_graph` with a cache."""
     build = partial(build_graph, model, static=static, with_head=with_head)
     return remembered(model, (static, with_head), build)
 
 
 def remembered(model: nn.Module, how: Hashable, build: Callable[[], ov.Model]) -> ov.Model:
-    """A graph, kept as long as the model's weights stay as they are; a copy of its own for every caller."""
+    """A copy of a cached graph. The cache holds as long as the model's weights do not change."""
     key = (how, tuple(state_of(parameter) for parameter in model.parameters()))
     known = _converted.setdefault(model, {})
     if key not in known:
         for other in [k for k in known if k[1] != key[1]]:  # type: ignore[index]
-            del known[other]  # of other weights
+            del known[other]  # made from other weights
         known[key] = build()
     return known[key].clone()
 
@@ -76,7 +76,7 @@ def build_graph(model: nn.Module, *, static: StaticShape | None = None, with_hea
 
 
 def require_family(model: nn.Module) -> None:
-    """Raises UnsupportedError for a model that nothing shows to come out right: no test, nor a proof here and now."""
+    """Raises UnsupportedError unless the family is tested or the graph is proven on this model."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
     if family not in FAMILIES and model not in _proven:
         _prove(model, family)
@@ -84,7 +84,7 @@ def require_family(model: nn.Module) -> None:
 
 
 def _prove(model: nn.Module, family: str) -> None:
-    """The graph has to give the model's own logits, whole and in parts."""
+    """Compares the graph's logits with the model's, for a whole prompt and for parts of it."""
     refused = f"{family} cannot be exported to OpenVINO: "
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -105,7 +105,7 @@ def _prove(model: nn.Module, family: str) -> None:
                 parts.append(np.array(request.get_output_tensor(0).data[0]))
     except TargetError as error:
         raise UnsupportedError(refused + one_line(error)) from error
-    except Exception as error:  # whatever a model's code raises when it meets our cache
+    except Exception as error:  # a model's code may raise anything when it meets our cache
         raise UnsupportedError(
             f"{refused}it cannot be traced ({type(error).__name__}: {one_line(error)})"
         ) from error
@@ -125,7 +125,7 @@ def _build(model: nn.Module, static: StaticShape | None, with_head: bool) -> ov.
 
 
 def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Model:
-    """OpenVINO's converter, without the tracer's warnings: what they warn of is what the tests check."""
+    """Runs OpenVINO's converter without the tracer's warnings; tests check what they warn of."""
     quiet = logging.getLogger("transformers")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -142,7 +142,7 @@ def convert_quietly(graph: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ov.Mo
 
 @contextlib.contextmanager
 def _no_telemetry() -> Iterator[None]:
-    """The converter reports every call to a server, and waits for it. It does not where it takes itself to be in CI."""
+    """Stops the converter from reporting each call to a server and waiting for it. It does not report in CI."""
     before = os.environ.get("CI")
     os.environ["CI"] = "true"
     try:
@@ -277,14 +277,14 @@ def _scan_state(site: ScanSite, static: StaticShape | None, beams: Any) -> tuple
 
 
 def _state_shape(site: ScanSite) -> tuple[int, ...]:
-    """As the scan takes it."""
+    """The shape of the state inside the scan."""
     if site.kind == "selective":
         return site.state_shape[::-1]
     return _sizes(site).state_shape if site.kind in ("chunked", "lightning") else site.state_shape
 
 
 def _stored_shape(site: ScanSite) -> tuple[int, ...]:
-    """As the variable keeps it, behind the axis of sequences: OpenVINO GenAI expects four axes at most."""
+    """The shape in the variable, after the axis of sequences. OpenVINO GenAI expects at most four axes in all."""
     shape = _state_shape(site)
     return shape if len(shape) <= 3 else (*shape[1:3], shape[3] * shape[4])
 

@@ -16,7 +16,7 @@ INPUT = "pixel_values"
 
 
 class ImageSession:
-    """Satisfies `kl_lens.targets.Session`, as far as a model without a next token can."""
+    """A `kl_lens.targets.Session` for a model that has no next token."""
 
     def __init__(
         self, compiled: ov.CompiledModel, preparation: Preparation, description: dict[str, Any]

@@ -1,7 +1,6 @@
-"""Image classifiers as static graphs: one prepared image in, logits over its classes out. No state, no scans cut out.
+"""Converts image classifiers to static graphs: one prepared image in, logits out, no state.
 
-Which architectures come out right is not listed: every converted graph is compared with PyTorch, and refused where it
-differs.
+No architecture is listed: every converted graph is compared with PyTorch, and refused if it differs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kl_lens.targets.openvino.image_session import INPUT, ImageSession
 from kl_lens.targets.openvino.rewrites import apply
 from kl_lens.targets.openvino.session import compile_graph, read_graph
 
-PARITY = 1e-3  # how far logits may be from PyTorch's, of the largest, with every weight in float32
+PARITY = 1e-3  # largest difference from PyTorch, as a share of the largest logit, with float32 weights
 
 
 class _Classifier(nn.Module):
@@ -36,7 +35,7 @@ class _Classifier(nn.Module):
 
 
 def image_graph_of(model: nn.Module, task: ImageTask) -> ov.Model:
-    """An image in, logits out, every weight in float32; remembered."""
+    """The graph with every weight in float32, cached."""
     return remembered(model, task.preparation, partial(_build, model, task))
 
 
@@ -55,7 +54,7 @@ def _build(model: nn.Module, task: ImageTask) -> ov.Model:
 
 
 def _compare(graph: ov.Model, model: nn.Module, task: ImageTask) -> None:
-    """Refuses a graph whose logits on noise are not PyTorch's."""
+    """Refuses a graph whose logits on noise differ from PyTorch's."""
     ids = task.sample(model, 1, 4)
     with torch.inference_mode():
         expected = task.forward(model, ids)[0].float().cpu().numpy()

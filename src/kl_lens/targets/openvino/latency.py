@@ -1,6 +1,6 @@
-"""A latency table for OpenVINO: every weight's product timed alone, the rest from artifacts that were timed whole.
+"""A latency table for OpenVINO. The product with every weight is timed alone.
 
-The rest (scans, norms, sampling, the runtime itself) is the time of the components that no plan decides about.
+The rest of a token (scans, norms, sampling, the runtime itself) comes from artifacts that were timed whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kl_lens.targets.openvino.products import Product, products_of, time_product
 
 
 def wanted_products(table: SensitivityTable, formats: Sequence[str]) -> dict[tuple[str, str], Product]:
-    """(component, format) → the product that stands for it, of all components that are multiplied with."""
+    """(component, format) → the product to time, for all components that are multiplied with."""
     multiplied = [c for c in table.candidates if c.name != table.embedding or table.embedding == table.head]
     return products_of(multiplied, formats)
 
@@ -60,7 +60,7 @@ def product_latency(request: LatencyRequest, formats: Sequence[str], name: str) 
 
 
 def _settle_rest(profile: LatencyProfile, request: LatencyRequest) -> None:
-    """What whole models take beyond their products: the median over those that were benchmarked."""
+    """Sets the time of a token beyond its products: the median over the benchmarked artifacts."""
     measured = [whole for whole in request.measured if not whole.artifact.settings.get("static_tokens")]
     weights = [profile.predicted(whole.realised) for whole in measured]
     over = [m.seconds_per_token - w for m, w in zip(measured, weights, strict=True) if w is not None]
@@ -74,6 +74,6 @@ def _settle_rest(profile: LatencyProfile, request: LatencyRequest) -> None:
 
 
 def _products(component: Component) -> int:
-    """How many products of its last two dimensions one token makes with a component: experts × blocks that use it."""
+    """How many matrix products one token makes with a component: experts × blocks that use it."""
     experts = component.shape[0] if len(component.shape) == 3 else 1
     return experts * max(1, len(component.blocks))

@@ -43,7 +43,7 @@ class Product:
 
 
 def copies_for(product: Product, model_parameters: int, cache: int | None) -> int:
-    """How many products a graph holds: as many bytes as the model has, or twice the cache, whichever is less."""
+    """How many products a graph holds: enough for the model's bytes or twice the cache, whichever is less."""
     fmt = get_format(product.format)
     size = fmt.bytes((product.rows, product.columns))
     whole = model_parameters * size / (product.rows * product.columns)
@@ -109,7 +109,7 @@ def product_graph(shape: tuple[int, int], fmt: Format, copies: int) -> ov.Model:
 
 
 def _empty_graph() -> ov.Model:
-    """What a call costs that does next to nothing."""
+    """Seconds of a call that computes almost nothing."""
     x = ops.parameter([1, 1, 8], np.float32, name="x")
     return ov.Model([ops.result(ops.relu(x))], [x], "nothing")
 
@@ -141,12 +141,12 @@ class _Timer:
         return (time.perf_counter() - started) / calls
 
     def seconds(self) -> float:
-        """Of one call."""
+        """Seconds of one call."""
         return self._time(self.calls)
 
 
 def products_of(components: Sequence[Component], formats: Sequence[str]) -> dict[tuple[str, str], Product]:
-    """(component, format) → the product that stands for it; experts by one of their matrices."""
+    """(component, format) → the product to time; for experts, that of one matrix."""
     return {
         (c.name, name): Product(c.shape[-2], c.shape[-1], name)
         for c in components

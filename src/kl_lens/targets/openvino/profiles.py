@@ -1,4 +1,4 @@
-"""What each kind of device can hold, and what a plan becomes on it."""
+"""Which formats each kind of device supports, and what a plan becomes on it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def realise(
 
 
 def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> tuple[Recipe, str | None]:
-    """What a device holds of a weight by this recipe, and why it is not the recipe itself (or None)."""
+    """The recipe that a weight gets on a device, and why it is not the one asked for (or None)."""
     fmt = wanted.grid
     if (reason := profile.holds(fmt)) is not None:
         # The nearest width that the device holds and that is not narrower.
@@ -132,7 +132,7 @@ def lowered(wanted: Recipe, shape: tuple[int, ...], profile: DeviceProfile) -> t
         substitute = Recipe(f"int{widths[0]}") if widths else FP16
         return substitute, f"{wanted}: {reason}; stored as {substitute}"
     if fmt.bits == 4 and shape[-1] % 2:
-        # Seen on 2026.4.1: results as large as the right ones, and wrong, without a word.
+        # Seen on 2026.4.1: wrong results of the right size, and no error.
         substitute = Recipe("int8") if 8 in profile.bits else FP16
         return substitute, (
             f"{wanted}: {shape[-1]} columns, and OpenVINO's ARM kernels give wrong results for an odd number "

@@ -1,4 +1,4 @@
-"""IRs from elsewhere are tried out by another process. One whose graph is what its export recorded goes straight in."""
+"""Opens IRs from elsewhere in another process first. A graph that is still as exported is opened directly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.session import Session
 
 GRAPH_DIGEST = "export_graph_digest"  # of an artifact's settings
-_STEERING = 4096  # bytes; constants up to this size say shapes and axes, larger ones are weights
+_STEERING = 4096  # bytes; smaller constants are shapes and axes, larger ones weights
 _CONSTANT = re.compile(rb'offset="(\d{1,18})" size="(\d{1,18})"')
 
 
 def graph_digest(graph: Path) -> str:
-    """Of everything that steers: the graph, the small constants of its weights' file, and how long that is."""
+    """A digest of what controls the computation: the graph, its small constants and the size of the weight file."""
     content, weights = graph.read_bytes(), graph.with_suffix(".bin")
     digest = hashlib.blake2b(content, digest_size=16)
     places = sorted({(int(offset), int(size)) for offset, size in _CONSTANT.findall(content)})
@@ -40,7 +40,7 @@ def is_ours(folder: Path, artifact: Artifact) -> bool:
 
 
 def require_safe(folder: Path) -> bool:
-    """Whether it is as export wrote it; else TargetError where opening it would end or hang the process."""
+    """Whether the folder is as exported. If not, it is tried out; TargetError if opening it crashes or hangs."""
     artifact = read_artifact(folder)
     if ours := is_ours(folder, artifact):
         return ours
@@ -51,7 +51,7 @@ def require_safe(folder: Path) -> bool:
 
 
 def opened(folder: Path) -> Session | None:
-    """Compiled for the CPU, and nothing kept of it; a session, unless it has no head to run with."""
+    """Compiles for the CPU without a cache. Returns a session, or None for a graph without a head."""
     from kl_lens.targets.openvino.session import compile_graph, open_session, read_graph
 
     if read_artifact(folder).settings.get("with_head", True):

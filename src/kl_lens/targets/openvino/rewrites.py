@@ -46,7 +46,7 @@ def graphs(model: ov.Model) -> Iterator[ov.Model]:
 
 
 def operations(model: ov.Model, *kinds: str) -> list[Any]:
-    """All nodes of these types, inside loops and branches, too."""
+    """All nodes of these types, also inside loops and branches."""
     return [
         node for graph in graphs(model) for node in graph.get_ordered_ops() if node.get_type_name() in kinds
     ]
@@ -76,8 +76,8 @@ _MADE_UP = re.compile(r"[A-Za-z]+_\d+")
 
 
 def number_names(model: ov.Model) -> None:
-    """Names that OpenVINO makes up count every node of the process (`Add_104729`): counted within the graph, the same
-    plan has the same bytes whatever was done before, and a file is as large as it was foretold."""
+    """Renames nodes that OpenVINO numbered through the whole process (`Add_104729`) with numbers within the graph, so
+    that the same plan always gives the same bytes."""
     nodes = (node for graph in graphs(model) for node in graph.get_ordered_ops())
     for number, node in enumerate(nodes):
         own = f"{node.get_type_name()}_{number}"
@@ -105,8 +105,8 @@ def _each(model: ov.Model, kinds: tuple[str, ...], replacement: Callable[[Any], 
 def exact_softplus(x: Any) -> Any:
     """relu(x) + log1p(e) with e = exp(−|x|), and log1p(e) = e · p(e) with a polynomial p.
 
-    Written from operations that no plugin recognises as a softplus: log(1 + exp(x)) is fused back into one. And
-    without a division, which the ARM plugin computes as a power, slower than all the rest of it.
+    Plugins fuse log(1 + exp(x)) back into a softplus, so other operations are used. There is no division: the ARM
+    plugin computes it as a power, slower than all the rest.
     """
     small = ops.exp(ops.negative(ops.abs(x)))
     highest, *lower = reversed(_log1p_coefficients())
@@ -144,10 +144,10 @@ def weights_on_the_right(model: ov.Model) -> int:
 
 
 def equal_batches(model: ov.Model) -> int:
-    """Activations that meet a constant stack of matrices (the experts of a mixture) get a copy for each of them.
+    """Copies activations once for each matrix of a constant stack (the experts of a mixture) before the product.
 
-    The x86 plugin makes a FullyConnected of such a product and does not broadcast in it: from activations
-    (1, tokens, width) come results for no token at all, or wrong ones, or a crash. Copied, they are right anywhere.
+    The x86 plugin turns such a product into a FullyConnected that does not broadcast: activations of shape
+    (1, tokens, width) give no results, wrong ones, or a crash.
     """
 
     def copied(node: Any) -> Any | None:
@@ -170,8 +170,8 @@ def equal_batches(model: ov.Model) -> int:
 
 
 def whole_levels(model: ov.Model) -> int:
-    """NF4 times its scale in float32. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels to that, and
-    weights are off by up to 2^−11 of themselves. For sessions on ARM alone: others know the pattern in the file."""
+    """Multiplies NF4 by its scale in float32, for sessions on ARM. In the pattern that NNCF writes, by way of FP16, the
+    ARM plugin rounds the levels to FP16, and weights are off by up to 2^−11 of themselves."""
 
     def widened(node: Any) -> Any | None:
         levels, scale = node.input_value(0).get_node(), node.input_value(1)
@@ -185,7 +185,7 @@ def whole_levels(model: ov.Model) -> int:
 
 
 def is_gated(model: ov.Model) -> bool:
-    """Whether a product meets another's activation, SiLU or GELU, as in the feed-forward parts of most transformers."""
+    """Whether the graph has gated parts: a product times the SiLU or GELU of another, as in most transformers."""
     pairs = (
         {node.input_value(i).get_node().get_type_name() for i in (0, 1)}
         for node in operations(model, "Multiply")
@@ -194,7 +194,7 @@ def is_gated(model: ov.Model) -> bool:
 
 
 def _is_constant(node: Any) -> bool:
-    """A constant, or computed from nothing else: a compressed weight, say."""
+    """Whether a value depends on constants alone, as a compressed weight does."""
     if node.get_input_size() == 0:
         return bool(node.get_type_name() == "Constant")
     return all(_is_constant(value.get_node()) for value in node.input_values())

@@ -1,4 +1,4 @@
-"""The state-space scans as OpenVINO operations: any number of tokens, from the state that came before.
+"""The state-space scans as OpenVINO operations, for any number of tokens and any initial state.
 
 Both forms take time as the first axis and no batch axis: one sequence at a time. The references that they are
 tested against are the plain recurrences beside KL Lens's own kernels (`checkpoints/kernels`).
@@ -18,7 +18,7 @@ Inputs = tuple[Value, ...]  # x, Δ, A, B, C, or what else a scan takes; and the
 
 
 class Sizes(NamedTuple):
-    """Of a scan of Mamba-2."""
+    """Sizes of a Mamba-2 scan."""
 
     heads: int
     width: int
@@ -228,7 +228,7 @@ def chunked_scan(inputs: Inputs, sizes: Sizes, *, single: bool = False) -> tuple
     else:
         entering, last = _between_chunks(surviving, added, state, sizes.state_shape)
 
-    # What the state at the chunk's start still says to token t.
+    # What the state at the chunk's start contributes to token t.
     carried = ops.matmul(
         out_of, reshaped(entering, [chunks, groups, states, per_group * width]), False, False
     )
@@ -288,7 +288,7 @@ def one_or_many_scan(inputs: Inputs, sizes: Sizes) -> tuple[Value, Value]:
 def _between_chunks(
     surviving: Value, added: Value, state: Value, shape: tuple[int, ...]
 ) -> tuple[Value, Value]:
-    """The state before each chunk, and behind the last one."""
+    """The state before each chunk, and after the last one."""
     keep = ops.parameter([1, shape[1], 1, shape[3], 1], np.float32)
     plus = ops.parameter(list(shape), np.float32)
     before = ops.parameter(list(shape), np.float32)
@@ -305,7 +305,7 @@ def _between_chunks(
 
 
 def _padded(value: Value, padding: Value, rank: int) -> Value:
-    """Zeros behind the last token."""
+    """Appends zeros after the last token."""
     begin = constant([0] * rank)
     end = ops.concat([ops.unsqueeze(padding, constant(0)), constant([0] * (rank - 1))], 0)
     return ops.pad(value, begin, end, "constant", constant(0, np.float32))

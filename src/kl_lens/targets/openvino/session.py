@@ -34,12 +34,12 @@ ATTENTION_MASK, BEAM_IDX = (
     "attention_mask",
     "beam_idx",
 )  # inputs besides the tokens, named as OpenVINO GenAI does
-HEAD_NODE = "lm_head"  # the head's product, by which a session finds it
+HEAD_NODE = "lm_head"  # name of the head's product in the graph
 CACHE_FOLDER = DERIVED
-# Seconds; the iGPU compiler is known to hang on Mamba-2.
+# In seconds. The iGPU compiler is known to hang on Mamba-2.
 TIMEOUT_VARIABLE = "KL_LENS_COMPILE_TIMEOUT"
 COMPILE_TIMEOUT = 600.0
-LOGITS_CHUNK = 512  # tokens in one call when the logits of all of them are wanted
+LOGITS_CHUNK = 512  # tokens per call when all their logits are wanted
 
 # float32 everywhere: what a comparison with PyTorch needs. The plugins' own defaults are lossy (f16, 8-bit KV cache).
 EXACT = {
@@ -49,13 +49,13 @@ EXACT = {
 }
 DEPLOYED = {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}
 # Kernels that compute with the stored integers, each row of activations quantized to int8 on the fly. The number is
-# 2^64 − 1, "a whole row"; as a string, because the plugin takes it only so.
+# 2^64 − 1, "a whole row"; the plugin accepts it only as a string.
 WHOLE_ROW = "18446744073709551615"
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 
 def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
-    """What is fastest for an artifact with weights in these formats, as far as measured (docs/targets.md)."""
+    """The fastest settings that were measured for weights in these formats (docs/targets.md)."""
     settings = dict(DEPLOYED)
     integers = [get_format(format_of(name)) for name in formats if name.startswith("int")]
     if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
@@ -83,8 +83,8 @@ def open_session(
 
     Args:
         folder: what `export` wrote.
-        device: CPU, GPU, NPU, …; a device that is not there is answered with the list of those that are.
-        exact: compute in float32 (for checks), instead of the fastest settings that a deployment uses.
+        device: CPU, GPU, NPU, … If it is missing, the error lists the devices that are there.
+        exact: compute in float32, for checks, instead of with the fastest settings.
         threads: CPU threads; None leaves the choice to OpenVINO.
         cache: keep the compiled graph beside the IR and use it next time.
         settings: plugin settings on top of the others, for experiments.
@@ -132,7 +132,7 @@ def open_session(
 
 
 def describe(compiled: ov.CompiledModel, device: str) -> dict[str, Any]:
-    """What computes: library, device, and the plugin's settings."""
+    """The library, the device and the plugin's settings."""
     properties = {}
     for name in (
         "FULL_DEVICE_NAME",
@@ -240,7 +240,7 @@ class OpenVINOSession:
             raise TargetError(f"{self._place}: OpenVINO cannot run it: {last_line(error)}") from error
 
     def _run_static(self, ids: Sequence[int]) -> Logits:
-        """Shorter prompts are padded behind: a causal model does not see it."""
+        """Pads shorter prompts at the end, which a causal model does not see."""
         assert self._static is not None
         tokens = self._tokens(ids)
         if tokens.shape[1] > self._static:
@@ -252,7 +252,7 @@ class OpenVINOSession:
 
 
 def _fix_sequences(graph: ov.Model) -> None:
-    """Compiles for one sequence instead of any number in any order: otherwise states are copied at every token."""
+    """Fixes the number of sequences to one. As it is on disk, for GenAI, the graph copies its states at every token."""
     parameters = {parameter.get_friendly_name(): parameter for parameter in graph.get_parameters()}
     if BEAM_IDX not in parameters:  # an IR from before GenAI could open it
         return
@@ -270,9 +270,9 @@ def _fix_sequences(graph: ov.Model) -> None:
 
 
 def _choose_rows(graph: ov.Model) -> None:
-    """Adds an input that says behind which tokens logits are wanted: a prefill wants only the last.
+    """Adds an input with the positions whose logits are wanted: a prefill wants only the last.
 
-    Done on loading, so that the IR on disk keeps the plain signature: ids in, logits out.
+    Done on loading; the IR on disk gives the logits of all tokens.
     """
     head = next((node for node in graph.get_ordered_ops() if node.get_friendly_name() == HEAD_NODE), None)
     if head is None:
@@ -288,21 +288,21 @@ def _choose_rows(graph: ov.Model) -> None:
 
 @functools.cache
 def core() -> ov.Core:
-    """One for all: each new one looks for plugins and devices again."""
+    """One shared Core: each new one searches for plugins and devices again."""
     return ov.Core()
 
 
 def fewest_threads(graph: ov.Model) -> int:
-    """For what its CPU plugin would choose to compute in.
+    """How many threads the CPU plugin needs in its default precision.
 
-    In bfloat16, the fused kernel of gated parts halves the number of threads and divides by the result: with one, it
-    ends the process.
+    In bfloat16, the fused kernel of gated parts divides by half the number of threads: with one thread it ends the
+    process.
     """
     return 2 if computes_in_bfloat16() and is_gated(graph) else 1
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether the CPU plugin does so by default here: on x86 processors that can."""
+    """Whether the CPU plugin's default precision is bfloat16, as on x86 processors that support it."""
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
@@ -338,10 +338,10 @@ def compile_graph(
     cache: Path | None = None,
     settings: dict[str, Any] | None = None,
 ) -> ov.CompiledModel:
-    """Compiles for a device that is there, within a time limit."""
+    """Compiles for a device within a time limit."""
     require_device(device)
     properties: dict[str, Any] = dict(EXACT if exact else DEPLOYED)
-    if device != "CPU":  # the others know nothing of these two
+    if device != "CPU":  # other plugins do not know these two
         properties.pop("KV_CACHE_PRECISION", None)
         properties.pop("DYNAMIC_QUANTIZATION_GROUP_SIZE", None)
     if threads is not None and device == "CPU":
@@ -363,7 +363,7 @@ def compile_graph(
     thread.join(timeout)
     if not outcome:
         raise TargetError(
-            f"compiling for {device} took more than {timeout:g} s and was given up (Mamba-2 is known to hang the "
+            f"compiling for {device} took more than {timeout:g} s and was stopped (Mamba-2 is known to hang the "
             f"iGPU compiler); set {TIMEOUT_VARIABLE} to more seconds, or export with another device profile"
         )
     result = outcome[0]
@@ -373,7 +373,7 @@ def compile_graph(
 
 
 def require_device(device: str) -> None:
-    """Raises TargetError with the devices that OpenVINO finds, when it does not find this one."""
+    """Raises TargetError, with the list of devices, if OpenVINO does not find this one."""
     present = core().available_devices
     if device.split(".")[0].split(":")[0] not in {name.split(".")[0] for name in present} | {"AUTO"}:
         raise TargetError(
@@ -382,18 +382,18 @@ def require_device(device: str) -> None:
 
 
 def _cache_place(cache: Path, device: str, properties: dict[str, Any]) -> Path | None:
-    """A folder for these very settings: OpenVINO 2026.4 itself serves a graph that was compiled with others."""
+    """A cache folder for each set of settings. OpenVINO 2026.4 itself returns graphs compiled with other settings."""
     key = json.dumps([ov.__version__, device, properties], sort_keys=True, default=str)
     place = cache / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     try:
         place.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a folder that may only be read: compile every time
+    except OSError:  # read-only: compile every time
         return None
     return place
 
 
 def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
-    """A request for one sequence: the mask, which no graph of ours reads, and the order of sequences are set."""
+    """A request for one sequence. Sets `beam_idx`, and the mask, which our graphs do not read."""
     request = compiled.create_infer_request()
     present = {entry.get_any_name() for entry in compiled.inputs}
     for name, value in ((ATTENTION_MASK, np.ones((1, 1), np.int64)), (BEAM_IDX, np.zeros(1, np.int32))):
@@ -403,7 +403,7 @@ def new_request(compiled: ov.CompiledModel) -> ov.InferRequest:
 
 
 def run_graph(compiled: ov.CompiledModel, ids: Sequence[int]) -> Logits:
-    """One call of a freshly compiled graph: the logits behind every token."""
+    """The logits of every token, from one call in a new request."""
     request = new_request(compiled)
     request.infer({"input_ids": np.asarray(ids, np.int64).reshape(1, -1)})
     return np.array(request.get_output_tensor(0).data[0], np.float32)

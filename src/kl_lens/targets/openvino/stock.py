@@ -1,8 +1,8 @@
-"""NNCF's own weight compression, as `compress_weights` would make it for a model, without data.
+"""The mixtures that NNCF's `compress_weights` makes without data.
 
-Embedding and head have 8 bits, the rest 4; where columns do not divide, the groups of its mode ADJUST. Its backup has
-zero points and ours is symmetric: at 8 bits that is no difference worth a format. With a ratio, so
-many of the weights have 4 bits, chosen by NNCF's data-free criterion.
+Embedding and head get 8 bits, the rest 4. Where columns do not divide, groups are those of its mode ADJUST. Its 8-bit
+backup has zero points and ours is symmetric, which makes no difference worth a format. With a ratio, that share of
+the weights gets 4 bits, chosen by NNCF's data-free criterion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _inner(model: LoadedModel) -> list[str]:
 
 def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
     """From least to most sensitive by NNCF's WEIGHT_QUANTIZATION_ERROR, one over the largest mean squared error of any
-    row at its asymmetric 8 bits. What 8 bits round worst gets 4 first, whatever that does to the model."""
+    row at its asymmetric 8 bits. So weights that 8 bits round worst get 4 bits first, whatever that does to the model.
+    """
 
     def error(name: str) -> float:
         weight = model.tensor(model.anatomy.component(name).weight).float()
@@ -57,7 +58,7 @@ def by_sensitivity(model: LoadedModel, names: list[str]) -> list[str]:
 
 
 def least_sensitive(model: LoadedModel, order: list[str], ratio: float) -> list[str]:
-    """The first in order, as long as they are less than `ratio` of all weights."""
+    """The first components in order that together hold less than `ratio` of all weights."""
     if ratio == 1:
         return order
     sizes = [model.anatomy.component(name).parameters for name in order]

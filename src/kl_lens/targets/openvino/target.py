@@ -1,4 +1,4 @@
-"""OpenVINO as a target: IRs with NNCF's integers, sessions on every device that it finds."""
+"""The OpenVINO target: IRs with NNCF's integer formats, and sessions on OpenVINO's devices."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from kl_lens.formats import Quantized
 
 _ARM = ("aarch64", "arm64")
-# What a quantized matrix adds to the graph's file beyond an FP16 one: nodes that turn integers into numbers. By whether
-# it is symmetric and whether in groups; a little more than was seen (1.3, 2.3 and 3.7 kB), so that no file is larger.
+# Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
+# groups) → a little more than was seen (1.3, 2.3 and 3.7 kB), so that no file is larger than predicted.
 _GRAPH_BYTES = {(True, False): 1550, (True, True): 2700, (False, False): 3200, (False, True): 4400}
-_WRITTEN_TO_BE_SIZED = 200_000_000  # parameters; a file of more takes too long to write just to be weighed
+_WRITTEN_TO_BE_SIZED = (
+    200_000_000  # parameters; larger models take too long to write just to learn their size
+)
 
 
 class OpenVINOTarget(Target):
@@ -48,7 +50,7 @@ class OpenVINOTarget(Target):
         ExportOption(
             "rewrites",
             "--rewrites",
-            "cumba, reduba, actiba, or none (default: what the profile asks for)",
+            "cumba, reduba, actiba, or none (default: those of the profile)",
             "names",
         ),
         ExportOption("static_tokens", "--static-tokens", "a static forward without state", "number"),
@@ -59,7 +61,9 @@ class OpenVINOTarget(Target):
     )
 
     def __init__(self) -> None:
-        self._bare: dict[str, int] = {}  # model → bytes of its FP16 artifact, from which others' sizes follow
+        self._bare: dict[
+            str, int
+        ] = {}  # model → bytes of its FP16 artifact; other sizes are computed from it
         self._exact: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}  # model and grids → bytes
         self._repeating: dict[str, bool] = {}  # model → whether two of its matrices are the same
 
@@ -72,7 +76,7 @@ class OpenVINOTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        # The integer kernels of ARM processors are for symmetric weights alone.
+        # On ARM there are integer kernels for symmetric weights only.
         asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
         return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
 
@@ -98,13 +102,13 @@ class OpenVINOTarget(Target):
         return artifact
 
     def try_out(self, place: Path) -> None:
-        """In this process, as sessions do: the graph was made here, and a process of its own costs more."""
+        """Opens it in this process, as sessions do. Another process would take longer, and the graph is our own."""
         from kl_lens.targets.openvino.quarantine import opened
 
         opened(place)
 
     def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """The FP16 artifact's besides its weights, and what every quantized matrix adds to the graph's file."""
+        """The FP16 artifact's size, with every quantized matrix's bytes and decompression nodes put in its place."""
         if model.fingerprint not in self._bare:
             with tempfile.TemporaryDirectory() as folder:
                 self.write(model, Plan("fp16", {}, "fp16"), Path(folder), with_tokenizer=False)
@@ -117,8 +121,8 @@ class OpenVINOTarget(Target):
         return size
 
     def exact_file_bytes(self, model: LoadedModel, plan: Plan) -> int:
-        """By writing the file, unless that takes minutes. Its size is that of the grids, not of what is put on them;
-        but where two matrices are the same (a layer repeated), OpenVINO stores them once if they stay so."""
+        """Writes the file, unless that takes minutes. The size depends on formats, not on values, except that OpenVINO
+        stores two equal matrices (a repeated layer) once if they stay equal."""
         if sum(c.parameters for c in model.anatomy.components) > _WRITTEN_TO_BE_SIZED:
             return self.file_bytes(model, plan)
         grids = {name: recipe.grid.name for name, recipe in parsed(plan.assignment).items()}
@@ -163,7 +167,7 @@ class OpenVINOTarget(Target):
         from kl_lens.targets.openvino.quarantine import require_safe
         from kl_lens.targets.openvino.session import open_session
 
-        # Cold is asked for in a process that was made for it. What was compiled from a graph of others is theirs too.
+        # The cache is used only for graphs that are as exported: one compiled from a foreign graph is foreign too.
         cache = not cold and require_safe(place)
         return open_session(
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=cache
@@ -199,7 +203,7 @@ class OpenVINOTarget(Target):
     # -- what its kernels do -------------------------------------------------------------------------------
 
     def models_activations(self, settings: SessionSettings, recipes: Mapping[str, Recipe]) -> bool:
-        """The integer kernels of ARM processors; a file without integers runs in half precision, not modelled."""
+        """True for the integer kernels on ARM. Half precision, for files without integers, is not modelled."""
         deployed = settings.device == "CPU" and not settings.exact and platform.machine() in _ARM
         return deployed and any(recipe != FP16 for recipe in recipes.values())
 

@@ -1,4 +1,4 @@
-"""The tokenizer as OpenVINO graphs, which OpenVINO GenAI needs beside the model."""
+"""Writes the tokenizer as OpenVINO graphs, which OpenVINO GenAI needs beside the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
             number_names(graph)
             ov.save_model(graph, path, compress_to_fp16=False)
         difference = first_difference(tokenizer, *paths, CHECKED_STRINGS)
-    except Exception as error:  # of any kind, for a tokenizer that the package has not met
+    except Exception as error:  # the package raises anything over a tokenizer that it does not know
         difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
     if difference is None:
         return None
@@ -49,8 +49,8 @@ def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
 
 
 def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -> str | None:
-    """Where the graphs of a tokenizer do not do what it does itself, on so many strings; None if they agree."""
-    core = ov.Core()  # a new one: importing openvino_tokenizers teaches new ones its operations
+    """The first of `count` strings on which the graphs and the tokenizer differ, as a sentence; None if they agree."""
+    core = ov.Core()  # a new one: only those made after importing openvino_tokenizers know its operations
     encode, decode = (core.compile_model(path, "CPU") for path in (encoder, decoder))
     special = sorted(set(map(str, tokenizer.get_added_vocab())))
     for text in varied_strings(count, special=special):
