@@ -195,7 +195,7 @@ def test_a_repeated_matrix_is_weighed_with_its_own_recipes(monkeypatch: pytest.M
     target = OpenVINOTarget()
     weighed: list[dict[str, str]] = []
 
-    monkeypatch.setattr(target, "write", lambda model, plan, folder: weighed.append(plan.assignment))
+    monkeypatch.setattr(target, "write", lambda model, plan, folder, **_: weighed.append(plan.assignment))
     first, second = (f"backbone.layers.{k}.mixer.in_proj" for k in (0, 1))
     plan = Plan("p", {first: "int4-g64+gptq", second: "int4-g64+search"}, "a test")
     target.exact_file_bytes(model, plan)
