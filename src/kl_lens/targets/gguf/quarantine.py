@@ -72,6 +72,6 @@ def _require_same_tokens(session: GGUFSession) -> None:
     if check and (text := differing_string(session.tokenize, check)) is not None:
         pre = session.file.metadata.get("tokenizer.ggml.pre")
         raise TargetError(
-            f"{session.path}: llama.cpp's tokenizer ({pre}) splits {text[:60]!r} unlike the "
-            "model's tokenizer; export with --without-tokenizer, which makes a file that works with token ids only"
+            f"{session.path}: llama.cpp's tokenizer ({pre}) splits text unlike the model's; export with "
+            f"--without-tokenizer, for use with token ids. First difference: {text[:60]!r}"
         )
