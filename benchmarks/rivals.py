@@ -137,7 +137,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
             for rival in rival_plans(planner, table, None, everything=True)
         }
-        if target.name == "openvino":
+        if target.name == "openvino" and not arguments.data_free:
             ids = bench.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
         for rival, make_file in rivals.items():
@@ -216,6 +216,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="short menus")
+    parser.add_argument(
+        "--data-free", action="store_true", help="leave out recipes that NNCF learns from text"
+    )
     add_option(parser)
     arguments = parser.parse_args()
     print(machine())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from models import LanguageModel, configuration, language_model, next_token_losses
+from kl_lens import models as kl_lens_models
+from models import LanguageModel, language_model, next_token_losses
 
 WINDOW = 512
-#: transformers' model type to the name used here.
-NAMES = {"mamba": "mamba", "mamba2": "mamba2", "falcon_h1": "hybrid", "hymba": "hymba"}
 
 
 def windows(ids: np.ndarray, window: int = WINDOW) -> torch.Tensor:
@@ -41,8 +40,8 @@ def mean_loss(
 
 def saved_model(folder: Path, device: str) -> LanguageModel:
     """The checkpoint of a folder in our own modules: FP16 values, computed in float32."""
-    name = NAMES[json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]]
-    model = language_model(configuration(name))
+    kl_lens_models.register()
+    model = language_model(AutoConfig.from_pretrained(folder))
     model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
     return model.to(device)
 

@@ -22,11 +22,32 @@ from kl_lens.models import hymba
 from scan import chunked_scan, selective_scan
 
 HIDDEN = 256
+# Large enough for the GPT-NeoX vocabulary, as in the published checkpoints.
+PUBLISHED = {"mamba-130m": 50280, "mamba2-130m": 50288, "hybrid-139m": 50288}
 _SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
 
 
 def configuration(name: str) -> PretrainedConfig:
-    """The transformers configuration of a reference model: ``mamba``, ``mamba2``, ``hybrid`` or ``hymba``."""
+    """The transformers configuration of a reference model, or of one at a published shape."""
+    if name == "mamba-130m":
+        return MambaConfig(
+            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=24, state_size=16, time_step_rank=48,
+            architectures=["MambaForCausalLM"], dtype="float16", **_SPECIAL,
+        )  # fmt: skip
+    if name == "mamba2-130m":
+        return Mamba2Config(
+            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=24, state_size=128, n_groups=1,
+            head_dim=64, num_heads=24, chunk_size=256,
+            architectures=["Mamba2ForCausalLM"], dtype="float16", **_SPECIAL,
+        )  # fmt: skip
+    if name == "hybrid-139m":
+        return FalconH1Config(
+            vocab_size=PUBLISHED[name], hidden_size=768, num_hidden_layers=10, intermediate_size=2048,
+            num_attention_heads=12, num_key_value_heads=4, mamba_d_ssm=1536, mamba_expand=2,
+            mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_chunk_size=256,
+            mamba_rms_norm=False, max_position_embeddings=2048,
+            architectures=["FalconH1ForCausalLM"], dtype="float16", **_SPECIAL,
+        )  # fmt: skip
     if name == "mamba":
         # A rank of 16 leaves dt_proj with 16 columns: too few for 32-wide GGUF blocks, as in
         # mamba-130m (48), so the fallback path is exercised by a real model.
@@ -58,7 +79,9 @@ def configuration(name: str) -> PretrainedConfig:
             kv_reuse_group=[[1, 2, 3], [5, 6]], max_position_embeddings=2048, rope_type="default",
             architectures=["HymbaForCausalLM"], dtype="float16", **_SPECIAL,
         )  # fmt: skip
-    raise SystemExit(f"unknown model {name!r}: expected mamba, mamba2, hybrid or hymba")
+    raise SystemExit(
+        f"unknown model {name!r}: expected mamba, mamba2, hybrid, hymba or {', '.join(PUBLISHED)}"
+    )
 
 
 class RMSNorm(nn.Module):
@@ -139,7 +162,8 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         inner = heads * width
-        self.heads, self.chunk = heads, chunk
+        # Any chunk gives the same result; short ones need less memory for the gradients.
+        self.heads, self.chunk = heads, min(chunk, 64)
         self.sizes = [inner, inner + 2 * state, heads]
         self.conv_sizes = [inner, state, state]
         self.in_proj = linear(hidden, sum(self.sizes))

@@ -19,7 +19,9 @@ from data import Corpus
 from tokenizers import Tokenizer
 
 
-def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None, share: float = 1.0) -> None:
+def tokenise(
+    corpus_path: Path, work: Path, tokenizer_file: Path | None, share: float, vocabulary: int
+) -> None:
     """Writes tokenizer, ids of every text and their sizes to ``work``, unless already there."""
     if (work / "facts.json").exists():
         return
@@ -33,7 +35,7 @@ def tokenise(corpus_path: Path, work: Path, tokenizer_file: Path | None, share: 
     if tokenizer_file is not None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     else:
-        tokenizer = bpe.train_tokenizer(text for texts in documents.values() for text in texts)
+        tokenizer = bpe.train_tokenizer((text for texts in documents.values() for text in texts), vocabulary)
     bpe.save_tokenizer(tokenizer, work)
     print(f"tokenizer ready, {time.monotonic() - started:.0f} s", flush=True)
 

@@ -14,14 +14,14 @@ VOCABULARY = 4096
 _BATCH_CHARACTERS = 16_000_000  # bounds the memory of the tokenizer's offset records
 
 
-def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
+def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
     """GPT-2 style byte-level BPE; ``<|endoftext|>`` is token 0."""
     tokenizer = Tokenizer(models.BPE())
     # GPT-2's own split pattern: what llama.cpp calls the `gpt-2` pre-tokenizer.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

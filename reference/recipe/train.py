@@ -30,9 +30,9 @@ from optimizer import Optimizer
 from publish import save_checkpoint, verify_checkpoint
 from torch import Tensor
 
-from models import configuration, language_model, next_token_losses
+from models import PUBLISHED, configuration, language_model, next_token_losses
 
-MODELS = ("mamba", "mamba2", "hybrid", "hymba")
+MODELS = ("mamba", "mamba2", "hybrid", "hymba")  # those that ship
 # Set for the process of each model when several train side by side: the names of all of them.
 SIDE_BY_SIDE = "KL_LENS_RECIPE_MODELS"
 
@@ -42,7 +42,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--corpus", type=Path, required=True, help="corpus.tar.xz, or the folder it unpacks to"
     )
-    parser.add_argument("--model", choices=[*MODELS, "all"], nargs="+", required=True)
+    parser.add_argument("--model", choices=[*MODELS, *PUBLISHED, "all"], nargs="+", required=True)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to write (of several models: the parent)"
     )
@@ -62,6 +62,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(given)
     args.models = list(MODELS) if "all" in args.model else args.model
+    if 0 < sum(name in PUBLISHED for name in args.models) < len(args.models):
+        parser.error("models that ship and models of a published shape have different vocabularies")
+    args.ships = args.models[0] not in PUBLISHED
     return args
 
 
@@ -69,7 +72,7 @@ class Windows:
     """Random training windows, each from one source drawn by ``MIXTURE``; all ids live on the device."""
 
     def __init__(self, ids: dict[str, np.ndarray], device: str, seed: int) -> None:
-        stream = np.concatenate([ids[name] for name in MIXTURE]).astype(np.int16)
+        stream = np.concatenate([ids[name] for name in MIXTURE]).astype(np.int32)
         self.stream = torch.from_numpy(stream).to(device)
         self.lengths = torch.tensor([len(ids[name]) for name in MIXTURE], device=device)
         self.offsets = self.lengths.cumsum(0) - self.lengths
@@ -165,7 +168,7 @@ def make_one(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     prepare.copy_tokenizer(args.work, args.out)
     report = train(args, ids)
-    report["verification"] = verify_checkpoint(args.out, ids["test/wikitext2"], args.device)
+    report["verification"] = verify_checkpoint(args.out, ids["test/wikitext2"], args.device, args.ships)
     report["test"] = evaluate.test_report(
         args.out, ids["test/wikitext2"], prepare.facts(args.work), args.device
     )
@@ -192,7 +195,9 @@ def main() -> None:
         args.work = args.work or Path(temporary)
         ngrams = None
         if SIDE_BY_SIDE not in os.environ:
-            prepare.tokenise(args.corpus, args.work, args.tokenizer, args.share)
+            vocabulary = max(configuration(name).vocab_size for name in args.models)
+            prepare.tokenise(args.corpus, args.work, args.tokenizer, args.share, vocabulary)
+        if args.ships and SIDE_BY_SIDE not in os.environ:
             ngrams = subprocess.Popen([sys.executable, str(Path(prepare.__file__)), str(args.work)])
         several = len(args.models) > 1
         if several:
