@@ -16,6 +16,7 @@ from kl_lens.formats.blocks import LAYOUTS
 from kl_lens.quantizers import InputStatistics, get_quantizer
 from kl_lens.quantizers.block_scales import searched_blocks
 from kl_lens.recipes import Recipe
+from kl_lens.records import Plan
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
@@ -25,7 +26,8 @@ from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.sensitivity.spilling import StateRoom
 from kl_lens.sensitivity.sweep import Sweep, chosen_engine, noise_floor
-from tests.families import CONFIGS, token_ids
+from kl_lens.targets import get_target
+from tests.families import CONFIGS, tiny_model, token_ids
 from tests.sensitivity.conftest import loaded, some_windows
 from tests.sensitivity.test_engines import _one_of_each_kind
 
@@ -370,3 +372,21 @@ def test_other_layers_than_float32_linear_ones_keep_their_products() -> None:
 @pytest.fixture
 def mamba():
     return loaded("mamba")
+
+
+@needs_gpu
+@pytest.mark.parametrize(("target", "recipe"), [("gguf", "q8_0"), ("openvino", "int8")])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1"])
+def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(tmp_path, family, target, recipe) -> None:
+    pytest.importorskip(target)
+    tiny = tiny_model(family)
+    tiny.config.mamba_rms_norm = False  # llama.cpp has no such norm before the gate
+    tiny = type(tiny)(tiny.config)
+    tiny.save_pretrained(tmp_path / "model")
+    exported = []
+    for device in ("cpu", "cuda"):
+        model = load(tmp_path / "model", device=device)
+        plan = Plan("all", {c.name: recipe for c in model.anatomy.candidates}, "test")
+        options = {"include_tokenizer": False} if target == "gguf" else {}
+        exported.append(get_target(target).export(model, plan, tmp_path / device, fallback=True, **options))
+    assert [t.digest for t in exported[0].tensors] == [t.digest for t in exported[1].tensors]

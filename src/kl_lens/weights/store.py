@@ -195,7 +195,7 @@ class WeightStore:
             kept = self._computed(component, recipe, factors)
             self._disk.put(name, kept)
         device = self._source.device
-        return kept if kept.data.device == device else _moved(kept, device)
+        return kept if kept.data.device == device else moved(kept, device)
 
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
         weight = self._source.weight(component).detach()
@@ -203,7 +203,7 @@ class WeightStore:
         if statistics is not None and statistics.correction is not None:
             weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
-            weight = weight.float() * factors
+            weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
         if statistics is not None:
             return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
         rows = weight.shape[-2] if weight.dim() == 2 else 0
@@ -249,7 +249,9 @@ def _size(quantized: Quantized) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def _moved(quantized: Quantized, device: torch.device) -> Quantized:
+def moved(quantized: Quantized, device: torch.device) -> Quantized:
+    """The same weight on another device."""
+
     def to(part: torch.Tensor | None) -> torch.Tensor | None:
         return None if part is None else part.to(device)
 

@@ -29,6 +29,7 @@ from kl_lens.records import Component
 from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
 from kl_lens.weights import WeightStore, bytes_digest
+from kl_lens.weights.store import moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
 OURS = "kl_lens/"  # prefix of constants that we add: masks, ones, tables
@@ -212,7 +213,7 @@ def place_weights(
             if baseline == FP16 and component.quantizable:
                 weights = store.digest(component.name, chosen)
         else:
-            quantized = store.quantized(component.name, chosen)
+            quantized = moved(store.quantized(component.name, chosen), torch.device("cpu"))
             new, size, digest = integer_constant(quantized, chosen.grid, component.weight)
             weights = quantized.digest
         placed[component.name] = Placed(component.name, component.weight, label, size, digest, weights)

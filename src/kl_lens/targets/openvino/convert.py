@@ -21,7 +21,7 @@ from kl_lens.recipes import FP16
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import GENERATION_FILE, IR_FILE
-from kl_lens.targets.openvino.graph import StaticShape, graph_of, require_family
+from kl_lens.targets.openvino.graph import StaticShape, graph_of, on_cpu, require_family
 from kl_lens.targets.openvino.images import image_graph_of
 from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
 from kl_lens.targets.openvino.quarantine import GRAPH_DIGEST, graph_digest
@@ -55,7 +55,7 @@ def export(
     moves everything into place.
 
     Args:
-        model: the opened model, in float32 on the CPU.
+        model: the opened model, in float32.
         plan: component → format. What it does not name stays FP16.
         folder: an empty folder for the files; created if it does not exist.
         device_profile: cpu, gpu, gpu-int4 or npu.
@@ -72,8 +72,9 @@ def export(
     started = time.perf_counter()
     model.require_memory("exporting to OpenVINO")
     task = model.classifier
+    module = on_cpu(model.model)
     if task is None:
-        require_family(model.model)
+        require_family(module)
     profile = get_profile(device_profile)
     needs_length = profile.static_only and task is None
     static = _static_shape(needs_length, profile.unrolled, profile.name, static_tokens)
@@ -87,19 +88,19 @@ def export(
     learnt = model.weights.learnt_by((each.recipe for each in realised.values()), plan.statistics)
 
     if task is None:
-        graph = graph_of(model.model, static=static, with_head=with_head)
+        graph = graph_of(module, static=static, with_head=with_head)
     elif static is not None or not with_head or "actiba" in chosen:
         raise TargetError(
             "--static-tokens, --without-head and actiba are for language models, not for images"
         )
     else:
-        graph = image_graph_of(model.model, task)
+        graph = image_graph_of(module, task)
     _rewrites.weights_on_the_right(graph)
     if with_head:
         _name_head(graph)
     anatomy = model.anatomy
     weight_map = constants.map_weights(
-        graph, model.model, anatomy, without_head=not with_head, may_fold=task is not None
+        graph, module, anatomy, without_head=not with_head, may_fold=task is not None
     )
     placed = constants.place_weights(
         weight_map, model.weights, anatomy.components, realised, baseline=unplanned

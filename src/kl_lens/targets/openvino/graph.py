@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -49,7 +50,23 @@ class StaticShape:
 
 # Converted graphs of models in memory. Tracing takes seconds, and plans differ only in their constants.
 _converted: WeakKeyDictionary[nn.Module, dict[Hashable, ov.Model]] = WeakKeyDictionary()
+_on_cpu: WeakKeyDictionary[nn.Module, tuple[Hashable, nn.Module]] = WeakKeyDictionary()
 _proven: WeakSet[nn.Module] = WeakSet()
+
+
+def on_cpu(model: nn.Module) -> nn.Module:
+    """The model itself, or its copy in the host's memory if it is on a GPU: OpenVINO's converter reads weights there.
+    The copy is kept until the weights change."""
+    if next(model.parameters()).device.type == "cpu":
+        return model
+    key = tuple(state_of(parameter) for parameter in model.parameters())
+    known = _on_cpu.get(model)
+    if known is None or known[0] != key:
+        # Tensors that deepcopy finds here are not copied on the card first.
+        here: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
+        here |= {id(buffer): buffer.cpu() for buffer in model.buffers()}
+        _on_cpu[model] = known = key, copy.deepcopy(model, here)
+    return known[1]
 
 
 def graph_of(model: nn.Module, *, static: StaticShape | None = None, with_head: bool = True) -> ov.Model:
