@@ -58,7 +58,10 @@ GRIDS = {
     "openvino": (
         "int4", "int4-g128", "int4-g64", "int4-g32", "uint4-g128", "uint4-g64", "uint4-g32", "nf4-g64",
     ),
-    "gguf": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "iq4_xs"),
+    "gguf": (
+        "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "iq4_xs",
+        "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s",
+    ),
 }  # fmt: skip
 BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is compared with
 METHODS = {"openvino": ("rtn", "search", "gptq", "ordered"), "gguf": ("rtn", "imatrix", "gptq", "ordered")}

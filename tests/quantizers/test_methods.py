@@ -318,7 +318,7 @@ def test_experts_are_quantized_each_with_its_own_moments(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp16+gptq", "fp16+search", "q4_k+search", "int4+imatrix", "q8_0+imatrix", "iq2_xxs+gptq"]
+    "recipe", ["fp16+gptq", "fp16+search", "q4_k+search", "int4+imatrix", "q8_0+imatrix"]
 )
 def test_methods_without_a_meaning_for_a_format_say_so(recipe: str) -> None:
     with pytest.raises(FormatError, match=recipe.partition("+")[0]):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BLOCKS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
+LATTICES = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # where 4 or 8 weights share a code
 # Moments from few tokens are noisy, more so with many columns. So the diagonal's mean × (DAMPING + SCARCITY · columns /
 # tokens) is added to the diagonal. Both tuned by KL of reference:mamba on WikiText-2 valid: docs/method.md.
 DAMPING, SCARCITY = 0.1, 4.0
@@ -36,10 +37,8 @@ class ErrorFeedback(LearningQuantizer):
     version = 2  # 2: damping depends on the number of tokens
 
     def suits(self, fmt: Format) -> str | None:
-        if isinstance(fmt, GROUPED) or fmt.name in BLOCKS:
+        if isinstance(fmt, GROUPED) or fmt.name in (*BLOCKS, *LATTICES):
             return None
-        if isinstance(fmt, GGUFFormat):
-            return f"the levels of {fmt.name} are not free of each other; use imatrix"
         return f"{fmt.name} has no levels to choose from"
 
     def _rounding(
@@ -50,7 +49,9 @@ class ErrorFeedback(LearningQuantizer):
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
         objective, importance = Objective.of(moments, damping), column_importance(moments)
-        ways = _on_blocks if isinstance(fmt, GGUFFormat) else _on_groups
+        ways = _on_groups
+        if isinstance(fmt, GGUFFormat):
+            ways = _on_lattices if fmt.name in LATTICES else _on_blocks
         return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
 
 
@@ -94,6 +95,22 @@ def _on_blocks(
         for _ in range(ROUNDS):
             codes = descended(weight, levels, codes, objective)
         ways.append(with_codes(fmt, blocks, codes))
+    return ways
+
+
+def _on_lattices(
+    weight: torch.Tensor, fmt: Format, importance: torch.Tensor, objective: Objective
+) -> list[Quantized]:
+    """ggml's with importance, and error feedback with two sets of scales."""
+    from kl_lens.quantizers.lattices import fed_back_blocks
+
+    assert isinstance(fmt, GGUFFormat)
+    ways = []
+    for weighed in (importance, objective.remaining):
+        blocks = fmt.quantize_with(weight, weighed)
+        if weighed is importance:
+            ways.append(blocks)
+        ways.append(fed_back_blocks(fmt, weight, blocks, objective))
     return ways
 
 
