@@ -6,13 +6,13 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.cluster.processes import threads_here
 from kl_lens.cluster.worker import use_threads
 from kl_lens.errors import KLLensError, UnlearntError
@@ -20,10 +20,12 @@ from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.planning import PlanSettings, TargetPlanner
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SEED,
+    SHARE,
     SIZE,
     TOKENS,
     FromDisk,
@@ -45,11 +47,12 @@ from kl_lens.pipeline.spreading import (
     share_of,
     workers_here,
 )
+from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, Run, role_as
-from kl_lens.sensitivity import methods
+from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
@@ -59,7 +62,9 @@ from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
 from kl_lens.text import Windows
 
 DEFAULT_FORMATS = ("int4", "int8")
+SCREENED = "screened"  # kind of the run's records: how many candidates were measured, and of how many
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
+_near = partial(grouped("measure only what a plan can use (give one)"), excludes="limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +97,15 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
         kind=NAMES,
     )
     methods: tuple[str, ...] = _what(
-        (),
-        "measure every format with each of these: rtn, search, imatrix, gptq; auto: per component the one with the "
-        "smallest error of its outputs, checked against the KL on a few",
-        kind=NAMES,
+        (), "measure every format with each of these: rtn, search, imatrix, gptq", kind=NAMES
     )
     components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
+    max_loss: float | None = _near(None, "for the smallest plan with a KL of at most this", metavar="NATS")
+    max_drop: float | None = _near(
+        None, "for the smallest plan with a rise of perplexity of at most this, for example 3%", kind=SHARE
+    )
+    max_bytes: int | None = _near(None, "for the best plan of at most this size, for example 90MB", kind=SIZE)
+    exhaustive: bool = _near(False, "measure every component in every recipe")
     engine: str = _how("fast", "plain: slow, for checking", choices=tuple(ENGINES))
     memory_budget: int = _how(
         DEFAULT_MEMORY,
@@ -150,7 +158,7 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
             )
         if not self.menu:
             raise KLLensError("--formats names no format; give for example int4,int8")
-        wanted_recipes(self.menu, self.methods)
+        methods.crossed(self.menu, self.methods)
         name_pattern(self.components)
 
 
@@ -187,7 +195,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     begin = time.time()
     share = settings.share
     model = bench.model(here(settings))
-    recipes, unsuited = wanted_recipes(settings.menu, settings.methods)
+    recipes, unsuited = methods.crossed(settings.menu, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
@@ -224,20 +232,29 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         _require_statistics(candidates, whole, settings)
         with going_on(folder):
             sweep.bind(candidates)
-            choice = chosen_methods(model, candidates, settings.methods, events)
-            candidates = choice.candidates if choice else candidates
+            staged = _staged(settings, sweep, candidates, windows, bench, events)
+            limits = Limits(settings.max_bytes, settings.max_loss, settings.max_drop)
+            everything, in_rounds = len(candidates), bool(staged and limits.of_plans and not settings.anytime)
+            if staged and not in_rounds:
+                candidates = staged.near_hull()
             left = 0.0 if share else sweep.operations_left(candidates, windows)
             crew = crew_for(settings, settings.model, model, folder, events, target, left)
             with crew as sweep.crew, events.progress("measuring") as sweep.progress:
-                if settings.anytime:
+                if staged and in_rounds:
+                    result, candidates = staged.measure(limits)
+                elif settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
         _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
+        if len(candidates) < everything:
+            run.store(SCREENED, role, {"measured": len(candidates), "of": everything})
+            events.note(
+                f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan uses the "
+                "others; --exhaustive measures all"
+            )
         measurements = run.measurements(role)
-        if choice is not None:
-            say_agreement(choice, measurements, events)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
@@ -295,40 +312,31 @@ def _estimated(
     return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
 
 
-def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[Recipe], list[str]]:
-    """Formats × methods, and why some pairs are left out; with `auto` every method that suits."""
-    if methods.AUTO not in names:
-        return methods.crossed(formats, names)
-    if len(names) > 1:
-        raise KLLensError(f"--methods {','.join(names)}: auto chooses among all methods; give it alone")
-    return methods.all_methods(formats), []
-
-
-def chosen_methods(
-    model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
-) -> methods.MethodChoice | None:
-    """The methods that `auto` chose; None without `auto`."""
-    if methods.AUTO not in names:
+def _staged(
+    settings: MeasureSettings,
+    sweep: Sweep,
+    candidates: Sequence[Candidate],
+    windows: Windows,
+    bench: Workbench,
+    events: Events,
+) -> StagedSearch | None:
+    """The search that leaves out what no plan needs. None: everything is measured, because menus are small, there are
+    no statistics to predict with, or shards have to agree on what they measure."""
+    if settings.exhaustive or settings.share or not screening.is_worth_it(candidates):
         return None
-    with events.progress("quantizing") as shown:
+    if StoredStatistics.held_by(sweep.run.folder) is None:
+        return None
+    with events.progress("screening") as shown:
         shown.started(sum(_work(c) for c in candidates), 0)
-        choice = methods.by_output_error(model, candidates, lambda c: shown.advanced(_work(c), str(c)))
-    events.note(f"auto: methods with the smallest output error: {choice.summary}")
-    return choice
-
-
-def say_agreement(choice: methods.MethodChoice, measurements: Sequence[Measurement], events: Events) -> None:
-    right, of = choice.agreement(measurements)
-    text = f"auto: the chosen method also had the lowest KL in {right} of {of} checked cases"
-    if 2 * right < of:
-        events.warn(f"{text}; measure all methods with --methods {','.join(methods.of_single_components())}")
-    elif of:
-        events.note(text)
+        errors = screening.output_errors(sweep.model, candidates, lambda c: shown.advanced(_work(c), str(c)))
+    how = {name: getattr(settings, name) for name in ("model", "target", *settings.how)}
+    planner = TargetPlanner(PlanSettings(run=str(sweep.run.folder), **how), sweep.run, bench)
+    return StagedSearch(sweep, planner, screening.Screen(candidates, errors), windows)
 
 
 def _work(candidate: Candidate) -> float:
-    """Relative cost: one product of every row with the second moments."""
-    return float(candidate.component.parameters * candidate.component.shape[-1])
+    """Relative cost of quantizing a few rows."""
+    return float(candidate.component.shape[-1] ** 2)
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:

@@ -97,6 +97,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         None, "the best file with at most this share of the FP16 file's size", kind=SHARE
     )
     max_bytes: int | None = _wanted(None, "the best file of at most this size, for example 90MB", kind=SIZE)
+    exhaustive: bool = option(
+        False, "measure every component in every format, not only what plans near the limit use"
+    )
     targets: tuple[str, ...] | None = _proof(
         None, "targets to plan for and export to (default: all)", kind=NAMES
     )
@@ -242,11 +245,13 @@ class _RunStages:
         )
 
     def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
-        shared = ("model", "text", "windows", "window_length", "seed")
+        shared = ("model", "text", "windows", "window_length", "seed", "exhaustive")
+        limit = self._limit(target) if formats is None and not self.settings.exhaustive else {}
         self.stages.do(
             MeasureSettings(
                 formats=tuple(formats or self.settings.menu_of(target)),
                 target=target,
+                **limit,
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.worker_settings,
                 **self.of_run,

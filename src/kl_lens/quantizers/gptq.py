@@ -46,10 +46,10 @@ class ErrorFeedback(LearningQuantizer):
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
         from kl_lens.quantizers.choosing import best_rows
-        from kl_lens.quantizers.feedback import Objective
+        from kl_lens.quantizers.feedback import last_objective
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
-        objective, importance = Objective.of(moments, damping), column_importance(moments)
+        objective, importance = last_objective(moments, damping), column_importance(moments)
         ways = _on_blocks if isinstance(fmt, GGUFFormat) else _on_groups
         return lambda weight: best_rows(weight, fmt, moments, ways(weight, fmt, importance, objective))
 

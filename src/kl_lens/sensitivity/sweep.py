@@ -222,6 +222,11 @@ class Sweep:
             values.setdefault(candidate.recipe, []).append(row)
         return values
 
+    def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
+        """The KL of a candidate on the first windows; None if it was not measured."""
+        samples = self.run.samples(self._role(role), *key_of(candidate), windows=windows)
+        return summarise(samples)["kl_teacher_to_student"].value if samples else None
+
     def _role(self, text: str) -> str:
         """The role of measurements on a text, which includes the target whose activations were used."""
         return role_as(text, self.deployed.name if self.deployed else None)
