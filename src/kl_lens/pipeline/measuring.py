@@ -234,7 +234,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             sweep.bind(candidates)
             staged = _staged(settings, sweep, candidates, windows, bench, events)
             limits = Limits(settings.max_bytes, settings.max_loss, settings.max_drop)
-            everything, in_rounds = len(candidates), bool(staged and limits.of_plans and not settings.anytime)
+            everything, in_rounds = len(candidates), bool(staged and limits and not settings.anytime)
             if staged and not in_rounds:
                 candidates = staged.near_hull()
             left = 0.0 if share else sweep.operations_left(candidates, windows)
@@ -326,12 +326,15 @@ def _staged(
         return None
     if StoredStatistics.held_by(sweep.run.folder) is None:
         return None
+    screen = screening.Screen(candidates)
     with events.progress("screening") as shown:
-        shown.started(sum(_work(c) for c in candidates), 0)
-        errors = screening.output_errors(sweep.model, candidates, lambda c: shown.advanced(_work(c), str(c)))
+        shown.started(sum(_work(c) for c in screen.needed), 0)
+        errors = screening.output_errors(
+            sweep.model, screen.needed, lambda c: shown.advanced(_work(c), str(c))
+        )
     how = {name: getattr(settings, name) for name in ("model", "target", *settings.how)}
     planner = TargetPlanner(PlanSettings(run=str(sweep.run.folder), **how), sweep.run, bench)
-    return StagedSearch(sweep, planner, screening.Screen(candidates, errors), windows)
+    return StagedSearch(sweep, planner, screen, errors, windows)
 
 
 def _work(candidate: Candidate) -> float:

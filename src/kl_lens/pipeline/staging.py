@@ -8,7 +8,8 @@ bytes and error: no plan of any size uses the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kl_lens.pipeline.planning import KL, TargetPlanner
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.runs import CALIBRATION
+from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.screening import WINDOWS, Key, Screen
@@ -28,9 +30,9 @@ from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
 TOLERANCE = 0.15  # above the hull, within the error of predictions
-# Plans are made for these shares of the limit: a file may need more bytes than its parts, and a whole plan often loses
-# more than the sum of its parts. The first round takes the middle one.
-SIZES, LOSSES = (0.98, 0.99, 1.0), (0.8, 0.9, 1.0)
+# Shares of the limit to plan for: first one plan, then two on either side of what its measurement says.
+FIRST, THEN = 0.9, (0.95, 1.05)
+SMALLER = 0.985  # of the bytes: a file may need more than its parts
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,36 @@ class Limits:
     max_drop: float | None = None
 
     @property
-    def of_plans(self) -> list[dict[str, Any]]:
-        if self.max_bytes is not None:
-            return [{"max_bytes": share * self.max_bytes} for share in SIZES]
-        loss = self.max_loss if self.max_drop is None else math.log1p(self.max_drop)
-        return [] if loss is None else [{"max_kl": share * loss} for share in LOSSES]
+    def loss(self) -> float | None:
+        return self.max_loss if self.max_drop is None else math.log1p(self.max_drop)
+
+    def __bool__(self) -> bool:
+        return self.max_bytes is not None or self.loss is not None
 
 
 class StagedSearch:
     """Chooses and measures the candidates that are worth it."""
 
-    def __init__(self, sweep: Sweep, planner: TargetPlanner, screen: Screen, windows: Windows) -> None:
+    def __init__(
+        self,
+        sweep: Sweep,
+        planner: TargetPlanner,
+        screen: Screen,
+        errors: Mapping[Key, float],
+        windows: Windows,
+    ) -> None:
+        """`errors`: of the outputs, for all that `screen` needs."""
         self._sweep, self._planner, self._screen, self._windows = sweep, planner, screen, windows
-        self._table = sweep.run.table()
+        self._errors, self._table = errors, sweep.run.table()
 
     def near_hull(self) -> list[Candidate]:
         """The candidates that some plan may use, by the errors of their outputs."""
         target = self._planner.target
-        problem = planning.build_problem(self._with(self._screen.errors), target=target, metric=KL)
+        problem = planning.build_problem(
+            self._with({key_of(c): self._errors[key_of(c)] for c in self._screen.candidates}),
+            target=target,
+            metric=KL,
+        )
         far: set[Key] = set()
         for group in problem.groups:
             sizes = np.array([float(choice.bytes) for choice in group.choices])
@@ -76,32 +90,49 @@ class StagedSearch:
         results = [self._sweep.measure(self._screen.first, few, SCREENING)]
         first = self._values(self._screen.first, SCREENING, len(few))
         chosen: list[Candidate] = []
-        for shares in (slice(1, 2), slice(None), slice(None)):
-            known = self._values(chosen, CALIBRATION, len(self._windows))
-            wanted = self._contenders(self._screen.predicted(first, known), limits, shares)
+
+        def known() -> SensitivityTable:
+            measured = self._values(chosen, CALIBRATION, len(self._windows))
+            return self._with(self._screen.predicted(self._errors, first, measured))
+
+        def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
+            wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
             new = [c for c in self._screen.candidates if key_of(c) in wanted and c not in chosen]
             if new:
                 results.append(self._sweep.measure(new, self._windows))
-                chosen += new
+                chosen.extend(new)
+
+        if limits.max_bytes is not None:
+            for _ in range(2):
+                plans = [self._plan(known(), max_bytes=limits.max_bytes)]
+                with suppress(BudgetError):
+                    plans.append(self._plan(known(), max_bytes=SMALLER * limits.max_bytes))
+                measure(plans, self._stock(known(), plans[0].predicted_kl or 0.0, limits.max_bytes))
+        else:
+            assert limits.loss is not None
+            plan = self._plan(known(), max_kl=FIRST * limits.loss)
+            measure([plan])
+            room = limits.loss / self._interaction(plan, known(), of_perplexity=limits.max_drop is not None)
+            measure([self._plan(known(), max_kl=share * room) for share in THEN])
         return _together(results, len(chosen)), chosen
 
-    def _contenders(self, predicted: Mapping[Key, float], limits: Limits, shares: slice) -> set[Key]:
-        """What plans near the limit choose."""
-        planner, table = self._planner, self._with(predicted)
-        plans = [self._plan(table, limit, limits.of_plans[-1]) for limit in limits.of_plans[shares]]
-        found = {key for plan in plans for key in parsed(plan.assignment).items()}
-        if planner.target is not None and limits.max_bytes is not None:
-            found |= self._stock(table, plans[-1].predicted_kl or 0.0, limits.max_bytes)
-        return found
-
-    def _plan(self, table: SensitivityTable, limit: dict[str, Any], whole: dict[str, Any]) -> Plan:
-        """Within a share of the limit, or if that is too little, within the whole."""
+    def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
-        how: dict[str, Any] = {"target": planner.target, "fixed_bytes": planner.fixed_bytes, "metric": KL}
-        try:
-            return planning.plan_for_budget(table, **limit, **how).plan
-        except BudgetError:
-            return planning.plan_for_budget(table, **whole, **how).plan
+        how: dict[str, Any] = {
+            "target": planner.target,
+            "fixed_bytes": planner.fixed_bytes,
+            "metric": KL,
+            **limit,
+        }
+        return planning.plan_for_budget(table, **how).plan
+
+    def _interaction(self, plan: Plan, table: SensitivityTable, *, of_perplexity: bool) -> float:
+        """How much more a whole plan loses than the sum of its parts: of KL, or of cross-entropy."""
+        parts = planning.Predictor(table, KL).total(plan.assignment)
+        meter = PlanMeter(self._sweep.model, self._windows, self._sweep.memory_budget, self._sweep.deployed)
+        result = meter.measure(plan.assignment)
+        whole = result.delta_cross_entropy if of_perplexity else result.kl
+        return max(0.5, whole.value / parts.value) if parts and parts.value > 0 else 1.0
 
     def _stock(self, table: SensitivityTable, loss: float, most: int) -> set[Key]:
         """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
