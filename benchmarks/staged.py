@@ -26,7 +26,7 @@ from kl_lens.pipeline import (
     Workbench,
     perform,
 )
-from kl_lens.records import Plan
+from kl_lens.records import Estimate
 from kl_lens.units import parse_bytes
 from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
@@ -45,12 +45,16 @@ def measured(bench: Workbench, **how: Any) -> tuple[MeasureResult, float]:
     return result, processor_seconds() - begin
 
 
-def planned(bench: Workbench, folder: Path, arguments: argparse.Namespace, **limit: Any) -> Plan:
+def planned(
+    bench: Workbench, folder: Path, arguments: argparse.Namespace, **limit: Any
+) -> tuple[int, Estimate]:
     settings = PlanSettings(
         run=str(folder), target=arguments.target, name="plan", verify=True,
         held_out_windows=arguments.held_out_windows, **limit,
     )  # fmt: skip
-    return perform(settings, bench).plans[-1]
+    plan = perform(settings, bench).plans[-1]
+    assert plan.measured is not None
+    return plan.file_bytes or 0, plan.measured.kl
 
 
 def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
@@ -69,27 +73,26 @@ def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
     # The staged search first: what is compiled on the way counts against it.
     staged, staged_seconds = measured(bench, run=str(staged_run), **limit, **how)
     whole, whole_seconds = measured(bench, run=str(whole_run), exhaustive=True, **how)
-    ours = planned(bench, staged_run, arguments, **limit)
-    best = planned(bench, whole_run, arguments, max_bytes=ours.file_bytes)
-    assert ours.measured and best.measured
-    assert ours.file_bytes and best.file_bytes
-    kls = ours.measured.kl, best.measured.kl
+    our_bytes, our_kl = planned(bench, staged_run, arguments, **limit)
+    best_bytes, best_kl = planned(bench, whole_run, arguments, max_bytes=our_bytes)
     return {
         "model": shown(name),
         "target": arguments.target,
-        "limit": " ".join(f"{key} {value:g}" for key, value in limit.items()),
+        "limit": f"--max-bytes {arguments.max_bytes}"
+        if arguments.max_bytes
+        else f"--max-loss {arguments.max_loss}",
         "windows": str(arguments.windows),
         "candidates": str(whole.sweep.candidates),
         "measured": str(staged.sweep.candidates),
         "seconds_exhaustive": f"{whole_seconds:.1f}",
         "seconds_staged": f"{staged_seconds:.1f}",
         "time_ratio": f"{staged_seconds / whole_seconds:.2f}",
-        "staged_mb": f"{ours.file_bytes / 1e6:.3f}",
-        "exhaustive_mb": f"{best.file_bytes / 1e6:.3f}",
-        "staged_kl": f"{kls[0].value:.5f}",
-        "exhaustive_kl": f"{kls[1].value:.5f}",
-        "kl_se": f"{kls[1].standard_error:.0e}",
-        "kl_ratio": f"{kls[0].value / kls[1].value:.3f}",
+        "staged_mb": f"{our_bytes / 1e6:.3f}",
+        "exhaustive_mb": f"{best_bytes / 1e6:.3f}",
+        "staged_kl": f"{our_kl.value:.5f}",
+        "exhaustive_kl": f"{best_kl.value:.5f}",
+        "kl_se": f"{best_kl.standard_error:.0e}",
+        "kl_ratio": f"{our_kl.value / best_kl.value:.3f}",
     }
 
 
