@@ -18,14 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from common import machine
-from kl_lens.pipeline import (
-    CalibrateSettings,
-    MeasureResult,
-    MeasureSettings,
-    PlanSettings,
-    Workbench,
-    perform,
-)
+from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline.measuring import MeasureResult
 from kl_lens.records import Estimate
 from kl_lens.units import parse_bytes
 from result_files import Row, add_option, write
