@@ -13,6 +13,7 @@ from typing import ClassVar
 import psutil
 
 from kl_lens.calibration import StoredStatistics
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.cluster.processes import threads_here
 from kl_lens.cluster.worker import use_threads
 from kl_lens.errors import KLLensError, UnlearntError
@@ -145,8 +146,16 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
     def share(self) -> tuple[int, int] | None:
         return None if self.shard is None else share_of(self.shard)
 
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_bytes, self.max_loss, self.max_drop)
+
     def check(self) -> None:
         super().check()
+        if self.anytime and self.limits:
+            raise KLLensError(
+                "--anytime needs every candidate's ranking; leave out --max-loss, --max-drop, --max-bytes"
+            )
         if self.share and self.anytime:
             raise KLLensError(
                 "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
@@ -232,16 +241,17 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         _require_statistics(candidates, whole, settings)
         with going_on(folder):
             sweep.bind(candidates)
-            staged = _staged(settings, sweep, candidates, windows, bench, events)
-            limits = Limits(settings.max_bytes, settings.max_loss, settings.max_drop)
-            everything, in_rounds = len(candidates), bool(staged and limits and not settings.anytime)
-            if staged and not in_rounds:
-                candidates = staged.near_hull()
+            everything, staged = len(candidates), None
+            if screen := _screen(settings, candidates, whole):
+                errors = _errors(screen, model, events)
+                candidates = screen.undominated(errors)
+                if settings.limits:
+                    staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
             left = 0.0 if share else sweep.operations_left(candidates, windows)
             crew = crew_for(settings, settings.model, model, folder, events, target, left)
             with crew as sweep.crew, events.progress("measuring") as sweep.progress:
-                if staged and in_rounds:
-                    result, candidates = staged.measure(limits)
+                if staged is not None:
+                    result, candidates = staged.measure(settings.limits)
                 elif settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
@@ -312,29 +322,25 @@ def _estimated(
     return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
 
 
-def _staged(
-    settings: MeasureSettings,
-    sweep: Sweep,
-    candidates: Sequence[Candidate],
-    windows: Windows,
-    bench: Workbench,
-    events: Events,
-) -> StagedSearch | None:
-    """The search that leaves out what no plan needs. None: everything is measured, because menus are small, there are
-    no statistics to predict with, or shards have to agree on what they measure."""
-    if settings.exhaustive or settings.share or not screening.is_worth_it(candidates):
+def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Path) -> screening.Screen | None:
+    """None: everything is measured, because there is nothing to save, there are no statistics to predict with, or
+    shards have to agree on what they measure."""
+    if settings.exhaustive or settings.share:
         return None
-    if StoredStatistics.held_by(sweep.run.folder) is None:
+    if not screening.is_worth_it(candidates, with_a_limit=bool(settings.limits)):
         return None
-    screen = screening.Screen(candidates)
+    return None if StoredStatistics.held_by(run) is None else screening.Screen(candidates)
+
+
+def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dict[screening.Key, float]:
     with events.progress("screening") as shown:
-        shown.started(sum(_work(c) for c in screen.needed), 0)
-        errors = screening.output_errors(
-            sweep.model, screen.needed, lambda c: shown.advanced(_work(c), str(c))
-        )
+        shown.started(sum(map(_work, screen.needed)), 0)
+        return screening.output_errors(model, screen.needed, lambda c: shown.advanced(_work(c), str(c)))
+
+
+def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:
     how = {name: getattr(settings, name) for name in ("model", "target", *settings.how)}
-    planner = TargetPlanner(PlanSettings(run=str(sweep.run.folder), **how), sweep.run, bench)
-    return StagedSearch(sweep, planner, screen, errors, windows)
+    return TargetPlanner(PlanSettings(run=str(run.folder), **how), run, bench)
 
 
 def _work(candidate: Candidate) -> float:

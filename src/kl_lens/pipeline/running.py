@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,8 +51,9 @@ from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import model_identity
+from kl_lens.runs import CALIBRATION, Run
+from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
 from kl_lens.targets import get_target, menu_of, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
@@ -76,7 +77,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    windows: int = calibration_text(4, "number of windows", kind=COUNT)
+    windows: int | None = calibration_text(  # type: ignore[assignment]
+        None, "number of windows (default: 4 to 64, as many as cost no more than quantizing)", kind=COUNT
+    )
     formats: tuple[str, ...] | None = option(
         None,
         "formats to choose from, for every target that supports them (default: each target's menu)",
@@ -169,6 +172,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
+        settings = replace(settings, windows=settings.windows or _windows(settings, model, journal))
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
@@ -177,6 +181,16 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
+
+
+def _windows(settings: RunSettings, model: LoadedModel, journal: Run) -> int:
+    """The default number: that of the run if it was begun, or what is cheap for the largest menu."""
+    if known := journal.text_identity(CALIBRATION):
+        return int(known["windows"])
+    length = settings.window_length or model.task.window_length
+    menus = [settings.menu_of(target) for target in chosen_targets(settings.targets)]
+    recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
+    return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
 
 
 class _RunStages:

@@ -1,8 +1,7 @@
-"""Staged search: predict what every candidate loses, and measure what plans can use.
+"""Staged search: predict what every candidate loses, plan with that, and measure what plans near the limit choose.
 
-With a limit, these are the recipes that plans near the limit choose. The measured values correct the predictions, and
-planning is repeated until it chooses nothing new. Without a limit, they are the recipes near the lower convex hull of
-bytes and error: no plan of any size uses the others.
+The measured values correct the predictions, and the next plans are made with them. What is not chosen is not measured,
+so every plan consists of measured candidates.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from kl_lens import planning
 from kl_lens.errors import BudgetError
@@ -29,7 +26,6 @@ from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
-TOLERANCE = 0.15  # above the hull, within the error of predictions
 # Shares of the limit to plan for: first one plan, then two on either side of what its measurement says.
 FIRST, THEN = 0.9, (0.95, 1.05)
 SMALLER = 0.985  # of the bytes: a file may need more than its parts
@@ -65,24 +61,6 @@ class StagedSearch:
         """`errors`: of the outputs, for all that `screen` needs."""
         self._sweep, self._planner, self._screen, self._windows = sweep, planner, screen, windows
         self._errors, self._table = errors, sweep.run.table()
-
-    def near_hull(self) -> list[Candidate]:
-        """The candidates that some plan may use, by the errors of their outputs."""
-        target = self._planner.target
-        problem = planning.build_problem(
-            self._with({key_of(c): self._errors[key_of(c)] for c in self._screen.candidates}),
-            target=target,
-            metric=KL,
-        )
-        far: set[Key] = set()
-        for group in problem.groups:
-            sizes = np.array([float(choice.bytes) for choice in group.choices])
-            errors = np.array([choice.kl for choice in group.choices])
-            corners = planning.corners(errors, sizes)
-            lowest = np.interp(sizes, sizes[corners], errors[corners])
-            for choice, too_far in zip(group.choices, errors > (1 + TOLERANCE) * lowest, strict=True):
-                far |= {(member, choice.recipe) for member in group.members if too_far}
-        return [c for c in self._screen.candidates if key_of(c) not in far]
 
     def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
         """Measures what plans within the limits choose; also returns these candidates."""

@@ -10,7 +10,6 @@ from kl_lens.planning.cost import Cost, RecipeShare, cost_of
 from kl_lens.planning.drop import LossResult, plan_for_loss
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
-from kl_lens.planning.hull import corners
 from kl_lens.planning.inputs import (
     latency_profiles,
     stock_with_our_methods,
@@ -47,7 +46,6 @@ __all__ = [
     "build_problem",
     "compare",
     "contest",
-    "corners",
     "cost_of",
     "finished_plan",
     "interaction",

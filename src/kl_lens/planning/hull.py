@@ -64,9 +64,9 @@ def hull_of(costs: Sequence[Array], amounts: Sequence[Array]) -> Hull:
     start: list[int] = []
     steps: list[tuple[float, int, int, float, float]] = []  # slope, group, choice, extra amount, extra cost
     for group, (cost, amount) in enumerate(zip(costs, amounts, strict=True)):
-        there = corners(cost, amount)
-        start.append(there[0])
-        for before, after in pairwise(there):
+        corners = _corners(cost, amount)
+        start.append(corners[0])
+        for before, after in pairwise(corners):
             extra = float(amount[after] - amount[before])
             change = float(cost[after] - cost[before])
             steps.append((change / extra, group, after, extra, change))
@@ -88,17 +88,17 @@ def sums_from_the_end(last: float, changes: Array) -> Array:
     return np.cumsum(np.concatenate([[last], -changes[::-1]]))[::-1]
 
 
-def corners(cost: Array, amount: Array) -> list[int]:
+def _corners(cost: Array, amount: Array) -> list[int]:
     """Choices on a group's lower convex hull, from the smallest amount to the lowest cost."""
     order = np.lexsort((cost, amount))
-    found: list[int] = []
+    corners: list[int] = []
     for i in order:
-        if found and cost[i] >= cost[found[-1]]:
+        if corners and cost[i] >= cost[corners[-1]]:
             continue  # dominated: larger and not cheaper
-        while len(found) > 1:
-            a, b = found[-2], found[-1]
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
             if (cost[b] - cost[a]) * (amount[i] - amount[a]) < (cost[i] - cost[a]) * (amount[b] - amount[a]):
                 break
-            found.pop()
-        found.append(int(i))
-    return found
+            corners.pop()
+        corners.append(int(i))
+    return corners

@@ -23,15 +23,18 @@ from kl_lens.sensitivity.pieces import key_of
 SMALL_MENU = 3  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
 ALIKE = 4  # components of a kind that are worth a pilot
+TOLERANCE = 0.15  # of predictions
 WINDOWS = 8  # one of so many windows is used for anchors and pilots
 
 Key = tuple[str, Recipe]  # component and recipe
 
 
-def is_worth_it(candidates: Sequence[Candidate]) -> bool:
-    """Whether any component has a large menu."""
+def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
+    """Whether a component has a large menu and, without a limit on plans, several methods for one format."""
     names = [candidate.component.name for candidate in candidates]
-    return max(map(names.count, set(names))) > SMALL_MENU
+    formats = {(candidate.component.name, candidate.recipe.grid.name) for candidate in candidates}
+    large = max(map(names.count, set(names))) > SMALL_MENU
+    return large and (with_a_limit or len(formats) < len(candidates))
 
 
 def output_errors(
@@ -87,6 +90,23 @@ class Screen:
         order = {name: place for place, name in enumerate(self._menus)}
         every = dict.fromkeys((*self.candidates, *self.first))
         return sorted(every, key=lambda c: order[c.component.name])
+
+    def undominated(self, errors: Mapping[Key, float]) -> list[Candidate]:
+        """Without those that lose clearly to a recipe of no more bytes: no plan of any size needs them."""
+
+        def size(candidate: Candidate) -> int:
+            return candidate.recipe.grid.bytes(candidate.component.shape)
+
+        best: dict[str, list[tuple[int, float]]] = {}
+        for each in self.candidates:
+            best.setdefault(each.component.name, []).append(
+                (size(each), (1 + TOLERANCE) * errors[key_of(each)])
+            )
+        return [
+            c
+            for c in self.candidates
+            if not any(own <= size(c) and e < errors[key_of(c)] for own, e in best[c.component.name])
+        ]
 
     def predicted(
         self, errors: Mapping[Key, float], first: Mapping[Key, float], measured: Mapping[Key, float]
