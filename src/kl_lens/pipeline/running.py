@@ -25,6 +25,7 @@ from kl_lens.formats import get_format
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
+from kl_lens.pipeline.estimating import JobEstimate, job_estimate
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
@@ -123,6 +124,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )
     again: bool = _proof(False, "repeat stages that are already done")
+    estimate: bool = option(False, "only estimate time, memory and disk of every stage")
 
     def menu_of(self, target: str | None) -> Sequence[str]:
         """The formats that a target's plans choose from."""
@@ -166,9 +168,11 @@ class RunResult:
         return 1 if self.failed else 0
 
 
-def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
+def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | JobEstimate:
     begin = time.perf_counter()
     model = bench.model(settings)
+    if settings.estimate:
+        return _estimate(settings, model, settings.windows or _windows(settings, model, None))
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
@@ -183,14 +187,33 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
 
 
-def _windows(settings: RunSettings, model: LoadedModel, journal: Run) -> int:
-    """The default number: that of the run if it was begun, or what is cheap for the largest menu."""
-    if known := journal.text_identity(CALIBRATION):
+def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> int:
+    """The default number: that of the run if it was begun, or what is cheap for all menus."""
+    if journal is not None and (known := journal.text_identity(CALIBRATION)):
         return int(known["windows"])
     length = settings.window_length or model.task.window_length
     menus = [settings.menu_of(target) for target in chosen_targets(settings.targets)]
     recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
+
+
+def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
+    """Without the paper's stages, `rank` and tasks."""
+    if model.residency is not None or not model.task.generates:
+        raise KLLensError("--estimate needs a language model whose weights fit into memory")
+    targets = chosen_targets(settings.targets)
+    usable = [t for t in targets if get_target(t).unsupported(model.anatomy.model_type) is None]
+    return job_estimate(
+        model,
+        {target: settings.menu_of(target) for target in usable},
+        windows=windows,
+        length=settings.window_length or model.task.window_length,
+        held_out=settings.held_out_windows,
+        judged=settings.evaluation_windows,
+        repeats=settings.repeats,
+        exhaustive=settings.exhaustive,
+        without=settings.without,
+    )
 
 
 class _RunStages:
