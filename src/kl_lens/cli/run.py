@@ -58,9 +58,8 @@ def show(result: RunResult | JobEstimate) -> None:
 def _show_estimate(result: JobEstimate) -> None:
     table = new_table(f"Estimate for {result.windows} calibration windows", ("stage",), ("time", "disk"))
     for stage in result.stages:
-        table.add_row(
-            TITLES[stage.stage], clock_time(stage.seconds), human_bytes(stage.disk) if stage.disk else ""
-        )
+        title = TITLES[stage.verb] + (f", {runtime_title(stage.target)}" if stage.target else "")
+        table.add_row(title, clock_time(stage.seconds), human_bytes(stage.disk) if stage.disk else "")
     table.add_section()
     table.add_row("in all", clock_time(result.seconds), human_bytes(result.disk), style="bold")
     out = console()

@@ -36,14 +36,15 @@ DECODING = 8  # generating a token takes as long as reading so many
 
 @dataclass(frozen=True)
 class StageCost:
-    stage: str  # the verb
+    verb: str
+    target: str | None
     seconds: float
     disk: int = 0
 
 
 @dataclass(frozen=True)
 class JobEstimate:
-    stages: tuple[StageCost, ...]
+    stages: tuple[StageCost, ...]  # as they come
     memory: int
     windows: int
 
@@ -143,17 +144,8 @@ def job_estimate(
         """On so many windows; the blocks before its own do not run."""
         return count * length * whole * work_of(model, candidate) / parts
 
-    costs: dict[str, StageCost] = {}
-
-    def add(stage: str, seconds: float, disk: float = 0.0) -> None:
-        known = costs.get(stage, StageCost(stage, 0.0))
-        costs[stage] = StageCost(stage, known.seconds + seconds, known.disk + int(disk))
-
-    add("export", len(menus) * (FILE + 2 * weights / WRITING), 2 * weights * len(menus))
-    if any(c.recipe.quantizer.learns for cs in every.values() for c in cs):
-        grown = 1 + sum(moments.values()) / max(1, inside)  # the moments of every input besides the products
-        add("calibrate", LEARNT_WINDOWS * length * rates.blocks * grown, 4 * sum(moments.values()))
-    for candidates in every.values():
+    def measure(target: str) -> StageCost:
+        candidates = every[target]
         seconds, measured = windows * length * whole * 3, float(len(candidates))
         sizes = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates)
         if screening.is_worth_it(candidates, with_a_limit=True) and not exhaustive:
@@ -164,18 +156,29 @@ def job_estimate(
             measured = min(measured, MEASURED * len({c.component.name for c in candidates}))
         share = measured / len(candidates)
         seconds += share * sum(measuring(c, windows) + rates.quantizing(c) for c in candidates)
-        add("measure", seconds, share * sizes + measured * windows * length * 5)
-        add("plan", PLANS * held_out / 2 * length * whole)
-        add("export", (FILES - 1) * (FILE + weights / WRITING), (FILES - 1) * 0.8 * weights)
-        if "evaluate" not in without:
-            add("evaluate", (FILES + 1) * judged * length * whole)
-        if "benchmark" not in without:
-            add("benchmark", FILES * (repeats + 1) * (160 + 2 * 32 * DECODING) * whole)
-    if "report" not in without:
-        add("report", 3.0)
+        return StageCost("measure", target, seconds, int(share * sizes + measured * windows * length * 5))
+
+    def export(target: str, files: int, bytes_per_weight: float) -> StageCost:
+        size = files * bytes_per_weight * weights
+        return StageCost("export", target, files * FILE + size / WRITING, int(size))
+
+    stages = [export(target, 1, 2.0) for target in every]
+    if any(c.recipe.quantizer.learns for cs in every.values() for c in cs):
+        grown = 1 + sum(moments.values()) / max(1, inside)  # the moments of every input besides the products
+        seconds = LEARNT_WINDOWS * length * rates.blocks * grown
+        stages.append(StageCost("calibrate", None, seconds, 4 * sum(moments.values())))
+    for target in every:
+        stages += [measure(target), StageCost("plan", target, PLANS * held_out / 2 * length * whole)]
+    stages += [export(target, FILES - 1, 0.8) for target in every]
+    files = FILES * len(every)
+    stages.append(StageCost("evaluate", None, (files + 1) * judged * length * whole))
+    turns = files * (repeats + 1)
+    stages.append(StageCost("benchmark", None, turns * (160 + 2 * 32 * DECODING) * whole))
+    stages.append(StageCost("report", None, 3.0))
+    stages = [stage for stage in stages if stage.verb not in without]
     head = anatomy.component(anatomy.head)
     window = window_bytes(model.chain, length, head.shape[-1], head.shape[-2])
     states = min(DEFAULT_MEMORY, max(windows, held_out) * window)
     largest = max(c.parameters for c in anatomy.candidates)
     memory = psutil.Process().memory_info().rss + states + 12 * largest
-    return JobEstimate(tuple(costs.values()), memory, windows)
+    return JobEstimate(tuple(stages), memory, windows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,10 +177,19 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
-        settings = replace(settings, windows=settings.windows or _windows(settings, model, journal))
+        new = journal.text_identity(CALIBRATION) is None
+        windows = settings.windows or _windows(settings, model, journal)
+        settings = replace(settings, windows=windows)
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
+        if new:
+            with suppress(KLLensError):  # it cannot be estimated
+                expected = _estimate(settings, model, windows)
+                stages.forecast = list(expected.stages)
+                events.heading(
+                    f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
+                )
         with going_on(folder):
             plans, exported = _RunStages(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
@@ -199,10 +209,12 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
-    if model.residency is not None or not model.task.generates:
-        raise KLLensError("--estimate needs a language model whose weights fit into memory")
     targets = chosen_targets(settings.targets)
     usable = [t for t in targets if get_target(t).unsupported(model.anatomy.model_type) is None]
+    if model.residency is not None or not model.task.generates or not usable:
+        raise KLLensError(
+            "--estimate needs a language model that fits into memory, and a target that supports it"
+        )
     return job_estimate(
         model,
         {target: settings.menu_of(target) for target in usable},
