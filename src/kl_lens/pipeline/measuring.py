@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -52,7 +52,7 @@ from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
-from kl_lens.runs import CALIBRATION, Run, role_as
+from kl_lens.runs import CALIBRATION, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
@@ -63,7 +63,6 @@ from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
 from kl_lens.text import Windows
 
 DEFAULT_FORMATS = ("int4", "int8")
-SCREENED = "screened"  # kind of the run's records: how many candidates were measured, and of how many
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
 _near = partial(grouped("measure only what a plan can use (give one)"), excludes="limit")
 
@@ -259,11 +258,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
         if len(candidates) < everything:
-            run.store(SCREENED, role, {"measured": len(candidates), "of": everything})
+            limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
+            run.store(SCREENED, role, {"measured": len(candidates), "of": everything, "limit": limit})
             events.note(
-                f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan uses the "
-                "others; --exhaustive measures all"
+                f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan "
+                f"{'near this limit ' if limit else ''}uses the others; --exhaustive measures all"
             )
+        else:
+            run.store(SCREENED, role, None)
         measurements = run.measurements(role)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
