@@ -65,7 +65,8 @@ def compare(name: str, arguments: argparse.Namespace, place: Path) -> Row:
     shutil.copytree(staged_run, whole_run)
     how = {"model": given, "target": arguments.target, "windows": arguments.windows}
     # The staged search first: what is compiled on the way counts against it.
-    staged, staged_seconds = measured(bench, run=str(staged_run), **limit, **how)
+    held_out = {"held_out_windows": arguments.held_out_windows}
+    staged, staged_seconds = measured(bench, run=str(staged_run), **limit, **held_out, **how)
     whole, whole_seconds = measured(bench, run=str(whole_run), exhaustive=True, **how)
     our_bytes, our_kl = planned(bench, staged_run, arguments, **limit)
     best_bytes, best_kl = planned(bench, whole_run, arguments, max_bytes=our_bytes)

@@ -21,7 +21,7 @@ from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.planning import PlanSettings, TargetPlanner
+from kl_lens.pipeline.planning import PlanSettings, TargetPlanner, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -30,6 +30,7 @@ from kl_lens.pipeline.settings import (
     SIZE,
     TOKENS,
     FromDisk,
+    HeldOut,
     OfModel,
     Settings,
     command_of,
@@ -82,7 +83,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
+class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -155,6 +156,8 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
             raise KLLensError(
                 "--anytime needs every candidate's ranking; leave out --max-loss, --max-drop, --max-bytes"
             )
+        if self.limits.loss is not None:
+            check_held_out(self.held_out_windows, searches=True)
         if self.share and self.anytime:
             raise KLLensError(
                 "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
@@ -341,7 +344,8 @@ def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dic
 
 
 def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:
-    how = {name: getattr(settings, name) for name in ("model", "target", *settings.how)}
+    names = ("model", "target", "held_out", "held_out_windows", *settings.how)
+    how = {name: getattr(settings, name) for name in names}
     return TargetPlanner(PlanSettings(run=str(run.folder), **how), run, bench)
 
 

@@ -301,6 +301,7 @@ class _RunStages:
                 formats=tuple(formats or self.settings.menu_of(target)),
                 target=target,
                 **limit,
+                **self.held_out,
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.worker_settings,
                 **self.of_run,

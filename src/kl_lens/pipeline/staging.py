@@ -18,7 +18,6 @@ from kl_lens.pipeline.planning import KL, TargetPlanner
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.runs import CALIBRATION
-from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.screening import WINDOWS, Key, Screen
@@ -26,8 +25,9 @@ from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
-# Shares of the limit to plan for: first one plan, then two on either side of what its measurement says.
-FIRST, THEN = 0.9, (0.95, 1.05)
+# Shares of the limit to plan for: first one plan, then two near what its measurement says. Below their range a plan
+# would lack larger formats and lose much; above it, it only lacks smaller ones.
+FIRST, THEN = 0.9, (0.85, 1.0)
 SMALLER = 0.985  # of the bytes: a file may need more than its parts
 
 
@@ -105,17 +105,20 @@ class StagedSearch:
         return planning.plan_for_budget(table, **how).plan
 
     def _interaction(self, plan: Plan, table: SensitivityTable, *, of_perplexity: bool) -> float:
-        """How much more a whole plan loses than the sum of its parts: of KL, or of cross-entropy."""
+        """How much more a whole plan loses on held-out text than the sum of its parts, with one standard error, as
+        `plan` counts it."""
         parts = planning.Predictor(table, KL).total(plan.assignment)
-        meter = PlanMeter(self._sweep.model, self._windows, self._sweep.memory_budget, self._sweep.deployed)
-        result = meter.measure(plan.assignment)
-        whole = result.delta_cross_entropy if of_perplexity else result.kl
-        return max(0.5, whole.value / parts.value) if parts and parts.value > 0 else 1.0
+        if parts is None or parts.value <= 0:
+            return 1.0
+        result = self._planner.halves[0].measure(plan.assignment)
+        loss = result.delta_cross_entropy if of_perplexity else result.kl
+        return max(0.5, (loss.value + loss.standard_error) / parts.value)
 
     def _stock(self, table: SensitivityTable, loss: float, most: int) -> set[Key]:
         """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
         planner, predictor = self._planner, planning.Predictor(table, KL)
-        assert planner.target is not None
+        if planner.target is None:
+            return set()
         stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
         found: set[Key] = set()
         for assignment in planning.stock_with_our_methods(table, stock, target=planner.target, metric=KL):
