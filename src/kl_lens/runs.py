@@ -55,6 +55,9 @@ CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
 CALIBRATION, EVALUATION = "calibration", "evaluation"
+SCREENED = (
+    "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
+)
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics

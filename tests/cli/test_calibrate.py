@@ -157,7 +157,7 @@ def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
 ) -> None:
     assert main(calibrate) == 0
     wanted = ["--formats", "int4,q4_0,int8+gptq", "--methods", "rtn,search,gptq"]
-    assert main([*measure, *wanted]) == 0
+    assert main([*measure, *wanted, "--exhaustive"]) == 0
     err = capsys.readouterr().err
     assert err.count("q4_0+search") == 1
     assert _formats(tmp_path / "run") == {
@@ -167,20 +167,39 @@ def test_methods_are_crossed_with_formats_and_what_has_no_meaning_is_said_once(
         assert run.table().statistics == run.statistics
 
 
-def test_auto_measures_the_least_layer_error_and_checks_itself(
-    measure: list[str], calibrate: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+def test_recipes_that_lose_to_one_of_no_more_bytes_are_left_out(
+    measure: list[str], calibrate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(calibrate) == 0
-    monkeypatch.setattr("kl_lens.sensitivity.methods.VERIFIED", 1)
-    assert main([*measure, "--formats", "int4", "--methods", "auto"]) == 0
-    err = capsys.readouterr().err
-    assert "auto: methods with the smallest output error: gptq for 4" in err
-    assert "of 1 checked cases" in err
+    wanted = ["--formats", "int4,int8", "--methods", "rtn,gptq"]
+    assert main([*measure, *wanted]) == 0
+    assert "measured 8 of 16 candidates" in capsys.readouterr().err
+    assert _formats(tmp_path / "run") == {"int4+gptq", "int8+gptq"}
+    assert main([*measure, *wanted, "--exhaustive"]) == 0
+    assert _formats(tmp_path / "run") == {"int4", "int4+gptq", "int8", "int8+gptq"}
+
+
+def test_with_a_limit_only_what_plans_near_it_choose_is_measured(
+    measure: list[str], calibrate: list[str], texts: dict[str, str], tmp_path: Path, capsys
+) -> None:
+    assert main(calibrate) == 0
+    near = [
+        *measure[: -len(ONE_BLOCK)], "--formats", "int4,int4-g64,int4-g32,int8", "--methods", "gptq", "--json",
+        "--held-out", texts["judging"], "--held-out-windows", "4",
+    ]  # fmt: skip
+    for limit in (["--max-bytes", "120kB"], ["--max-drop", "0.001%"]):
+        assert main([*near, *limit]) == 0
     with Run.open(tmp_path / "run") as run:
-        found = [m.format for m in run.measurements()]
-    assert (found.count("int4+gptq"), found.count("int4"), found.count("int4+search")) == (4, 1, 1)
-    assert main([*measure, "--formats", "int4", "--methods", "auto,gptq"]) == 1
-    assert "give it alone" in capsys.readouterr().err
+        components, measured = len(run.table().candidates), run.measured_windows("calibration")
+        planned = planning.plan_for_budget(run.table(), max_bytes=120_000).plan
+    assert components <= len(measured) < 4 * components
+    assert all(windows == {0, 1} for windows in measured.values())  # screening on fewer windows is kept apart
+    assert "unmeasured" not in planned.notes
+    assert main([*near, "--max-bytes", "120kB"]) == 0  # the same choice again: nothing is left to measure
+    with Run.open(tmp_path / "run") as run:
+        assert run.measured_windows("calibration") == measured
+    assert main([*near, "--max-bytes", "1kB"]) == 2
+    assert "cannot be met" in capsys.readouterr().err
 
 
 def test_measurements_of_other_statistics_are_never_mixed(

@@ -263,6 +263,25 @@ def test_it_ends_with_a_screenful_and_the_rest_is_in_the_log(
         assert told in log_of(folder)
 
 
+def test_an_estimate_names_every_stage_and_does_nothing(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["run", str(tiny_folder), "--run", str(tmp_path / "run"), "--window-length", "32", "--estimate"]
+    assert main([*asked, "--without", "benchmark"]) == 0
+    said = capsys.readouterr().out
+    assert "4 calibration windows" in said
+    for stage in (
+        "Gathering statistics",
+        "Measuring sensitivity, OpenVINO",
+        "Evaluating",
+        "in all",
+        "Memory: about",
+    ):
+        assert stage in said
+    assert "Timing" not in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(
     finished: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

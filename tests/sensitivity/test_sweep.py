@@ -10,12 +10,12 @@ from kl_lens.recipes import Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.engines import ENGINES
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.sweep import Progress, Sweep
+from kl_lens.sensitivity.sweep import Progress, Sweep, windows_by_cost
 from tests.sensitivity.conftest import loaded, some_windows
 
 
 def _candidates(model, formats=("int4", "int8"), pattern=r"layers\.[13]\."):
-    return find_candidates(model.anatomy, [Recipe(name) for name in formats], pattern)[0]
+    return find_candidates(model.anatomy, [Recipe.parse(name) for name in formats], pattern)[0]
 
 
 def _table(run: Run) -> dict[tuple[str, str], dict]:
@@ -171,3 +171,12 @@ def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
         Run.open(tmp_path)
     with pytest.raises(RunError, match="is a file"):
         Run.create(tmp_path / "run.sqlite")
+
+
+def test_the_default_number_of_windows_is_counted_from_their_cost(mamba, monkeypatch) -> None:
+    quick, slow = _candidates(mamba, ("int4",)), _candidates(mamba, ("int4+gptq",))
+    assert windows_by_cost(mamba, quick, 32) == 4  # quantizing is quick, so windows are few
+    monkeypatch.setattr("kl_lens.sensitivity.sweep.QUANTIZING", {"gptq": 1e4})
+    assert windows_by_cost(mamba, slow, 32) == 28
+    assert windows_by_cost(mamba, slow, 4096) == 4
+    assert windows_by_cost(mamba, slow, 1) == 64

@@ -205,6 +205,9 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
         moved = (given - get_format("int4-g64").roundtrip(given)) @ inputs.T
         expected = float(moved.square().sum() / len(inputs))
         assert store.output_error(name, Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
+        some = store.output_error(name, Recipe("int4-g64"), rows=given.shape[-2] // 2)
+        assert some == pytest.approx(expected, rel=0.2)  # from every second row
+        assert some != expected
     monkeypatch.setattr("kl_lens.weights.store._ROWS_AT_ONCE", 5 * 256)
     assert store.output_error("experts", Recipe("int4-g64")) == pytest.approx(expected, rel=1e-4)
     with pytest.raises(FormatError, match="there are no statistics of its inputs"):

@@ -49,7 +49,7 @@ VERBS = {
 
 # The flags that `kl-lens VERB --help` shows; `--help-all` shows all. Verbs that are not here have few.
 USUAL = {
-    "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --threads --without",
+    "run": "--run --targets --max-loss --max-drop --max-bytes --budget --windows --text --device --without --estimate",
     "inspect": "--components --device --dtype --tokenizer --revision --trust-remote-code",
     "calibrate": "--run --text --windows --window-length --in-order --rescaled --again --device",
     "measure": "--run --target --formats --methods --text --windows --components --device --workers --estimate",

@@ -72,7 +72,8 @@ class Screen(Terminal):
         finally:
             self._progress = None
         spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
-        self._say(f"{title:{TITLE_WIDTH}} {spent}")
+        left = f"  about {clock_time(self.left)} left" if self.left else ""
+        self._say(f"{title:{TITLE_WIDTH}} {spent}{left}")
 
     def result(self, result: object) -> None:
         self._done_already = result is None

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
 class Events:
     """Receives notes, warnings and progress; this one ignores them. The command line shows them."""
 
+    left: float | None = None  # seconds that the rest of `run` takes, by the forecast
+
     def note(self, text: str) -> None:
         """What is happening now."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,13 +21,16 @@ from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.planning import PlanSettings, TargetPlanner, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
     SEED,
+    SHARE,
     SIZE,
     TOKENS,
     FromDisk,
+    HeldOut,
     OfModel,
     Settings,
     command_of,
@@ -45,11 +49,12 @@ from kl_lens.pipeline.spreading import (
     share_of,
     workers_here,
 )
+from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
-from kl_lens.runs import CALIBRATION, Run, role_as
-from kl_lens.sensitivity import methods
+from kl_lens.runs import CALIBRATION, SCREENED, Run, role_as
+from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
@@ -60,6 +65,7 @@ from kl_lens.text import Windows
 
 DEFAULT_FORMATS = ("int4", "int8")
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
+_near = partial(grouped("measure only what a plan can use (give one)"), excludes="limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
+class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -92,12 +98,15 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
         kind=NAMES,
     )
     methods: tuple[str, ...] = _what(
-        (),
-        "measure every format with each of these: rtn, search, imatrix, gptq; auto: per component the one with the "
-        "smallest error of its outputs, checked against the KL on a few",
-        kind=NAMES,
+        (), "measure every format with each of these: rtn, search, imatrix, gptq", kind=NAMES
     )
     components: str | None = _what(None, "only components with a matching name", metavar="REGEX")
+    max_loss: float | None = _near(None, "for the smallest plan with a KL of at most this", metavar="NATS")
+    max_drop: float | None = _near(
+        None, "for the smallest plan with a rise of perplexity of at most this, for example 3%", kind=SHARE
+    )
+    max_bytes: int | None = _near(None, "for the best plan of at most this size, for example 90MB", kind=SIZE)
+    exhaustive: bool = _near(False, "measure every component in every recipe")
     engine: str = _how("fast", "plain: slow, for checking", choices=tuple(ENGINES))
     memory_budget: int = _how(
         DEFAULT_MEMORY,
@@ -137,8 +146,18 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
     def share(self) -> tuple[int, int] | None:
         return None if self.shard is None else share_of(self.shard)
 
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_bytes, self.max_loss, self.max_drop)
+
     def check(self) -> None:
         super().check()
+        if self.anytime and self.limits:
+            raise KLLensError(
+                "--anytime needs every candidate's ranking; leave out --max-loss, --max-drop, --max-bytes"
+            )
+        if self.limits.loss is not None:
+            check_held_out(self.held_out_windows, searches=True)
         if self.share and self.anytime:
             raise KLLensError(
                 "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
@@ -150,7 +169,7 @@ class MeasureSettings(Workers, Calibration, OfModel, FromDisk):
             )
         if not self.menu:
             raise KLLensError("--formats names no format; give for example int4,int8")
-        wanted_recipes(self.menu, self.methods)
+        methods.crossed(self.menu, self.methods)
         name_pattern(self.components)
 
 
@@ -187,7 +206,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     begin = time.time()
     share = settings.share
     model = bench.model(here(settings))
-    recipes, unsuited = wanted_recipes(settings.menu, settings.methods)
+    recipes, unsuited = methods.crossed(settings.menu, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     windows = bench.drawn(
         settings.text,
@@ -224,20 +243,33 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         _require_statistics(candidates, whole, settings)
         with going_on(folder):
             sweep.bind(candidates)
-            choice = chosen_methods(model, candidates, settings.methods, events)
-            candidates = choice.candidates if choice else candidates
+            everything, staged = len(candidates), None
+            if screen := _screen(settings, candidates, whole):
+                errors = _errors(screen, model, events)
+                candidates = screen.undominated(errors)
+                if settings.limits:
+                    staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
             left = 0.0 if share else sweep.operations_left(candidates, windows)
             crew = crew_for(settings, settings.model, model, folder, events, target, left)
             with crew as sweep.crew, events.progress("measuring") as sweep.progress:
-                if settings.anytime:
+                if staged is not None:
+                    result, candidates = staged.measure(settings.limits)
+                elif settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
                     result = sweep.measure(candidates, windows)
         _say_unfit(unfit, events)
         role = role_as(CALIBRATION, target)
+        if len(candidates) < everything:
+            limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
+            run.store(SCREENED, role, {"measured": len(candidates), "of": everything, "limit": limit})
+            events.note(
+                f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan "
+                f"{'near this limit ' if limit else ''}uses the others; --exhaustive measures all"
+            )
+        else:
+            run.store(SCREENED, role, None)
         measurements = run.measurements(role)
-        if choice is not None:
-            say_agreement(choice, measurements, events)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
@@ -295,40 +327,31 @@ def _estimated(
     return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
 
 
-def wanted_recipes(formats: Sequence[str], names: Sequence[str]) -> tuple[list[Recipe], list[str]]:
-    """Formats × methods, and why some pairs are left out; with `auto` every method that suits."""
-    if methods.AUTO not in names:
-        return methods.crossed(formats, names)
-    if len(names) > 1:
-        raise KLLensError(f"--methods {','.join(names)}: auto chooses among all methods; give it alone")
-    return methods.all_methods(formats), []
-
-
-def chosen_methods(
-    model: LoadedModel, candidates: Sequence[Candidate], names: Sequence[str], events: Events
-) -> methods.MethodChoice | None:
-    """The methods that `auto` chose; None without `auto`."""
-    if methods.AUTO not in names:
+def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Path) -> screening.Screen | None:
+    """None: everything is measured, because there is nothing to save, there are no statistics to predict with, or
+    shards have to agree on what they measure."""
+    if settings.exhaustive or settings.share:
         return None
-    with events.progress("quantizing") as shown:
-        shown.started(sum(_work(c) for c in candidates), 0)
-        choice = methods.by_output_error(model, candidates, lambda c: shown.advanced(_work(c), str(c)))
-    events.note(f"auto: methods with the smallest output error: {choice.summary}")
-    return choice
+    if not screening.is_worth_it(candidates, with_a_limit=bool(settings.limits)):
+        return None
+    return None if StoredStatistics.held_by(run) is None else screening.Screen(candidates)
 
 
-def say_agreement(choice: methods.MethodChoice, measurements: Sequence[Measurement], events: Events) -> None:
-    right, of = choice.agreement(measurements)
-    text = f"auto: the chosen method also had the lowest KL in {right} of {of} checked cases"
-    if 2 * right < of:
-        events.warn(f"{text}; measure all methods with --methods {','.join(methods.of_single_components())}")
-    elif of:
-        events.note(text)
+def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dict[screening.Key, float]:
+    with events.progress("screening") as shown:
+        shown.started(sum(map(_work, screen.needed)), 0)
+        return screening.output_errors(model, screen.needed, lambda c: shown.advanced(_work(c), str(c)))
+
+
+def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:
+    names = ("model", "target", "held_out", "held_out_windows", *settings.how)
+    how = {name: getattr(settings, name) for name in names}
+    return TargetPlanner(PlanSettings(run=str(run.folder), **how), run, bench)
 
 
 def _work(candidate: Candidate) -> float:
-    """Relative cost: one product of every row with the second moments."""
-    return float(candidate.component.parameters * candidate.component.shape[-1])
+    """Relative cost of quantizing a few rows."""
+    return float(candidate.component.shape[-1] ** 2)
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:

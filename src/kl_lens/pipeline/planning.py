@@ -30,7 +30,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
-from kl_lens.runs import Run
+from kl_lens.runs import SCREENED, Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
 from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
@@ -212,6 +212,7 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             return _frontier(settings, run, table, planner, events)
         if not settings.dry_run:
             run.note_command(["kl-lens", *command_of(settings)])
+        _warn_of_another_limit(settings, run, events)
         plans = _made(settings, run, table, planner, events)
         if settings.rivals:
             plans = _with_rivals(settings, table, plans, planner, events)
@@ -225,6 +226,18 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
         return PlanResult(table, plans, folder)
+
+
+def _warn_of_another_limit(settings: PlanSettings, run: Run, events: Events) -> None:
+    """A staged search measured what plans near its own limit use."""
+    known = (run.load(SCREENED, run.measured_role(settings.target)) or {}).get("limit")
+    names = ("max_bytes", "max_loss", "max_drop")
+    asked = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    if known and asked and asked != known:
+        events.warn(
+            "the run measured what plans of another limit use; for the best plan of this one, first repeat kl-lens "
+            "measure with this limit, or with --exhaustive"
+        )
 
 
 def _frontier(

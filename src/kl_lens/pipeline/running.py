@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from kl_lens.formats import get_format
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
+from kl_lens.pipeline.estimating import JobEstimate, job_estimate
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
@@ -51,8 +53,9 @@ from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
-from kl_lens.runs import Run
-from kl_lens.sensitivity.sweep import model_identity
+from kl_lens.runs import CALIBRATION, Run
+from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
 from kl_lens.targets import get_target, menu_of, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
@@ -76,7 +79,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    windows: int = calibration_text(4, "number of windows", kind=COUNT)
+    windows: int | None = calibration_text(  # type: ignore[assignment]
+        None, "number of windows (default: 4 to 64, as many as cost no more than quantizing)", kind=COUNT
+    )
     formats: tuple[str, ...] | None = option(
         None,
         "formats to choose from, for every target that supports them (default: each target's menu)",
@@ -97,6 +102,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         None, "the best file with at most this share of the FP16 file's size", kind=SHARE
     )
     max_bytes: int | None = _wanted(None, "the best file of at most this size, for example 90MB", kind=SIZE)
+    exhaustive: bool = option(
+        False, "measure every component in every format, not only what plans near the limit use"
+    )
     targets: tuple[str, ...] | None = _proof(
         None, "targets to plan for and export to (default: all)", kind=NAMES
     )
@@ -117,6 +125,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )
     again: bool = _proof(False, "repeat stages that are already done")
+    estimate: bool = option(False, "only estimate time, memory and disk of every stage")
 
     def menu_of(self, target: str | None) -> Sequence[str]:
         """The formats that a target's plans choose from."""
@@ -160,20 +169,63 @@ class RunResult:
         return 1 if self.failed else 0
 
 
-def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
+def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | JobEstimate:
     begin = time.perf_counter()
     model = bench.model(settings)
+    if settings.estimate:
+        return _estimate(settings, model, settings.windows or _windows(settings, model, None))
     folder = new_run_folder(settings.run, model.name)
     with Run.create(folder) as journal:
         journal.identify(model_identity(model))
+        new = journal.text_identity(CALIBRATION) is None
+        windows = settings.windows or _windows(settings, model, journal)
+        settings = replace(settings, windows=windows)
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
         stages = Stages(folder, bench, events, again=settings.again)
+        if new:
+            with suppress(KLLensError):  # it cannot be estimated
+                expected = _estimate(settings, model, windows)
+                stages.forecast = list(expected.stages)
+                events.heading(
+                    f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
+                )
         with going_on(folder):
             plans, exported = _RunStages(settings, model, stages, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
+
+
+def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> int:
+    """The default number: that of the run if it was begun, or what is cheap for all menus."""
+    if journal is not None and (known := journal.text_identity(CALIBRATION)):
+        return int(known["windows"])
+    length = settings.window_length or model.task.window_length
+    menus = [settings.menu_of(target) for target in chosen_targets(settings.targets)]
+    recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
+    return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
+
+
+def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
+    """Without the paper's stages, `rank` and tasks."""
+    targets = chosen_targets(settings.targets)
+    usable = [t for t in targets if get_target(t).unsupported(model.anatomy.model_type) is None]
+    if model.residency is not None or not model.task.generates or not usable:
+        raise KLLensError(
+            "--estimate needs a language model that fits into memory, and a target that supports it"
+        )
+    return job_estimate(
+        model,
+        {target: settings.menu_of(target) for target in usable},
+        windows=windows,
+        length=settings.window_length or model.task.window_length,
+        held_out=settings.held_out_windows,
+        judged=settings.evaluation_windows,
+        repeats=settings.repeats,
+        exhaustive=settings.exhaustive,
+        without=settings.without,
+    )
 
 
 class _RunStages:
@@ -242,11 +294,14 @@ class _RunStages:
         )
 
     def _measure(self, target: str | None, formats: Sequence[str] | None = None) -> None:
-        shared = ("model", "text", "windows", "window_length", "seed")
+        shared = ("model", "text", "windows", "window_length", "seed", "exhaustive")
+        limit = self._limit(target) if formats is None and not self.settings.exhaustive else {}
         self.stages.do(
             MeasureSettings(
                 formats=tuple(formats or self.settings.menu_of(target)),
                 target=target,
+                **limit,
+                **self.held_out,
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.worker_settings,
                 **self.of_run,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import KLLensError
+from kl_lens.pipeline.estimating import StageCost
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 from kl_lens.pipeline.verbs import perform
@@ -29,6 +31,8 @@ class Stages:
         self._bench, self._events = bench, events
         self.seconds: dict[str, float] = {}
         self.failures: list[str] = []
+        self.forecast: list[StageCost] = []  # what is still to come
+        self._paces = [1.0]  # times taken / times forecast
 
     def do(
         self,
@@ -55,6 +59,7 @@ class Stages:
         with self._events.stage(settings):
             if key and not self.again and not lost and self._remembered(key) == self._with(done, outputs):
                 self._events.result(None)
+                self._came(settings, None)
                 return
             if not self._performed(settings, optional):
                 self.failures.append(shlex.join(words))
@@ -75,7 +80,19 @@ class Stages:
             return False
         finally:
             spent = time.perf_counter() - begin
+            self._came(settings, spent)
             self.seconds[settings.verb] = self.seconds.get(settings.verb, 0.0) + spent
+
+    def _came(self, settings: Settings, seconds: float | None) -> None:
+        """Tells how long the rest takes, at the pace so far."""
+        key = settings.verb, getattr(settings, "target", None)
+        stage = next((each for each in self.forecast if (each.verb, each.target) == key), None)
+        if stage is None:
+            return
+        self.forecast.remove(stage)
+        if seconds is not None and stage.seconds > 0:
+            self._paces.append(seconds / stage.seconds)
+        self._events.left = sum(each.seconds for each in self.forecast) * statistics.median(self._paces)
 
     def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
         """Adds a digest of the outputs: if they were deleted or overwritten, the stage runs again."""

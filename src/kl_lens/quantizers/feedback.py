@@ -11,6 +11,7 @@ Then follow rounds of coordinate descent and scale fitting on the same sum. Each
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -44,6 +45,12 @@ class Objective:
         remaining = torch.empty_like(diagonal)
         remaining[order] = diagonal.square()
         return cls(exact.float(), order, (factor / diagonal).float().contiguous(), remaining.float())
+
+
+@lru_cache(maxsize=1)
+def last_objective(moments: torch.Tensor, damping: float) -> Objective:
+    """`Objective.of`, kept for the next recipe of the same component. (Tensors are compared by identity.)"""
+    return Objective.of(moments, damping)
 
 
 def fed_back(weight: torch.Tensor, levels: Levels, objective: Objective) -> torch.Tensor:

@@ -45,10 +45,10 @@ class ErrorFeedback(LearningQuantizer):
         self, fmt: Format, moments: torch.Tensor, tokens: int
     ) -> Callable[[torch.Tensor], Quantized]:
         from kl_lens.quantizers.choosing import best_rows
-        from kl_lens.quantizers.feedback import Objective
+        from kl_lens.quantizers.feedback import last_objective
 
         damping = DAMPING + SCARCITY * len(moments) / max(tokens, 1)
-        objective, importance = Objective.of(moments, damping), column_importance(moments)
+        objective, importance = last_objective(moments, damping), column_importance(moments)
         ways = _on_groups
         if isinstance(fmt, GGUFFormat):
             ways = _on_lattices if fmt.name in LATTICES else _on_blocks

@@ -18,7 +18,7 @@ from kl_lens.recipes import FP16
 from kl_lens.records import SensitivityTable
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView
-from kl_lens.runs import Run
+from kl_lens.runs import SCREENED, Run
 from kl_lens.targets import get_target
 
 Line = tuple[tuple[int, float], ...]  # bytes, predicted KL
@@ -78,6 +78,12 @@ def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> tuple[Space
         except PlanError as error:  # a format has no time
             missing.append(f"No speeds in the slider for {runtime_title(name)}: {error}.")
             timed = []
+    if screened := run.load(SCREENED, run.measured_role(name)):
+        missing.append(
+            f"{runtime_title(name)}: {screened['measured']} of {screened['of']} candidates were measured, those that "
+            "plans near the limit can use. At other sizes the slider's plans may not be the best; kl-lens measure "
+            "--exhaustive measures everything."
+        )
     windows = run.window_kl(run.measured_role(name))
     noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
     return Space(name, table, problem, factor, _line(problem, factor), windows, noise, *timed), missing

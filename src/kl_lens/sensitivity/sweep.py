@@ -26,6 +26,10 @@ from kl_lens.text import Windows
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
+LEAST_WINDOWS, MOST_WINDOWS = 4, 64
+GPU_WORK = (
+    1e16  # multiplications: 64 windows for 3 billion parameters; an H200 does them in about two minutes
+)
 
 
 @dataclass
@@ -222,6 +226,11 @@ class Sweep:
             values.setdefault(candidate.recipe, []).append(row)
         return values
 
+    def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
+        """The KL of a candidate on the first windows; None if it was not measured."""
+        samples = self.run.samples(self._role(role), *key_of(candidate), windows=windows)
+        return summarise(samples)["kl_teacher_to_student"].value if samples else None
+
     def _role(self, text: str) -> str:
         """The role of measurements on a text, which includes the target whose activations were used."""
         return role_as(text, self.deployed.name if self.deployed else None)
@@ -268,6 +277,19 @@ def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.n
 def quantizing_work(candidate: Candidate, length: int) -> float:
     """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
     return candidate.component.parameters * QUANTIZING.get(candidate.recipe.method, 0.0) / length
+
+
+def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:
+    """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
+    as its allowance of multiplications permits. Counted, not timed: the same model on the same kind of device always
+    gets the same number."""
+    once = {
+        candidate.component.name: candidate for candidate in candidates
+    }.values()  # about what a plan needs
+    each = length * sum(work_of(model, candidate) for candidate in once)
+    quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
+    allowed = GPU_WORK if model.chain.device.type == "cuda" else quantizing
+    return max(LEAST_WINDOWS, min(MOST_WINDOWS, int(allowed / each) // LEAST_WINDOWS * LEAST_WINDOWS))
 
 
 def chosen_engine(

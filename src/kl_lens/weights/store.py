@@ -117,11 +117,22 @@ class WeightStore:
                 return known
         return None
 
-    def output_error(self, component: str, recipe: Recipe) -> float:
-        """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs."""
+    def output_error(self, component: str, recipe: Recipe, rows: int | None = None) -> float:
+        """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs.
+
+        `rows`: estimated from so many rows of each matrix, evenly spread. All quantizers treat rows independently.
+        """
         if self._statistics is None:
             raise FormatError(f"{component}: there are no statistics of its inputs")
-        weight, values = self._source.weight(component).detach(), self.values(component, recipe)
+        weight = self._source.weight(component).detach()
+        share = 1.0
+        if rows is not None and rows < weight.shape[-2]:
+            share = rows / weight.shape[-2]
+            taken = torch.arange(rows, device=weight.device) * weight.shape[-2] // rows
+            weight = weight[..., taken, :].float()
+            values = recipe.grid.dequantize(self._rounded(weight, component, recipe))
+        else:
+            values = self.values(component, recipe)
         moments = self._of(self._statistics, component).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
@@ -130,7 +141,7 @@ class WeightStore:
             for first in range(0, len(before), step):
                 errors = before[first : first + step].float() - after[first : first + step]
                 total += float(((errors @ own) * errors).sum(dtype=torch.float64))
-        return total
+        return total / share
 
     def _bound(self, recipe: Recipe) -> str:
         """The recipe with the digest of its statistics; raises if there are none."""
@@ -204,7 +215,12 @@ class WeightStore:
             weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
             weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
-        if statistics is not None:
+        return self._rounded(weight, component, recipe)
+
+    def _rounded(self, weight: torch.Tensor, component: str, recipe: Recipe) -> Quantized:
+        """The component's weight, or some rows of it, on the recipe's grid."""
+        if recipe.quantizer.learns:
+            statistics = self._of(self._learnt_from(recipe), component)
             return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
         rows = weight.shape[-2] if weight.dim() == 2 else 0
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +29,33 @@ def write_tokenizer(tokenizer: Any | None, place: Path) -> str | None:
     none = f"no {TOKENIZER_FILE} was written, so OpenVINO GenAI cannot open this folder (kl-lens can): "
     if tokenizer is None:
         return f"{none}the checkpoint has no tokenizer"
-    try:
-        import openvino_tokenizers
-    except ImportError:
+    if find_spec("openvino_tokenizers") is None:
         return f"{none}openvino-tokenizers is missing; pip install 'kl-lens[openvino]' and export again"
-    paths = place / TOKENIZER_FILE, place / DETOKENIZER_FILE
+    files, difference = _converted(tokenizer)
+    if difference is not None:
+        return f"{none}{_name(tokenizer)} {difference}"
+    for name, content in files.items():
+        (place / name).write_bytes(content)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
+    """The files by name, and how they differ from the tokenizer. Kept, because a run exports many plans."""
+    import openvino_tokenizers
+
     logging.getLogger("openvino_tokenizers").setLevel(logging.ERROR)
-    try:
-        graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
-        for graph, path in zip(graphs, paths, strict=True):
-            number_names(graph)
-            ov.save_model(graph, path, compress_to_fp16=False)
-        difference = first_difference(tokenizer, *paths, CHECKED_STRINGS)
-    except Exception as error:  # the package raises anything over a tokenizer that it does not know
-        difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
-    if difference is None:
-        return None
-    for path in paths:
-        path.unlink(missing_ok=True)
-        path.with_suffix(".bin").unlink(missing_ok=True)
-    return f"{none}{_name(tokenizer)} {difference}"
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder) / TOKENIZER_FILE, Path(folder) / DETOKENIZER_FILE
+        try:
+            graphs = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+            for graph, path in zip(graphs, paths, strict=True):
+                number_names(graph)
+                ov.save_model(graph, path, compress_to_fp16=False)
+            difference = first_difference(tokenizer, *paths, CHECKED_STRINGS)
+        except Exception as error:  # the package raises anything over a tokenizer that it does not know
+            difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, difference
 
 
 def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -> str | None:

@@ -1,0 +1,152 @@
+"""Staged search: predict what every candidate loses, plan with that, and measure what plans near the limit choose.
+
+The measured values correct the predictions, and the next plans are made with them. What is not chosen is not measured,
+so every plan consists of measured candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kl_lens import planning
+from kl_lens.errors import BudgetError
+from kl_lens.pipeline.planning import KL, TargetPlanner
+from kl_lens.recipes import parsed
+from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
+from kl_lens.runs import CALIBRATION
+from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.pieces import key_of
+from kl_lens.sensitivity.screening import WINDOWS, Key, Screen
+from kl_lens.sensitivity.sweep import Sweep, SweepResult
+from kl_lens.text import Windows
+
+SCREENING = "screening"  # role of the first measurements, on few windows
+# Shares of the limit to plan for: first one plan, then two near what its measurement says. Below their range a plan
+# would lack larger formats and lose much; above it, it only lacks smaller ones.
+FIRST, THEN = 0.9, (0.85, 1.0)
+SMALLER = 0.985  # of the bytes: a file may need more than its parts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What `run` asks of a plan; at most one is given."""
+
+    max_bytes: int | None = None
+    max_loss: float | None = None
+    max_drop: float | None = None
+
+    @property
+    def loss(self) -> float | None:
+        return self.max_loss if self.max_drop is None else math.log1p(self.max_drop)
+
+    def __bool__(self) -> bool:
+        return self.max_bytes is not None or self.loss is not None
+
+
+class StagedSearch:
+    """Chooses and measures the candidates that are worth it."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        planner: TargetPlanner,
+        screen: Screen,
+        errors: Mapping[Key, float],
+        windows: Windows,
+    ) -> None:
+        """`errors`: of the outputs, for all that `screen` needs."""
+        self._sweep, self._planner, self._screen, self._windows = sweep, planner, screen, windows
+        self._errors, self._table = errors, sweep.run.table()
+
+    def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
+        """Measures what plans within the limits choose; also returns these candidates."""
+        few = self._windows.first(max(1, len(self._windows) // WINDOWS))
+        results = [self._sweep.measure(self._screen.first, few, SCREENING)]
+        first = self._values(self._screen.first, SCREENING, len(few))
+        chosen: list[Candidate] = []
+
+        def known() -> SensitivityTable:
+            measured = self._values(chosen, CALIBRATION, len(self._windows))
+            return self._with(self._screen.predicted(self._errors, first, measured))
+
+        def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
+            wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
+            new = [c for c in self._screen.candidates if key_of(c) in wanted and c not in chosen]
+            if new:
+                results.append(self._sweep.measure(new, self._windows))
+                chosen.extend(new)
+
+        if limits.max_bytes is not None:
+            for _ in range(2):
+                plans = [self._plan(known(), max_bytes=limits.max_bytes)]
+                with suppress(BudgetError):
+                    plans.append(self._plan(known(), max_bytes=SMALLER * limits.max_bytes))
+                measure(plans, self._stock(known(), plans[0].predicted_kl or 0.0, limits.max_bytes))
+        else:
+            assert limits.loss is not None
+            plan = self._plan(known(), max_kl=FIRST * limits.loss)
+            measure([plan])
+            room = limits.loss / self._interaction(plan, known(), of_perplexity=limits.max_drop is not None)
+            measure([self._plan(known(), max_kl=share * room) for share in THEN])
+        return _together(results, len(chosen)), chosen
+
+    def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
+        planner = self._planner
+        how: dict[str, Any] = {
+            "target": planner.target,
+            "fixed_bytes": planner.fixed_bytes,
+            "metric": KL,
+            **limit,
+        }
+        return planning.plan_for_budget(table, **how).plan
+
+    def _interaction(self, plan: Plan, table: SensitivityTable, *, of_perplexity: bool) -> float:
+        """How much more a whole plan loses on held-out text than the sum of its parts, with one standard error, as
+        `plan` counts it."""
+        parts = planning.Predictor(table, KL).total(plan.assignment)
+        if parts is None or parts.value <= 0:
+            return 1.0
+        result = self._planner.halves[0].measure(plan.assignment)
+        loss = result.delta_cross_entropy if of_perplexity else result.kl
+        return max(0.5, (loss.value + loss.standard_error) / parts.value)
+
+    def _stock(self, table: SensitivityTable, loss: float, most: int) -> set[Key]:
+        """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""
+        planner, predictor = self._planner, planning.Predictor(table, KL)
+        if planner.target is None:
+            return set()
+        stock = [one.assignment for one in planner.target.stock_recipes(planner.model)]
+        found: set[Key] = set()
+        for assignment in planning.stock_with_our_methods(table, stock, target=planner.target, metric=KL):
+            total, size = predictor.total(assignment), planning.cost_of(table.components, assignment).bytes
+            if size + planner.fixed_bytes <= most and total is not None and total.value < loss:
+                found |= set(assignment.items())
+        return found
+
+    def _with(self, values: Mapping[Key, float]) -> SensitivityTable:
+        """The run's table with these values as its measurements."""
+        rows = (
+            Measurement(name, recipe, {KL: Estimate(max(value, 0.0), 0.0)}, 0, 0, "predicted", 0.0)
+            for (name, recipe), value in values.items()
+        )
+        return replace(self._table, measurements=tuple(rows))
+
+    def _values(self, candidates: Sequence[Candidate], role: str, windows: int) -> dict[Key, float]:
+        found = {key_of(c): self._sweep.kl(c, windows, role) for c in candidates}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def _together(results: Sequence[SweepResult], candidates: int) -> SweepResult:
+    failures = {name: why for result in results for name, why in result.failures.items()}
+    return replace(
+        results[-1],
+        candidates=candidates,
+        measured=sum(r.measured for r in results),
+        reused=sum(r.reused for r in results),
+        seconds=sum(r.seconds for r in results),
+        failures=failures,
+    )
