@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # opening a session must not load what exporting needs
 TARGETS = {
     "openvino": "kl_lens.targets.openvino.target:OpenVINOTarget",
     "gguf": "kl_lens.targets.gguf.target:GGUFTarget",
+    "mlx": "kl_lens.targets.mlx.target:MLXTarget",
 }
 
 
