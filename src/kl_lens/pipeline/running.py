@@ -53,7 +53,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.targets import get_target, menu_of, read_artifact
+from kl_lens.targets import get_target, menu_of, read_artifact, usual_targets
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -98,7 +98,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     )
     max_bytes: int | None = _wanted(None, "the best file of at most this size, for example 90MB", kind=SIZE)
     targets: tuple[str, ...] | None = _proof(
-        None, "targets to plan for and export to (default: all)", kind=NAMES
+        None,
+        "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
+        kind=NAMES,
     )
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
@@ -137,7 +139,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
-        for target in chosen_targets(self.targets):
+        for target in chosen_targets(self.targets or usual_targets()):
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
@@ -193,7 +195,11 @@ class _RunStages:
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
-        usable = [t for t in chosen_targets(settings.targets) if self._export(t, [UNIFORM_FP16], "fp16")]
+        usable = [
+            t
+            for t in chosen_targets(settings.targets or usual_targets())
+            if self._export(t, [UNIFORM_FP16], "fp16")
+        ]
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]

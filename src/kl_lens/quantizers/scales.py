@@ -128,7 +128,9 @@ def _fitted(groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: tor
     total = rows.sum(-1, keepdim=True)
     mean, middle = ((rows * part).sum(-1, keepdim=True) / total for part in (groups, places))
     places = places - middle
-    fit = (rows * (groups - mean) * places).sum(-1, keepdim=True) / (rows * places.square()).sum(-1, keepdim=True)
+    fit = (rows * (groups - mean) * places).sum(-1, keepdim=True) / (rows * places.square()).sum(
+        -1, keepdim=True
+    )
     scales = refitted(levels.scales, fit)
     return replace(levels, scales=scales, offsets=(mean - scales * middle).half().float())
 
@@ -146,7 +148,8 @@ def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
         if best is None or least is None:
             best, least = tried, loss
             continue
-        assert best.offsets is not None and tried.offsets is not None
+        assert best.offsets is not None
+        assert tried.offsets is not None
         better = loss < least
         least = torch.where(better, loss, least)
         scales = torch.where(better, tried.scales, best.scales)

@@ -20,7 +20,11 @@ def _interval(config: dict[str, Any]) -> dict[str, Any]:
     """mlx-lm knows only one rhythm: attention in every n-th layer."""
     kinds = config.get("layer_types") or []
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    expected = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))] if every else []
+    expected = (
+        ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))]
+        if every
+        else []
+    )
     if kinds != expected:
         raise UnsupportedError("mlx-lm expects attention in every n-th layer, and layer_types says otherwise")
     return {"full_attention_interval": every} if every else {}
@@ -62,4 +66,6 @@ def empty_model(config: dict[str, Any]) -> Any:
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(_decode_tagged_floats(config)))
     except Exception as error:  # what a model class raises over a setting can be anything
-        raise UnsupportedError(f"mlx-lm cannot build a {config['model_type']} model: {one_line(error)}") from error
+        raise UnsupportedError(
+            f"mlx-lm cannot build a {config['model_type']} model: {one_line(error)}"
+        ) from error

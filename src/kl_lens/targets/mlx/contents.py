@@ -28,7 +28,9 @@ def file_contents(file: Path) -> Contents:
     shapes = {name: (array.shape, array.nbytes, array.dtype) for name, array in _arrays(file)}
     untied = any(name.startswith("lm_head.") for name in shapes)
     chosen = config.get("num_experts_per_tok") or 0
-    experts = next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0)
+    experts = next(
+        (config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0
+    )
     weights = []
     for name, (shape, size, dtype) in shapes.items():
         path, _, part = name.rpartition(".")
@@ -62,7 +64,9 @@ def digests(file: Path) -> dict[str, str]:
         path, _, part = name.rpartition(".")
         if part in PARTS[1:] and f"{path}.scales" in arrays:
             continue
-        parts = [arrays[f"{path}.{p}"] for p in PARTS if f"{path}.{p}" in arrays] if part == "weight" else [array]
+        parts = (
+            [arrays[f"{path}.{p}"] for p in PARTS if f"{path}.{p}" in arrays] if part == "weight" else [array]
+        )
         found[path if part == "weight" else name] = found[name] = bytes_digest(*parts)
     return found
 

@@ -22,8 +22,6 @@ from kl_lens.targets.mlx.writer import Entry, file_size, write_file
 from kl_lens.weights import bytes_digest
 
 if TYPE_CHECKING:
-    import torch
-
     from kl_lens.checkpoints import Anatomy, LoadedModel
     from kl_lens.formats import Quantized
     from kl_lens.targets.mlx.layout import Layout, Matrix
@@ -43,7 +41,9 @@ class Choice:
     reason: str | None = None  # why they differ
 
 
-def export(model: LoadedModel, plan: Plan, layout: Layout, folder: Path, *, with_tokenizer: bool = True) -> Artifact:
+def export(
+    model: LoadedModel, plan: Plan, layout: Layout, folder: Path, *, with_tokenizer: bool = True
+) -> Artifact:
     """Writes weights, configuration and tokenizer to a folder; `Target.export` adds the record.
 
     Everything that is not quantized is float16, as after `mlx_lm.convert --dtype float16`.
@@ -127,7 +127,9 @@ class _File:
 
     def __init__(self, layout: Layout, chosen: dict[str, Choice], store: WeightStore) -> None:
         self._layout, self._chosen, self._store = layout, chosen, store
-        self._waiting: dict[str, npt.NDArray[np.uint8]] = {}  # scales and biases, which come after all matrices
+        self._waiting: dict[
+            str, npt.NDArray[np.uint8]
+        ] = {}  # scales and biases, which come after all matrices
         self._digests: dict[str, str] = {}  # entry → digest of its bytes
         self._parts: dict[str, tuple[npt.NDArray[np.uint8], ...]] = {}
         self._weights: dict[str, str] = {}
@@ -154,7 +156,9 @@ class _File:
         if entry.name in self._layout.values:
             value = self._layout.values[entry.name].astype(_FLOATS[entry.dtype])
             if not np.isfinite(value).all():
-                raise TargetError(f"{entry.name}: has values that {entry.dtype} cannot hold; rescale the weight")
+                raise TargetError(
+                    f"{entry.name}: has values that {entry.dtype} cannot hold; rescale the weight"
+                )
             data = _raw(value)
             self._digests[entry.name] = bytes_digest(data)
             return data
@@ -175,7 +179,9 @@ class _File:
         sizes: Counter[str] = Counter()
         for entry in self.entries:
             owner, _, part = entry.name.rpartition(".")
-            sizes[owner if part in PARTS and f"{owner}.weight" in self._matrices else entry.name] += entry.bytes
+            sizes[owner if part in PARTS and f"{owner}.weight" in self._matrices else entry.name] += (
+                entry.bytes
+            )
         records = []
         for matrix in self._layout.matrices:
             choice = self._chosen[matrix.component]

@@ -49,7 +49,9 @@ class Layout:
 
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
-    values: dict[str, npt.NDArray[np.float32]]  # parameters that no plan concerns: norms, convolutions, biases
+    values: dict[
+        str, npt.NDArray[np.float32]
+    ]  # parameters that no plan concerns: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
 
@@ -92,30 +94,32 @@ def layout_of(model: LoadedModel) -> Layout:
     placed: list[Matrix] = []
     others: dict[str, str] = {}
     for name, parameter in wanted.items():
-        if tuple(real[name].shape) != tuple(parameter.shape):
-            raise UnsupportedError(
-                f"mlx-lm expects {name} of shape {tuple(parameter.shape)}, the checkpoint gives {tuple(real[name].shape)}"
-            )
+        shape, given = tuple(parameter.shape), tuple(real[name].shape)
+        if shape != given:
+            raise UnsupportedError(f"mlx-lm expects {name} of shape {shape}, the checkpoint gives {given}")
         source = sources[name]
         number = int(source.flat[0])
         component = components[number - 1] if number else ""
         if component not in candidates or (source != number).any():
             others[name] = component
             continue
-        shape = candidates[component].shape
         matrix = Matrix(
             name.removesuffix(".weight"),
             component,
-            tuple(parameter.shape),
+            shape,
             torch.from_numpy(rows[name][..., 0].reshape(-1)),
-            _factors(factors[name][..., 0].reshape(-1), rows[name][..., 0].reshape(-1), shape),
+            _factors(
+                factors[name][..., 0].reshape(-1), rows[name][..., 0].reshape(-1), candidates[component].shape
+            ),
         )
         weight = model.tensor(candidates[component].weight).detach().cpu().float() * matrix.factors
         if not torch.equal(matrix.arranged(weight), torch.from_numpy(np.array(real[name]))):
             raise UnsupportedError(f"mlx-lm changes {component} in a way that KL Lens does not follow")
         placed.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in placed}):
-        raise UnsupportedError(f"mlx-lm's {config['model_type']} has no place for {lost[0]}, or only as part of another")
+        raise UnsupportedError(
+            f"mlx-lm's {config['model_type']} has no place for {lost[0]}, or only as part of another"
+        )
     _require_same_function(model, runtime, {name: real[name] for name in wanted})
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(real[name]) for name in others}
@@ -155,7 +159,8 @@ def _sanitized(model: LoadedModel, runtime: Any, tensors: _Tensors, config: dict
     import mlx.core as mx
     from transformers.core_model_loading import revert_weight_conversion
 
-    stored = revert_weight_conversion(model.model, tensors)  # names and shapes as in checkpoints
+    whole: Any = model.model
+    stored = revert_weight_conversion(whole, tensors)  # names and shapes as in checkpoints
     arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in stored.items()}
     try:
         return dict(runtime.sanitize(arrays)) if hasattr(runtime, "sanitize") else arrays

@@ -45,8 +45,12 @@ class MLXSession:
                 self._vocabulary = 0
                 self.reset()
                 self._vocabulary = int(self._fed([0], every=False).shape[-1])
-        except Exception as error:  # mlx-lm checks little; what it raises over a strange folder can be anything
-            raise TargetError(f"{folder}: mlx-lm cannot load it: {type(error).__name__} {one_line(error)}") from error
+        except (
+            Exception
+        ) as error:  # mlx-lm checks little; what it raises over a strange folder can be anything
+            raise TargetError(
+                f"{folder}: mlx-lm cannot load it: {type(error).__name__} {one_line(error)}"
+            ) from error
         self.reset()
 
     def _here(self) -> AbstractContextManager[Any]:
@@ -88,15 +92,15 @@ class MLXSession:
 
     def state_bytes(self) -> int:
         """Of everything that is kept for the tokens fed so far."""
-        from mlx.utils import tree_flatten
+        from mlx.utils import tree_reduce
 
-        states = [array for cache in self._cache for _, array in tree_flatten(cache.state)]
-        return sum(array.nbytes for array in states if hasattr(array, "nbytes"))
+        states = [cache.state for cache in self._cache]
+        return int(tree_reduce(lambda total, array: total + getattr(array, "nbytes", 0), states, 0))
 
     def close(self) -> None:
         import mlx.core as mx
 
-        self._model = self._cache = None
+        self._model, self._cache = None, []
         mx.clear_cache()
 
     def __enter__(self) -> Self:

@@ -37,7 +37,9 @@ def stock_recipes(model: LoadedModel, layout: Layout) -> tuple[StockRecipe, ...]
             c.name: _held(c, high if _raised(names[c.name], c, model.anatomy.blocks) else low, _GROUP)
             for c in candidates
         }
-        recipes.append(StockRecipe(name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16"))
+        recipes.append(
+            StockRecipe(name, mixed, f"mlx_lm.convert -q --quant-predicate {name} --dtype float16")
+        )
     return tuple(recipes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -16,7 +15,7 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import Health, StockRecipe, Target
-from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
+from kl_lens.targets.contents import Contents
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -136,7 +135,11 @@ class MLXTarget(Target):
             return basic
         import mlx.core as mx
 
-        fact = "computes on the GPU with --device GPU" if mx.metal.is_available() else "no Apple GPU: the CPU only, slow"
+        fact = (
+            "computes on the GPU with --device GPU"
+            if mx.metal.is_available()
+            else "no Apple GPU: the CPU only, slow"
+        )
         return Health(f"mlx {self.version}", (fact,))
 
     def check_device(self, settings: SessionSettings) -> str | None:

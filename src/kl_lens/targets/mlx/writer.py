@@ -33,9 +33,7 @@ def file_size(entries: Sequence[Entry]) -> int:
     return len(_header(entries)) + sum(entry.bytes for entry in entries)
 
 
-def write_file(
-    path: Path, entries: Sequence[Entry], data: Callable[[Entry], npt.NDArray[np.uint8]]
-) -> None:
+def write_file(path: Path, entries: Sequence[Entry], data: Callable[[Entry], npt.NDArray[np.uint8]]) -> None:
     """`data` gives an entry's bytes; it is called once for each, in order."""
     with naming(path), path.open("wb") as file:
         file.write(_header(entries))
