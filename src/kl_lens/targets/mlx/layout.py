@@ -49,9 +49,7 @@ class Layout:
 
     config: dict[str, Any]
     matrices: tuple[Matrix, ...]
-    values: dict[
-        str, npt.NDArray[np.float32]
-    ]  # parameters that no plan concerns: norms, convolutions, biases
+    values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
 
@@ -128,16 +126,12 @@ def layout_of(model: LoadedModel) -> Layout:
 
 def _numbered(model: LoadedModel) -> tuple[dict[str, int], list[str]]:
     """Every parameter's component as a number, from 1; and the components."""
-    numbers: dict[str, int] = {}
-    components = list(model.anatomy.components)
-    for number, component in enumerate(components, start=1):
-        own = {id(parameter) for parameter in model.parameters_of(component)}
-        numbers |= {
-            name: number
-            for name, parameter in model.model.named_parameters(remove_duplicate=False)
-            if id(parameter) in own
-        }
-    return numbers, [component.name for component in components]
+    components = model.anatomy.components
+    of_object = {
+        id(p): number for number, c in enumerate(components, start=1) for p in model.parameters_of(c)
+    }
+    parameters = model.model.named_parameters(remove_duplicate=False)
+    return {name: of_object[id(p)] for name, p in parameters}, [component.name for component in components]
 
 
 def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
