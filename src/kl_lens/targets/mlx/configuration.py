@@ -34,7 +34,10 @@ def _interval(config: dict[str, Any]) -> dict[str, Any]:
 _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "mamba2": lambda config: {"intermediate_size": int(config["expand"] * config["hidden_size"])},
     "falcon_h1": lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
-    "granitemoehybrid": lambda config: {"layer_types": [_LAYERS.get(k, k) for k in config["layer_types"]]},
+    "granitemoehybrid": lambda config: {
+        "layer_types": [_LAYERS.get(kind, kind) for kind in config["layer_types"]],
+        "position_embedding_type": "nope",  # where it is null; mlx-lm would take that for rotary
+    },
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
     "qwen3_next": _interval,
 }

@@ -22,7 +22,7 @@ _EXPERTS = "switch_mlp"
 
 
 def file_contents(file: Path) -> Contents:
-    """Roles from mlx-lm's names; states as the session keeps them after one token and after three."""
+    """Roles from mlx-lm's names; states as a session keeps them."""
     config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
     quantization = config.get("quantization") or {}
     shapes = {name: (array.shape, array.nbytes, array.dtype) for name, array in _arrays(file)}
@@ -49,11 +49,9 @@ def file_contents(file: Path) -> Contents:
         weights.append(StoredWeight(name, size, parameters, role, share))
     with MLXSession(file.parent) as session:
         session.step(0)
-        first = session.state_bytes()
-        session.prefill([0, 0])
-        growth = (session.state_bytes() - first) / 2
+        fixed, growing = session.state_bytes()
     # In float32 here; the file's own types, which a GPU uses, have half of that.
-    return Contents(tuple(weights), round((first - growth) / 2), growth / 2)
+    return Contents(tuple(weights), fixed // 2, growing / 2)
 
 
 def digests(file: Path) -> dict[str, str]:

@@ -66,8 +66,8 @@ def layout_of(model: LoadedModel) -> Layout:
     numbers, components = _numbered(model)
 
     def probe(value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
-        # One column of every matrix is enough.
-        narrow = {n: t[..., :1] if t.dim() > 1 and n in matrices else t for n, t in state.items()}
+        # Two columns of every matrix are enough; a single one could be taken for none.
+        narrow = {n: t[..., :2] if t.dim() > 1 and n in matrices else t for n, t in state.items()}
         tensors = {name: value(name, tensor).float().expand(tensor.shape) for name, tensor in narrow.items()}
         return {name: np.array(array) for name, array in _sanitized(model, runtime, tensors, config).items()}
 

@@ -90,12 +90,17 @@ class MLXSession:
         self.reset()
         return self._feed(ids, every=True)
 
-    def state_bytes(self) -> int:
-        """Of everything that is kept for the tokens fed so far."""
-        from mlx.utils import tree_reduce
-
-        states = [cache.state for cache in self._cache]
-        return int(tree_reduce(lambda total, array: total + getattr(array, "nbytes", 0), states, 0))
+    def state_bytes(self) -> tuple[int, float]:
+        """Bytes of the states, and of keys and values for each position, in the types of this session."""
+        fixed, growing, waiting = 0, 0.0, list(self._cache)
+        while waiting:
+            cache = waiting.pop()
+            waiting += getattr(cache, "caches", ())
+            if (keys := getattr(cache, "keys", None)) is not None:
+                growing += (keys.nbytes + cache.values.nbytes) / keys.shape[-2]
+            elif not hasattr(cache, "caches"):
+                fixed += sum(array.nbytes for array in cache.state if array is not None)
+        return fixed, growing
 
     def close(self) -> None:
         import mlx.core as mx
