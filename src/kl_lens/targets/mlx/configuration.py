@@ -49,7 +49,7 @@ def configuration_of(model: LoadedModel) -> dict[str, Any]:
     file = model.folder / CONFIG_FILE
     text = (
         file.read_text(encoding="utf-8")
-        if model.layout == "transformers" and model.source and file.is_file()
+        if model.layout == "transformers" and file.is_file()
         else model.config.to_json_string(use_diff=False)
     )
     config: dict[str, Any] = json.loads(text)

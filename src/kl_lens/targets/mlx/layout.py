@@ -52,6 +52,7 @@ class Layout:
     values: dict[str, npt.NDArray[np.float32]]  # parameters outside plans: norms, convolutions, biases
     sources: dict[str, str]  # their components
     full_precision: frozenset[str]  # of these, what mlx-lm never converts to float16
+    difference: float  # of mlx-lm's logits from PyTorch's in float32: the largest, as a share of their range
 
 
 def layout_of(model: LoadedModel) -> Layout:
@@ -118,10 +119,11 @@ def layout_of(model: LoadedModel) -> Layout:
         raise UnsupportedError(
             f"mlx-lm's {config['model_type']} has no place for {lost[0]}, or only as part of another"
         )
-    _require_same_function(model, runtime, {name: real[name] for name in wanted})
+    difference = _compared(model, runtime, {name: real[name] for name in wanted})
     casts = getattr(runtime, "cast_predicate", lambda _: True)
     values = {name: np.array(real[name]) for name in others}
-    return Layout(config, tuple(placed), values, others, frozenset(n for n in others if not casts(n)))
+    kept = frozenset(name for name in others if not casts(name))
+    return Layout(config, tuple(placed), values, others, kept, difference)
 
 
 def _numbered(model: LoadedModel) -> tuple[dict[str, int], list[str]]:
@@ -164,7 +166,8 @@ def _sanitized(model: LoadedModel, runtime: Any, tensors: _Tensors, config: dict
         ) from error
 
 
-def _require_same_function(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> None:
+def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
+    """The difference of logits; raises if mlx-lm computes another function."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -186,3 +189,4 @@ def _require_same_function(model: LoadedModel, runtime: Any, weights: dict[str, 
             f"mlx-lm computes something else than PyTorch for this {model.anatomy.model_type} model "
             f"(KL {divergence:.2g} nats per token with the original weights); use another target"
         )
+    return float((ours - theirs).abs().max() / (ours.max() - ours.min()))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 CPU, GPU = "CPU", "GPU"
+_LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
 
 
 class MLXTarget(Target):
@@ -87,6 +88,10 @@ class MLXTarget(Target):
         from kl_lens.targets.mlx.export import file_bytes
 
         return file_bytes(model, plan, self._layout(model))
+
+    def overhead(self, fmt: Format) -> int:
+        """Scales and biases are two more tensors of the file's list."""
+        return 0 if fmt.name == FP16 else 2 * _LISTED_BYTES
 
     def owns(self, path: Path) -> bool:
         return path.suffix == SUFFIX
