@@ -129,10 +129,9 @@ class _File:
         self._layout, self._chosen, self._store = layout, chosen, store
         self._waiting: dict[
             str, npt.NDArray[np.uint8]
-        ] = {}  # scales and biases, which come after all matrices
-        self._digests: dict[str, str] = {}  # entry → digest of its bytes
-        self._parts: dict[str, tuple[npt.NDArray[np.uint8], ...]] = {}
-        self._weights: dict[str, str] = {}
+        ] = {}  # scales and biases: they come after all matrices
+        self._digests: dict[str, str] = {}  # matrix or other tensor → digest of its bytes
+        self._weights: dict[str, str] = {}  # matrix → digest in the weight store
         self._matrices = {f"{matrix.name}.weight": matrix for matrix in layout.matrices}
         entries = [entry for matrix in layout.matrices for entry in self._entries(matrix)]
         entries += [
@@ -179,9 +178,8 @@ class _File:
         sizes: Counter[str] = Counter()
         for entry in self.entries:
             owner, _, part = entry.name.rpartition(".")
-            sizes[owner if part in PARTS and f"{owner}.weight" in self._matrices else entry.name] += (
-                entry.bytes
-            )
+            whole = part in PARTS and f"{owner}.weight" in self._matrices
+            sizes[owner if whole else entry.name] += entry.bytes
         records = []
         for matrix in self._layout.matrices:
             choice = self._chosen[matrix.component]

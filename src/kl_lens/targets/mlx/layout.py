@@ -64,6 +64,7 @@ def layout_of(model: LoadedModel) -> Layout:
     runtime = empty_model(config)
     wanted: dict[str, Any] = dict(tree_flatten(runtime.parameters()))
     state: _Tensors = {name: tensor.detach().cpu() for name, tensor in model.model.state_dict().items()}
+    modules = dict(runtime.named_modules())
     numbers, components = _numbered(model)
 
     def probe(value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
@@ -99,7 +100,8 @@ def layout_of(model: LoadedModel) -> Layout:
         source = sources[name]
         number = int(source.flat[0])
         component = components[number - 1] if number else ""
-        if component not in candidates or (source != number).any():
+        holder = modules.get(name.removesuffix(".weight"))
+        if component not in candidates or (source != number).any() or not hasattr(holder, "to_quantized"):
             others[name] = component
             continue
         matrix = Matrix(
@@ -117,7 +119,7 @@ def layout_of(model: LoadedModel) -> Layout:
         placed.append(matrix)
     if lost := sorted(set(candidates) - {matrix.component for matrix in placed}):
         raise UnsupportedError(
-            f"mlx-lm's {config['model_type']} has no place for {lost[0]}, or only as part of another"
+            f"mlx-lm's {config['model_type']} cannot quantize {lost[0]}: it has no matrix of just that weight"
         )
     difference = _compared(model, runtime, {name: real[name] for name in wanted})
     casts = getattr(runtime, "cast_predicate", lambda _: True)
