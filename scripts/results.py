@@ -24,6 +24,7 @@ GROUPS = {
 }
 ARM, X86 = "two Neoverse-N1 cores (aarch64)", "two virtual cores of a Sapphire Rapids (x86-64)"
 RUNTIMES = {"gguf": "llama.cpp", "openvino": "OpenVINO"}
+RIVALS = RUNTIMES | {"mlx": "MLX"}
 
 
 @cache
@@ -63,10 +64,10 @@ def rivals() -> Cells:
 
 
 def rivals_by_model() -> Cells:
-    table = [["model", "llama.cpp", "OpenVINO", "ours is lower in"]]
+    table = [["model", *RIVALS.values(), "ours is lower in"]]
     for model in dict.fromkeys(row["model"] for row in read("rivals.csv")):
         rows = chosen("rivals.csv", model=model)
-        cells = [spread(float(r["ratio"]) for r in rows if r["target"] == target) for target in RUNTIMES]
+        cells = [spread(float(r["ratio"]) for r in rows if r["target"] == target) for target in RIVALS]
         lower = sum(row["verdict"] == "lower" for row in rows)
         table.append([model, *cells, f"{lower} of {len(rows)}"])
     return table
