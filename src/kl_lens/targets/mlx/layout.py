@@ -9,6 +9,7 @@ its logits are not those of PyTorch, mlx-lm computes another function and the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _TOKENS, _WHOLE = 24, 16  # of the comparison; the first are fed at once
 MOST_KL = 1e-3  # nats per token between PyTorch and mlx-lm in float32; rounding gives 1e-8
-_Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,115 +57,134 @@ class Layout:
 
 def layout_of(model: LoadedModel) -> Layout:
     """Raises UnsupportedError, with the reason, if mlx-lm cannot run the model as PyTorch does."""
-    from mlx.utils import tree_flatten
-
     model.require_memory("exporting to MLX")
     config = configuration_of(model)
     runtime = empty_model(config)
-    wanted: dict[str, Any] = dict(tree_flatten(runtime.parameters()))
-    state: _Tensors = {name: tensor.detach().cpu() for name, tensor in model.model.state_dict().items()}
-    modules = dict(runtime.named_modules())
-    numbers, components = _numbered(model)
-
-    def probe(value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.float32]]:
-        # Two columns of every matrix are enough; a single one could be taken for none.
-        narrow = {n: t[..., :2] if t.dim() > 1 and n in matrices else t for n, t in state.items()}
-        tensors = {name: value(name, tensor).float().expand(tensor.shape) for name, tensor in narrow.items()}
-        return {name: np.array(array) for name, array in _sanitized(model, runtime, tensors, config).items()}
-
     candidates = {c.name: c for c in model.anatomy.candidates}
-    matrices = {name for name, number in numbers.items() if components[number - 1] in candidates}
-    zeros = probe(lambda *_: torch.zeros(()))
-    if missing := sorted(set(wanted) - set(zeros)):
-        raise UnsupportedError(
-            f"mlx-lm's {config['model_type']} wants {missing[0]}, which this checkpoint does not have"
-        )
-    factors = {name: array - zeros[name] for name, array in probe(lambda *_: torch.ones(())).items()}
-
-    def found(value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.int64]]:
-        probed = probe(value)
-        return {
-            name: np.rint((probed[name] - zeros[name]) / factors[name]).astype(np.int64) for name in wanted
-        }
-
-    sources = found(lambda name, _: torch.tensor(numbers.get(name, 0)))
-    rows = found(lambda name, t: _row_numbers(t) if name in matrices else torch.zeros(()))
-    real = _sanitized(model, runtime, {name: tensor.float() for name, tensor in state.items()}, config)
-    placed: list[Matrix] = []
+    ways = _Ways(model, runtime)
+    modules = dict(runtime.named_modules())
+    matrices: list[Matrix] = []
     others: dict[str, str] = {}
-    for name, parameter in wanted.items():
-        shape, given = tuple(parameter.shape), tuple(real[name].shape)
-        if shape != given:
-            raise UnsupportedError(f"mlx-lm expects {name} of shape {shape}, the checkpoint gives {given}")
-        source = sources[name]
-        number = int(source.flat[0])
-        component = components[number - 1] if number else ""
-        holder = modules.get(name.removesuffix(".weight"))
-        if component not in candidates or (source != number).any() or not hasattr(holder, "to_quantized"):
+    for name, component in ways.sources.items():
+        path = name.removesuffix(".weight")
+        if component not in candidates or not hasattr(modules.get(path), "to_quantized"):
             others[name] = component
             continue
-        matrix = Matrix(
-            name.removesuffix(".weight"),
-            component,
-            shape,
-            torch.from_numpy(rows[name][..., 0].reshape(-1)),
-            _factors(
-                factors[name][..., 0].reshape(-1), rows[name][..., 0].reshape(-1), candidates[component].shape
-            ),
-        )
+        rows, factors = ways.rows(name), ways.factors(name)
+        shape = candidates[component].shape
+        matrix = Matrix(path, component, ways.shapes[name], rows, _by_row(factors, rows, shape))
         weight = model.tensor(candidates[component].weight).detach().cpu().float() * matrix.factors
-        if not torch.equal(matrix.arranged(weight), torch.from_numpy(np.array(real[name]))):
+        if not torch.equal(matrix.arranged(weight), torch.from_numpy(np.array(ways.real[name]))):
             raise UnsupportedError(f"mlx-lm changes {component} in a way that KL Lens does not follow")
-        placed.append(matrix)
-    if lost := sorted(set(candidates) - {matrix.component for matrix in placed}):
+        matrices.append(matrix)
+    if lost := sorted(set(candidates) - {matrix.component for matrix in matrices}):
         raise UnsupportedError(
             f"mlx-lm's {config['model_type']} cannot quantize {lost[0]}: it has no matrix of just that weight"
         )
-    difference = _compared(model, runtime, {name: real[name] for name in wanted})
+    difference = _compared(model, runtime, ways.real)
     casts = getattr(runtime, "cast_predicate", lambda _: True)
-    values = {name: np.array(real[name]) for name in others}
+    values = {name: np.array(ways.real[name]) for name in others}
     kept = frozenset(name for name in others if not casts(name))
-    return Layout(config, tuple(placed), values, others, kept, difference)
+    return Layout(config, tuple(matrices), values, others, kept, difference)
 
 
-def _numbered(model: LoadedModel) -> tuple[dict[str, int], list[str]]:
-    """Every parameter's component as a number, from 1; and the components."""
-    components = model.anatomy.components
-    of_object = {
-        id(p): number for number, c in enumerate(components, start=1) for p in model.parameters_of(c)
-    }
-    parameters = model.model.named_parameters(remove_duplicate=False)
-    return {name: of_object[id(p)] for name, p in parameters}, [component.name for component in components]
+def _by_row(factors: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> float | torch.Tensor:
+    """The factors of a parameter's rows as those of its component's rows."""
+    if bool((factors == factors[0]).all()):
+        return float(factors[0])
+    every = torch.ones(math.prod(shape[:-1]))
+    every[rows] = factors
+    return every.reshape(*shape[:-1], 1)
+
+
+class _Ways:
+    """What becomes of a model's tensors in mlx-lm."""
+
+    def __init__(self, model: LoadedModel, runtime: Any) -> None:
+        from mlx.utils import tree_flatten
+
+        self._model, self._runtime = model, runtime
+        self._state = {name: tensor.detach().cpu() for name, tensor in model.model.state_dict().items()}
+        parameters: Any = tree_flatten(runtime.parameters())
+        self.shapes = {name: tuple(array.shape) for name, array in parameters}
+        components = model.anatomy.components
+        named = model.model.named_parameters(remove_duplicate=False)
+        numbers = {id(p): n for n, c in enumerate(components, start=1) for p in model.parameters_of(c)}
+        self._numbers = {name: numbers[id(parameter)] for name, parameter in named}  # from 1
+        self._matrices = {name for name, n in self._numbers.items() if components[n - 1].quantizable}
+        self._zeros = self._probed(lambda *_: torch.zeros(()))
+        self._ones = self._probed(lambda *_: torch.ones(()))
+        self.real = self._checked(self._sanitized({name: t.float() for name, t in self._state.items()}))
+        found = self._found(lambda name, _: torch.tensor(self._numbers.get(name, 0)))
+        # Parameter → its component; empty: none, or several
+        self.sources = {
+            name: components[int(numbers.flat[0]) - 1].name
+            if numbers.flat[0] and np.ptp(numbers) == 0
+            else ""
+            for name, numbers in found.items()
+        }
+        self._rows = self._found(
+            lambda name, tensor: _row_numbers(tensor) if name in self._matrices else torch.zeros(())
+        )
+
+    def rows(self, name: str) -> torch.Tensor:
+        """The rows of its component that a parameter consists of, in order."""
+        return torch.from_numpy(self._rows[name][..., 0].reshape(-1))
+
+    def factors(self, name: str) -> torch.Tensor:
+        """What these rows are multiplied with."""
+        return torch.from_numpy((self._ones[name] - self._zeros[name])[..., 0].reshape(-1))
+
+    def _found(self, value: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, npt.NDArray[np.int64]]:
+        """The whole numbers that each parameter's elements had before mlx-lm multiplied and added."""
+        probed, zeros, ones = self._probed(value), self._zeros, self._ones
+        return {
+            name: np.rint((probed[name] - zeros[name]) / (ones[name] - zeros[name])).astype(np.int64)
+            for name in self.shapes
+        }
+
+    def _probed(
+        self, value: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> dict[str, npt.NDArray[np.float32]]:
+        # Of matrices two columns are enough; a single one could be taken for none.
+        tensors = {}
+        for name, tensor in self._state.items():
+            part = tensor[..., :2] if name in self._matrices else tensor
+            tensors[name] = value(name, part).float().expand(part.shape)
+        return {name: np.array(array) for name, array in self._sanitized(tensors).items()}
+
+    def _sanitized(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Tensors under transformers' names as mlx-lm's parameters."""
+        import mlx.core as mx
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole: Any = self._model.model
+        stored = revert_weight_conversion(whole, tensors)  # names and shapes as in checkpoints
+        arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in stored.items()}
+        family = self._model.anatomy.model_type
+        try:
+            arrays = self._runtime.sanitize(arrays) if hasattr(self._runtime, "sanitize") else arrays
+        except Exception as error:  # written for one family's checkpoints; over others it raises anything
+            reason = f"{type(error).__name__} {one_line(error)}"
+            raise UnsupportedError(f"mlx-lm cannot take over this {family} checkpoint: {reason}") from error
+        if missing := sorted(set(self.shapes) - set(arrays)):
+            raise UnsupportedError(
+                f"mlx-lm's {family} wants {missing[0]}, which this checkpoint does not have"
+            )
+        return {name: arrays[name] for name in self.shapes}
+
+    def _checked(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        for name, shape in self.shapes.items():
+            if (given := tuple(arrays[name].shape)) != shape:
+                raise UnsupportedError(
+                    f"mlx-lm expects {name} of shape {shape}, the checkpoint gives {given}"
+                )
+        return arrays
 
 
 def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.arange(tensor[..., 0].numel(), dtype=torch.float32).reshape(*tensor.shape[:-1], 1)
-
-
-def _factors(
-    factors: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], shape: tuple[int, ...]
-) -> float | torch.Tensor:
-    if (factors == factors[0]).all():
-        return float(factors[0])
-    by_row = torch.ones(int(np.prod(shape[:-1])))
-    by_row[torch.from_numpy(rows)] = torch.from_numpy(factors)
-    return by_row.reshape(*shape[:-1], 1)
-
-
-def _sanitized(model: LoadedModel, runtime: Any, tensors: _Tensors, config: dict[str, Any]) -> dict[str, Any]:
-    """Tensors under transformers' names as mlx-lm's parameters."""
-    import mlx.core as mx
-    from transformers.core_model_loading import revert_weight_conversion
-
-    whole: Any = model.model
-    stored = revert_weight_conversion(whole, tensors)  # names and shapes as in checkpoints
-    arrays = {name: mx.array(tensor.contiguous().numpy()) for name, tensor in stored.items()}
-    try:
-        return dict(runtime.sanitize(arrays)) if hasattr(runtime, "sanitize") else arrays
-    except Exception as error:  # written for one family's checkpoints; over others it raises anything
-        raise UnsupportedError(
-            f"mlx-lm cannot take over this {config['model_type']} checkpoint: {type(error).__name__} {one_line(error)}"
-        ) from error
+    rows = tensor.shape[:-1]
+    return torch.arange(math.prod(rows), dtype=torch.float32).reshape(*rows, 1)
 
 
 def _compared(model: LoadedModel, runtime: Any, weights: dict[str, Any]) -> float:
