@@ -55,17 +55,15 @@ def file_contents(file: Path) -> Contents:
 
 
 def digests(file: Path) -> dict[str, str]:
-    """Path of a matrix, or name of another tensor → digest of its bytes."""
+    """Tensor → digest of its bytes; a quantized matrix with its scales and biases."""
     arrays: dict[str, npt.NDArray[Any]] = dict(_arrays(file))
     found = {}
     for name, array in arrays.items():
         path, _, part = name.rpartition(".")
         if part in PARTS[1:] and f"{path}.scales" in arrays:
             continue
-        parts = (
-            [arrays[f"{path}.{p}"] for p in PARTS if f"{path}.{p}" in arrays] if part == "weight" else [array]
-        )
-        found[path if part == "weight" else name] = found[name] = bytes_digest(*parts)
+        more = [arrays[f"{path}.{p}"] for p in PARTS[1:] if part == "weight" and f"{path}.{p}" in arrays]
+        found[name] = bytes_digest(array, *more)
     return found
 
 

@@ -185,7 +185,7 @@ class _File:
             choice = self._chosen[matrix.component]
             records.append(
                 ExportedTensor(
-                    matrix.component, matrix.name, choice.planned, choice.recipe, sizes[matrix.name], choice.reason,
+                    matrix.component, f"{matrix.name}.weight", choice.planned, choice.recipe, sizes[matrix.name], choice.reason,
                     self._digests[matrix.name], self._weights.get(matrix.name, ""),
                 )
             )  # fmt: skip
