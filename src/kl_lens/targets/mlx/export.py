@@ -182,13 +182,14 @@ class _File:
             sizes[owner if whole else entry.name] += entry.bytes
         records = []
         for matrix in self._layout.matrices:
-            choice = self._chosen[matrix.component]
-            records.append(
-                ExportedTensor(
-                    matrix.component, f"{matrix.name}.weight", choice.planned, choice.recipe, sizes[matrix.name], choice.reason,
-                    self._digests[matrix.name], self._weights.get(matrix.name, ""),
-                )
-            )  # fmt: skip
+            choice, name = self._chosen[matrix.component], f"{matrix.name}.weight"
+            stored = (
+                sizes[matrix.name],
+                choice.reason,
+                self._digests[matrix.name],
+                self._weights.get(matrix.name, ""),
+            )
+            records.append(ExportedTensor(matrix.component, name, choice.planned, choice.recipe, *stored))
         for name, component in self._layout.sources.items():
             kind = "fp32" if name in self._layout.full_precision else FP16
             records.append(
