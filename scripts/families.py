@@ -37,11 +37,11 @@ def short(rows: list[Row]) -> Iterator[str]:
 
 def full(rows: list[Row]) -> Iterator[str]:
     """For docs/models.md."""
-    yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | why not, or limits |"
-    yield "|---|---|---|---|---|---|---|---|"
-    titles = {"measuring": "measuring", "openvino": "OpenVINO", "gguf": "GGUF"}
+    yield "| model | class | blocks | engines | float64 | OpenVINO | GGUF | MLX | why not, or limits |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    titles = {"measuring": "measuring", "openvino": "OpenVINO", "gguf": "GGUF", "mlx": "MLX"}
     for row in rows:
-        places = [str(row[p] or "–") for p in ("blocks", "engines", "float64", "openvino", "gguf")]
+        places = [str(row[p] or "–") for p in ("blocks", "engines", "float64", "openvino", "gguf", "mlx")]
         why = "; ".join(
             f"{titles[part]}{', other configurations' if row.get(part) else ''}: {text}"
             for part, text in row["why"].items()

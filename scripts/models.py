@@ -56,6 +56,15 @@ _RECURRENT = re.compile(r"causal_conv1d_fn|recurrent_state|linear_attention|lstm
 # Classes of images, sound or drafts: no language model that a text alone measures.
 _NOT_TEXT = re.compile(r"Conditional|VL|Speech|Audio|Vision|Transcribe|Assistant")
 
+
+def _one_group() -> transformers.PretrainedConfig:
+    config = families.CONFIGS["falcon_h1"]()
+    config.mamba_n_groups = 1
+    return config
+
+
+# Of families that a runtime runs only in part: a configuration that it runs.
+_OTHER_CONFIGURATIONS = {"gguf": support.CONFIGS, "mlx": {"falcon_h1": _one_group}}
 DATA = Path(__file__).resolve().parents[1] / "docs/families.json"
 
 
@@ -71,7 +80,8 @@ class Row:
     float64: str = ""  # the same: plain engine and float64
     openvino: str = ""  # FP32 file and PyTorch: largest difference of logits, as share of their range
     gguf: str = ""
-    why: dict[str, str] = field(default_factory=dict)  # openvino, gguf or measuring → one line
+    mlx: str = ""  # mlx-lm with the float32 weights
+    why: dict[str, str] = field(default_factory=dict)  # openvino, gguf, mlx or measuring → one line
 
 
 def recurrent_families() -> list[str]:
@@ -120,16 +130,18 @@ def tried(family: str) -> Row:
     except Exception as error:
         row.why["measuring"] = f"**fails**: {type(error).__name__}: {one_line(error)}"
         return row
-    for target in ("openvino", "gguf"):
+    for target in ("openvino", "gguf", "mlx"):
         try:
             try:
                 found = _parity(target, model, ids[:1])
             except UnsupportedError as error:
-                if target != "gguf" or family not in support.CONFIGS:
+                if family not in (others := _OTHER_CONFIGURATIONS.get(target, {})):
                     raise
-                # Some configurations of the family have no GGUF, and others have.
-                row.why[target] = one_line(error).partition(": ")[2]
-                found = _parity(target, support.tiny(family), ids[:1])
+                # Some configurations of the family have no such file, and others have.
+                row.why[target] = (
+                    _short(error, family) if target == "mlx" else one_line(error).partition(": ")[2]
+                )
+                found = _parity(target, support.tiny(others[family]()), ids[:1])
             setattr(row, target, found)
         except KLLensError as error:
             row.why[target] = _short(error, family)
@@ -140,7 +152,7 @@ def tried(family: str) -> Row:
 
 def _short(error: KLLensError, family: str) -> str:
     """Without the name of the family and without what differs from run to run."""
-    text = one_line(error).removeprefix(f"{family} cannot be exported to OpenVINO: ")
+    text = one_line(error).removeprefix(f"{family} cannot be exported to OpenVINO: ").partition(" (KL ")[0]
     text = re.sub(r"OpenVINO [\d.]+-\S+ cannot", "OpenVINO cannot", text.partition("; it writes")[0])
     return re.sub(r"; without a constant: .*", "", text)
 
@@ -198,6 +210,10 @@ def _parity(target: str, model: LoadedModel, ids: torch.Tensor) -> str:
     with torch.no_grad():
         expected = model.model(input_ids=ids, use_cache=False).logits[0].float().numpy()
     tokens = ids[0].tolist()
+    if target == "mlx":
+        from kl_lens.targets.mlx.layout import layout_of
+
+        return f"{layout_of(model).difference:.0e}"
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "artifact"
         if target == "openvino":
@@ -224,7 +240,7 @@ def write(found: list[Row]) -> None:
     """Puts rows into the file, in the place of earlier ones of the same families."""
     from importlib.metadata import version
 
-    packages = ("transformers", "torch", "openvino", "xllamacpp")
+    packages = ("transformers", "torch", "openvino", "xllamacpp", "mlx-lm")
     before = json.loads(DATA.read_text("utf-8"))["families"] if DATA.exists() else []
     rows = {row["family"]: row for row in before} | {row.family: asdict(row) for row in found}
     content = {

@@ -63,10 +63,12 @@ def rivals() -> Cells:
 
 
 def rivals_by_model() -> Cells:
-    table = [["model", "llama.cpp", "OpenVINO", "ours is lower in"]]
+    judged = {row["target"] for row in read("rivals.csv")}
+    runtimes = {name: title for name, title in (RUNTIMES | {"mlx": "MLX"}).items() if name in judged}
+    table = [["model", *runtimes.values(), "ours is lower in"]]
     for model in dict.fromkeys(row["model"] for row in read("rivals.csv")):
         rows = chosen("rivals.csv", model=model)
-        cells = [spread(float(r["ratio"]) for r in rows if r["target"] == target) for target in RUNTIMES]
+        cells = [spread(float(r["ratio"]) for r in rows if r["target"] == target) for target in runtimes]
         lower = sum(row["verdict"] == "lower" for row in rows)
         table.append([model, *cells, f"{lower} of {len(rows)}"])
     return table

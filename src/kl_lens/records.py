@@ -249,7 +249,7 @@ class ExportedTensor(Record):
 class Artifact(Record):
     """One exported model: files that a runtime loads."""
 
-    target: str  # openvino, gguf
+    target: str  # openvino, gguf, mlx
     plan: str  # name of the plan
     files: tuple[str, ...]  # relative to the artifact's record
     tensors: tuple[ExportedTensor, ...]

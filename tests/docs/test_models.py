@@ -64,7 +64,7 @@ def test_a_row_is_what_the_script_finds(family: str) -> None:
     """Numbers differ from machine to machine in their last digit: whether there is one may not."""
 
     def answers(row: dict[str, Any]) -> dict[str, Any]:
-        numbers = {name: bool(row[name]) for name in ("engines", "float64", "openvino", "gguf")}
+        numbers = {name: bool(row[name]) for name in ("engines", "float64", "openvino", "gguf", "mlx")}
         return {**numbers, "kind": row["kind"], "blocks": row["blocks"], "why": sorted(row["why"])}
 
     found = asdict(_script("models").tried(family))

@@ -9,6 +9,7 @@ import torch
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import fitting_format, get_format, known_formats, register
+from kl_lens.formats.affine import AffineFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 
 NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of columns
@@ -17,7 +18,8 @@ GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1", *FROM_2024]
 GROUPED = ["int4-g128", "int4-g64", "int4-g32", "int8-g128"]
 ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32"]
 NORMAL = ["nf4", "nf4-g128", "nf4-g64", "nf4-g32"]
-ALL = ["fp16", "int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, *GGUF]
+AFFINE = [f"affine{bits}-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (128, 64, 32)]
+ALL = ["fp16", "int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, *AFFINE, *GGUF]
 # ggml builds tables for IQ2_S, six seconds long.
 every_format = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "iq2_s" else name for name in ALL]
@@ -65,6 +67,7 @@ def test_a_name_is_registered_once() -> None:
         ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
         ("nf4-g64", (768, 1536), 768 * 1536 // 2 + 768 * 24 * 2),
+        ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
         ("iq4_xs", (10, 512), 10 * 2 * 136),
         ("q2_k", (10, 512), 10 * 2 * 84),
         ("iq2_xxs", (10, 512), 10 * 2 * 66),
@@ -82,6 +85,9 @@ def test_bytes_are_those_of_the_packed_weight(name: str, shape: tuple[int, ...])
     stored = fmt.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     scales = 0 if stored.scales is None else stored.scales.nbytes
     zero_points = fmt.pack_zero_points(stored).nbytes if isinstance(fmt, ZeroPointFormat) else 0
+    if isinstance(fmt, AffineFormat):
+        assert stored.zero_points is not None
+        zero_points = stored.zero_points.nbytes
     assert fmt.pack(stored).nbytes + scales + zero_points == fmt.bytes(shape)
     assert fmt.bits_per_weight(shape) == 8 * fmt.bytes(shape) / torch.Size(shape).numel()
 
@@ -113,6 +119,8 @@ def test_fits_gives_the_reason() -> None:
         ("uint4-g128", 192, "uint4-g64"),
         ("uint4-g128", 96, "uint4-g32"),
         ("uint4-g64", 48, "int8"),
+        ("affine4-g128", 96, "affine4-g32"),
+        ("affine4-g64", 48, "fp16"),
         ("nf4-g128", 96, "nf4-g32"),
         ("nf4-g32", 48, "int8"),
         ("q4_k", 256, "q4_k"),

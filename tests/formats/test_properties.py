@@ -19,6 +19,7 @@ QUICK = tuple(
     for name in known_formats()
     if not name.startswith(("iq2", "iq3_s"))
     and name not in ("uint4-g128", "uint4-g64", "nf4-g128", "nf4-g64")
+    and (not name.startswith("affine") or name in ("affine3-g32", "affine8-g32"))
 )
 NNCF = ("int8", "int4", "int4-g128", "int4-g64", "int4-g32", "int8-g128")
 

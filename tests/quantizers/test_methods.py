@@ -22,7 +22,17 @@ from kl_lens.quantizers.scales import searched_levels, try_scales, try_scales_on
 from kl_lens.recipes import Recipe
 
 TOKENS = 10**6  # that moments rest on: enough
-GROUPED = ("int4", "int4-g32", "int4-g64", "int8", "int8-g128", "uint4-g64", "nf4-g32")
+GROUPED = (
+    "int4",
+    "int4-g32",
+    "int4-g64",
+    "int8",
+    "int8-g128",
+    "uint4-g64",
+    "nf4-g32",
+    "affine3-g32",
+    "affine4-g64",
+)
 RECIPES = [
     *(f"{name}+{method}" for name in GROUPED for method in ("search", "gptq")),
     *(f"{name}+imatrix" for name in LAYOUTS if name != "q8_0"),
@@ -247,7 +257,7 @@ def test_the_search_on_the_cpu_equals_its_plain_form(
 
 # -- bad input ---------------------------------------------------------------------------------------------
 
-METHODS = ["int4+search", "int4-g32+gptq", "uint4-g32+gptq", "q4_k+imatrix", "q4_k+gptq"]
+METHODS = ["int4+search", "int4-g32+gptq", "uint4-g32+gptq", "affine4-g32+gptq", "q4_k+imatrix", "q4_k+gptq"]
 
 
 @pytest.mark.parametrize("recipe", METHODS)

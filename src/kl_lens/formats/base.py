@@ -36,7 +36,9 @@ class Quantized:
     # int8 (uint8 where unsigned), one per weight; uint8 GGUF blocks (…, rows, bytes per row); float16 values
     data: torch.Tensor
     scales: torch.Tensor | None = None  # (…, rows, groups); GGUF keeps them inside the blocks
-    zero_points: torch.Tensor | None = None  # shaped as the scales, uint8
+    zero_points: torch.Tensor | None = (
+        None  # shaped as the scales: codes of 0 (uint8), or values of code 0 (float16)
+    )
 
     @cached_property
     def digest(self) -> str:

@@ -65,7 +65,7 @@ class BenchmarkSettings(OfRun):
     run: str | None = option(None, "the run folder; stores the results", metavar="DIR")
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
-    device: str = option("CPU", "OpenVINO device: CPU, GPU, NPU")
+    device: str = option("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)")
     threads: tuple[int, ...] | None = option(
         None,
         "one number; a list or auto compares several and uses the fastest (default: all processors)",

@@ -89,7 +89,7 @@ class EvaluateSettings(Loading, OfRun):
         None, "largest accepted loss of accuracy, such as 3% (points)", kind=SHARE
     )
     exact: bool = _running(False, "compute in float32 instead of the fastest way")
-    runtime_device: str = _running("CPU", "OpenVINO device", flag="--device", metavar="DEVICE")
+    runtime_device: str = _running("CPU", "device of OpenVINO or MLX", flag="--device", metavar="DEVICE")
     threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
     load: str = _running("auto", LOAD_HELP, kind=LOAD)

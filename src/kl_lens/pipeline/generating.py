@@ -45,7 +45,7 @@ class GenerateSettings(Settings):
         "folder, tokenizer.json or hub id (default: beside the artifact, or inside a .gguf file)",
         metavar="PLACE",
     )
-    device: str = option("CPU", "OpenVINO device")
+    device: str = option("CPU", "device of OpenVINO or MLX")
     threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
     load: str = option("auto", LOAD_HELP, kind=LOAD)

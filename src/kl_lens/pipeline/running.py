@@ -56,7 +56,7 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
-from kl_lens.targets import get_target, menu_of, read_artifact
+from kl_lens.targets import get_target, menu_of, read_artifact, usual_targets
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -106,7 +106,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         False, "measure every component in every format, not only what plans near the limit use"
     )
     targets: tuple[str, ...] | None = _proof(
-        None, "targets to plan for and export to (default: all)", kind=NAMES
+        None,
+        "targets to plan for and export to (default: openvino,gguf; mlx if only that is installed)",
+        kind=NAMES,
     )
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
@@ -146,7 +148,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
-        for target in chosen_targets(self.targets):
+        for target in chosen_targets(self.targets or usual_targets()):
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
@@ -202,14 +204,14 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
     if journal is not None and (known := journal.text_identity(CALIBRATION)):
         return int(known["windows"])
     length = settings.window_length or model.task.window_length
-    menus = [settings.menu_of(target) for target in chosen_targets(settings.targets)]
+    menus = [settings.menu_of(target) for target in chosen_targets(settings.targets or usual_targets())]
     recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
 
 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
-    targets = chosen_targets(settings.targets)
+    targets = chosen_targets(settings.targets or usual_targets())
     usable = [t for t in targets if get_target(t).unsupported(model.anatomy.model_type) is None]
     if model.residency is not None or not model.task.generates or not usable:
         raise KLLensError(
@@ -245,7 +247,11 @@ class _RunStages:
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
-        usable = [t for t in chosen_targets(settings.targets) if self._export(t, [UNIFORM_FP16], "fp16")]
+        usable = [
+            t
+            for t in chosen_targets(settings.targets or usual_targets())
+            if self._export(t, [UNIFORM_FP16], "fp16")
+        ]
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]

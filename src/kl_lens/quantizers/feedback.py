@@ -10,7 +10,7 @@ Then follow rounds of coordinate descent and scale fitting on the same sum. Each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -89,7 +89,9 @@ def descended(
 def with_fitted_scales(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> Levels:
-    """The levels with each group's scale refitted to these codes, rounded to what can be stored."""
+    """The levels with each group's scale (and bias) refitted to these codes, rounded to what can be stored."""
+    if levels.offsets is not None:
+        return _with_fitted_biases(weight, levels, codes, objective)
     places, moments = levels.places(codes), objective.moments
     scales = levels.scales.clone()
     errors = weight - levels.values(codes)
@@ -104,3 +106,29 @@ def with_fitted_scales(
         scales[:, g] += step
         errors[:, block] -= own * step[:, None]
     return levels.with_scales(scales, levels.zero_points)
+
+
+def _with_fitted_biases(
+    weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
+) -> Levels:
+    """Scale and bias of a group together: alone, each could hardly move against the other."""
+    moments, errors = objective.moments, weight - levels.values(codes)
+    assert levels.offsets is not None
+    scales, offsets = levels.scales.clone(), levels.offsets.clone()
+    for g in range(scales.shape[1]):
+        block = slice(g * levels.group, (g + 1) * levels.group)
+        own, inner = codes[:, block], moments[block, block]
+        pull = errors @ moments[:, block]
+        scale_pull, bias_pull = (pull * own).sum(-1), pull.sum(-1)
+        square, mixed, ones = ((own @ inner) * own).sum(-1), (own @ inner).sum(-1), inner.sum()
+        determinant = square * ones - mixed.square()
+        wanted = (scale_pull * ones - bias_pull * mixed) / determinant
+        step = refitted(scales[:, g], scales[:, g] + torch.where(determinant > 0, wanted, 0)) - scales[:, g]
+        shift = (offsets[:, g] + (bias_pull - step * mixed) / ones).half().float() - offsets[:, g]
+        gain = 2 * (scale_pull * step + bias_pull * shift)
+        gain -= square * step.square() + 2 * mixed * step * shift + ones * shift.square()
+        step, shift = (torch.where(gain > 0, part, 0) for part in (step, shift))
+        scales[:, g] += step
+        offsets[:, g] += shift
+        errors[:, block] -= own * step[:, None] + shift[:, None]
+    return replace(levels, scales=scales, offsets=offsets)

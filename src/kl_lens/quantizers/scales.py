@@ -1,18 +1,22 @@
-"""The scales (and zero points) with the least loss for OpenVINO's grids, columns weighted by importance.
+"""The scales (and zero points, or biases) with the least loss for OpenVINO's and MLX's grids, columns weighted by
+importance.
 
 For every group, scales are tried around the smallest that covers it, with both signs where the integer range is
 asymmetric. Given the integers q (less the zero point), the best scale is s = Σ h w q / Σ h q² and its loss
 Σ h w² − s Σ h w q, so a try costs one pass. Then the group is rounded with the stored scale and fitted again, for as
-long as that helps.
+long as that helps. With a free bias the same holds for w and q less their weighted means.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numba import njit, prange
 
 from kl_lens.formats import Format, Quantized
+from kl_lens.formats.affine import AffineFormat
 from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleFormat
 from kl_lens.formats.normal_float import LEVELS, NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
@@ -23,7 +27,7 @@ _REFITS = 4
 
 
 def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor) -> Levels:
-    """Levels of a weight (rows, columns) in one of OpenVINO's formats; importance (columns,), positive."""
+    """Levels of a weight (rows, columns) in a grouped format; importance (columns,), positive."""
     group = fmt.group_size or weight.shape[-1]
     groups = weight.reshape(-1, group)
     weigh = importance.reshape(-1, group)
@@ -42,26 +46,30 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
         shifts = torch.tensor([-1.0, 0.0, 1.0]).repeat(len(_FACTORS))
         plain = Levels(group, span[:, None] / top, 0, top)
         best = _best(groups, weigh, plain, (-low * top / span).round(), _FACTORS.repeat_interleave(3), shifts)
+    elif isinstance(fmt, AffineFormat):
+        best = _best_affine(groups, weigh.repeat(len(groups) // len(weigh), 1), 2**fmt.bits - 1)
     else:
         assert isinstance(fmt, NormalFloatFormat)
         plain = Levels(group, largest[:, None], 0, len(LEVELS) - 1, table=tuple(LEVELS.tolist()))
         best = _best(groups, weigh, plain, zeros, _FACTORS, torch.zeros_like(_FACTORS))
-    shape = (weight.shape[0], -1)
-    return Levels(
-        group, best.scales.view(shape), best.lowest, best.highest,
-        None if best.zero_points is None else best.zero_points.view(shape), best.table,
-    )  # fmt: skip
+
+    def by_row(part: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part is None else part.view(weight.shape[0], -1)
+
+    scales = best.scales.view(weight.shape[0], -1)
+    return replace(best, scales=scales, zero_points=by_row(best.zero_points), offsets=by_row(best.offsets))
 
 
 def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
     """These codes as an artifact stores them."""
     unsigned = levels.lowest == 0
+    zero_points = None if levels.zero_points is None else levels.zero_points.to(torch.uint8)
     return Quantized(
         fmt.name,
         tuple(codes.shape),
         codes.to(torch.uint8 if unsigned else torch.int8),
         levels.scales.half(),
-        None if levels.zero_points is None else levels.zero_points.to(torch.uint8),
+        zero_points if levels.offsets is None else levels.offsets.half(),
     )
 
 
@@ -89,21 +97,65 @@ def _best(
     best = plain.with_scales(
         refitted(smallest, scales[:, None]), zero_points[:, None] if asymmetric else None
     )
-    rows = weigh.repeat(len(groups) // len(weigh), 1)
+    return _refined(groups, weigh.repeat(len(groups) // len(weigh), 1), best)
+
+
+def _refined(groups: torch.Tensor, rows: torch.Tensor, best: Levels) -> Levels:
+    """Fitted to the codes and rounded again in turns, for as long as that helps; `rows` are the weights of groups."""
     codes = best.rounded(groups)
     loss = (rows * (groups - best.values(codes)).square()).sum(-1, keepdim=True)
     for _ in range(_REFITS):
-        places = best.places(codes)
-        fit = (rows * groups * places).sum(-1, keepdim=True) / (rows * places.square()).sum(-1, keepdim=True)
-        other = best.with_scales(refitted(best.scales, fit), best.zero_points)
+        other = _fitted(groups, rows, best, codes)
         new_codes = other.rounded(groups)
         new_loss = (rows * (groups - other.values(new_codes)).square()).sum(-1, keepdim=True)
         better = new_loss < loss
         if not bool(better.any()):
             break
-        best = best.with_scales(torch.where(better, other.scales, best.scales), best.zero_points)
+        scales, offsets = torch.where(better, other.scales, best.scales), best.offsets
+        if offsets is not None and other.offsets is not None:
+            offsets = torch.where(better, other.offsets, offsets)
+        best = replace(best, scales=scales, offsets=offsets)
         codes, loss = torch.where(better, new_codes, codes), torch.where(better, new_loss, loss)
     return best
+
+
+def _fitted(groups: torch.Tensor, rows: torch.Tensor, levels: Levels, codes: torch.Tensor) -> Levels:
+    """The levels with the scales, and biases if there are any, that suit these codes best."""
+    places = levels.places(codes)
+    if levels.offsets is None:
+        fit = (rows * groups * places).sum(-1, keepdim=True) / (rows * places.square()).sum(-1, keepdim=True)
+        return levels.with_scales(refitted(levels.scales, fit), levels.zero_points)
+    total = rows.sum(-1, keepdim=True)
+    mean, middle = ((rows * part).sum(-1, keepdim=True) / total for part in (groups, places))
+    places = places - middle
+    fit = (rows * (groups - mean) * places).sum(-1, keepdim=True) / (rows * places.square()).sum(
+        -1, keepdim=True
+    )
+    scales = refitted(levels.scales, fit)
+    return replace(levels, scales=scales, offsets=(mean - scales * middle).half().float())
+
+
+def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
+    """Scales and biases: the best of grids that cover a group's middle more or less widely; then refined."""
+    low, high = (edge[:, None] for edge in torch.aminmax(groups, dim=-1))
+    span, best, least = (high - low).clamp_min(top * NNCF_SMALLEST_SCALE), None, None
+    for factor in _FACTORS.tolist():
+        scales = (span * (factor / top)).half().float().clamp_min(NNCF_SMALLEST_SCALE)
+        offsets = ((low + high - scales * top) / 2).half().float()
+        tried = Levels(groups.shape[-1], scales, 0, top, offsets=offsets)
+        tried = _fitted(groups, rows, tried, tried.rounded(groups))
+        loss = (rows * (groups - tried.values(tried.rounded(groups))).square()).sum(-1, keepdim=True)
+        if best is None or least is None:
+            best, least = tried, loss
+            continue
+        assert best.offsets is not None
+        assert tried.offsets is not None
+        better = loss < least
+        least = torch.where(better, loss, least)
+        scales = torch.where(better, tried.scales, best.scales)
+        best = replace(best, scales=scales, offsets=torch.where(better, tried.offsets, best.offsets))
+    assert best is not None
+    return _refined(groups, rows, best)
 
 
 def try_scales(

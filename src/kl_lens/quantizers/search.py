@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kl_lens.formats import Format, Quantized
+from kl_lens.formats.affine import AffineFormat
 from kl_lens.formats.gguf_blocks import GGUFFormat
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
@@ -17,7 +18,7 @@ from kl_lens.quantizers.registry import register
 if TYPE_CHECKING:
     import torch
 
-GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat)
+GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, AffineFormat)
 
 
 class ScaleSearch(LearningQuantizer):

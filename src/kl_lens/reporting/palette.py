@@ -49,6 +49,17 @@ _FORMATS = {
     "iq2_xs": ("#c670a0", "#eda4cc"),
     "iq2_xxs": ("#d68fb6", "#f3bedb"),
 }
+# MLX's: (light, dark) of each number of bits, with groups of 128, 64 and 32.
+_AFFINE = {
+    8: (("#00619a", "#2f8bd0"), ("#1a7fbe", "#4fa6e6"), ("#4d9fd0", "#82c1f2")),
+    6: (("#7a4d9c", "#a880cc"), ("#9468b5", "#bf9ce0"), ("#ab88c6", "#d3b8ec")),
+    5: (("#008763", "#20b88c"), ("#1fa67e", "#45cfa4"), ("#52bb99", "#79dfbd")),
+    4: (("#cf7400", "#f29a3d"), ("#dc8c14", "#f8b155"), ("#e6a53f", "#fcc674")),
+    3: (("#a11f27", "#e85a61"), ("#bb3a41", "#f27a80"), ("#cb5b61", "#f7989c")),
+    2: (("#932a63", "#d9629f"), ("#ab447d", "#e37fb3"), ("#bf6496", "#eb9bc6")),
+}
+for _bits, _colours in _AFFINE.items():
+    _FORMATS |= {f"affine{_bits}-g{size}": pair for size, pair in zip((128, 64, 32), _colours, strict=True)}
 _OTHER = ("#6b7078", "#9aa0a8")
 # For what is not a format: families of plans, targets, runs, calibrations.
 _SERIES = (

@@ -14,6 +14,7 @@ from kl_lens.targets.registry import (
     open_session,
     register,
     target_of,
+    usual_targets,
 )
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES, Session, SessionSettings
 
@@ -37,4 +38,5 @@ __all__ = [
     "read_artifact",
     "register",
     "target_of",
+    "usual_targets",
 ]

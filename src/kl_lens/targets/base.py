@@ -82,6 +82,9 @@ class Target(ABC):
     extra: ClassVar[str]  # of `pip install kl-lens[EXTRA]`
     packages: ClassVar[tuple[str, ...]]  # required; the last one's version is the runtime's
     options: ClassVar[tuple[ExportOption, ...]] = ()  # of its export, besides model, plan and folder
+    usual: ClassVar[bool] = (
+        True  # whether `kl-lens run` makes files for it unasked, where its packages are installed
+    )
     builds: ClassVar[bool] = False  # whether a runtime can be built for this processor
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary

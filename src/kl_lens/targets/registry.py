@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError
+from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact, require_exported
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # opening a session must not load what exporting needs
 TARGETS = {
     "openvino": "kl_lens.targets.openvino.target:OpenVINOTarget",
     "gguf": "kl_lens.targets.gguf.target:GGUFTarget",
+    "mlx": "kl_lens.targets.mlx.target:MLXTarget",
 }
 
 
@@ -48,6 +49,22 @@ def get_target(name: str) -> Target:
     target = describe_target(name)
     target.require()
     return target
+
+
+def usual_targets() -> tuple[str, ...]:
+    """The targets of a run that names none; where none of them is installed, another that is."""
+
+    def is_installed(name: str) -> bool:
+        try:
+            describe_target(name).require()
+        except UnsupportedError:
+            return False
+        return True
+
+    usual = tuple(name for name in TARGETS if describe_target(name).usual)
+    if any(map(is_installed, usual)):
+        return usual
+    return tuple(name for name in TARGETS if name not in usual and is_installed(name)) or usual
 
 
 def target_of(path: Path | str) -> Target:

@@ -1,0 +1,1 @@
+"""Folders that mlx-lm loads, and sessions that run them with MLX."""

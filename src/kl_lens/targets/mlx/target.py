@@ -1,0 +1,158 @@
+"""MLX as a target: folders that mlx-lm loads, and sessions on the CPU or on an Apple GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.formats import Format
+from kl_lens.recipes import FP16, Recipe
+from kl_lens.records import Artifact, Plan
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.base import Health, StockRecipe, Target
+from kl_lens.targets.contents import Contents
+from kl_lens.targets.session import Session, SessionSettings
+
+if TYPE_CHECKING:
+    from kl_lens.checkpoints import LoadedModel
+    from kl_lens.targets.mlx.layout import Layout
+
+SUFFIX = ".safetensors"
+CPU, GPU = "CPU", "GPU"
+_LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
+
+
+class MLXTarget(Target):
+    name, title, extra, packages = "mlx", "MLX", "mlx", ("mlx.core", "mlx_lm")
+    loads = (SUFFIX,)
+    methods = ("gptq", "search")
+    usual = False
+
+    def __init__(self) -> None:
+        self._layouts: dict[str, Layout] = {}  # by fingerprint, the last one only
+
+    # -- what it can hold ----------------------------------------------------------------------------------
+
+    def holds(self, fmt: Format, shape: Sequence[int]) -> str | None:
+        from kl_lens.formats.affine import AffineFormat
+
+        if fmt.name != FP16 and not isinstance(fmt, AffineFormat):
+            return f"MLX has no format {fmt.name!r}; it has {', '.join(self.formats)}"
+        return fmt.fits(shape)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        from kl_lens.formats.affine import BITS, GROUPS
+
+        return (*(f"affine{bits}-g{group}" for bits in BITS for group in GROUPS), FP16)
+
+    @property
+    def short_menu(self) -> tuple[Recipe, ...]:
+        learnt = ("affine3-g64", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128")
+        return (*self.recipes(learnt), Recipe("affine8-g128"))
+
+    def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
+        from kl_lens.targets.mlx.stock import stock_recipes
+
+        return stock_recipes(model, self._layout(model))
+
+    def _layout(self, model: LoadedModel) -> Layout:
+        from kl_lens.targets.mlx.layout import layout_of
+
+        if model.fingerprint not in self._layouts:
+            self._layouts = {model.fingerprint: layout_of(model)}
+        return self._layouts[model.fingerprint]
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def write(self, model: LoadedModel | Path, plan: Plan, folder: Path, **options: Any) -> Artifact:
+        from kl_lens.targets.mlx.export import export
+
+        if isinstance(model, Path):
+            raise TargetError("an export to MLX needs the whole model; open it first")
+        if model.classifier is not None:
+            raise UnsupportedError("mlx-lm runs language models only")
+        return export(model, plan, self._layout(model), folder)
+
+    def try_out(self, place: Path) -> None:
+        with self.open(place, SessionSettings()) as session:  # type: ignore[attr-defined]
+            session.step(0)
+
+    def file_bytes(self, model: LoadedModel, plan: Plan) -> int:
+        """Exact, from the header."""
+        from kl_lens.targets.mlx.export import file_bytes
+
+        return file_bytes(model, plan, self._layout(model))
+
+    def overhead(self, fmt: Format) -> int:
+        """Scales and biases are two more tensors of the file's list."""
+        return 0 if fmt.name == FP16 else 2 * _LISTED_BYTES
+
+    def owns(self, path: Path) -> bool:
+        return path.suffix == SUFFIX
+
+    def weight_file(self, place: Path) -> Path:
+        if self.owns(place):
+            return place
+        return place / next(name for name in read_artifact(place).files if name.endswith(SUFFIX))
+
+    def loaded_bytes(self, place: Path) -> int:
+        """Of all files of a folder, even if only one is given."""
+        return super().loaded_bytes(place.parent if self.owns(place) else place)
+
+    def contents(self, place: Path) -> Contents:
+        from kl_lens.targets.mlx.contents import file_contents
+
+        return file_contents(self.weight_file(place))
+
+    def shipped_digests(self, place: Path) -> dict[str, str]:
+        from kl_lens.targets.mlx.contents import digests
+
+        return digests(self.weight_file(place))
+
+    def is_all_floating(self, place: Path) -> bool:
+        """From the configuration: a folder may have no record."""
+        config = json.loads((self.weight_file(place).parent / "config.json").read_text(encoding="utf-8"))
+        return not config.get("quantization") and not config.get("quantization_config")
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def open(self, place: Path, settings: SessionSettings, *, cold: bool = False) -> Session:
+        from kl_lens.targets.mlx.session import MLXSession
+
+        return MLXSession(self.weight_file(place).parent, device=settings.device, exact=settings.exact)
+
+    @property
+    def version(self) -> str:
+        try:
+            return f"{metadata.version('mlx')}, mlx-lm {metadata.version('mlx-lm')}"
+        except metadata.PackageNotFoundError:
+            return "none"
+
+    def health(self) -> Health:
+        basic = super().health()
+        if basic.problem:
+            return basic
+        import mlx.core as mx
+
+        fact = (
+            "computes on the GPU with --device GPU"
+            if mx.metal.is_available()
+            else "no Apple GPU: the CPU only, slow"
+        )
+        return Health(f"mlx {self.version}", (fact,))
+
+    def check_device(self, settings: SessionSettings) -> str | None:
+        import mlx.core as mx
+
+        if settings.device == GPU and not mx.is_available(mx.gpu):
+            raise TargetError("--device GPU: MLX finds no GPU on this machine; it runs on CPU")
+        return None if settings.device in (CPU, GPU) else f"MLX runs on CPU or GPU, not on {settings.device}"
+
+    def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
+        return None if settings.exact or settings.device == CPU else replace(settings, exact=True)

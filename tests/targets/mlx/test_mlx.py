@@ -1,0 +1,264 @@
+"""Folders for mlx-lm, opened by `mlx_lm` itself; weights bit for bit, logits as in PyTorch, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.cli.main import main
+from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.formats.affine import AffineFormat
+from kl_lens.recipes import FP16, Recipe, fitting_recipe
+from kl_lens.records import Plan
+from kl_lens.resources import reference_path
+from kl_lens.targets import (
+    SessionSettings,
+    describe_target,
+    export,
+    get_target,
+    open_session,
+    read_artifact,
+    target_of,
+    usual_targets,
+)
+from kl_lens.targets.gguf.target import GGUFTarget
+from kl_lens.targets.openvino.target import OpenVINOTarget
+from tests.families import tiny_model, token_ids
+
+mx = pytest.importorskip("mlx.core", reason="needs the extra mlx")
+
+FORMATS = ("affine4-g32", "affine8-g64", "affine3-g32", "affine5-g32", "affine2-g32", "affine6-g32", FP16)
+FAMILIES = (
+    "mamba", "falcon_mamba", "mamba2", "jamba", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next",
+)  # fmt: skip
+
+
+def _in_turn(model: LoadedModel) -> Plan:
+    candidates = model.anatomy.candidates
+    return Plan("mixed", {c.name: FORMATS[i % len(FORMATS)] for i, c in enumerate(candidates)}, "test")
+
+
+def _with_values(model: LoadedModel, realised: dict[str, str]) -> None:
+    """The model computes with the stored weights from now on."""
+    for component in model.anatomy.candidates:
+        values = model.weights.values(component.name, Recipe.parse(realised[component.name]))
+        for parameter in model.parameters_of(component):
+            parameter.data.copy_(values)
+
+
+def _dequantized(module: Any) -> np.ndarray:
+    scales, biases = (part.astype(mx.float32) for part in (module.scales, module.biases))
+    values = mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits)
+    return np.array(values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    net = tiny_model(family)
+    for name, parameter in net.named_parameters():  # what is not quantized is float16 in the file
+        # Qwen's norms are, too, after mlx-lm added 1 to them.
+        parameter.data.copy_((parameter * 512).round() / 512 if "norm" in name else parameter.half())
+    model = LoadedModel(family, Path(), net, None)
+    plan = _in_turn(model)
+    artifact = export(model, plan, "mlx", tmp_path)
+    assert artifact.realised_bytes == get_target("mlx").file_bytes(model, plan)
+    realised = {tensor.component: tensor.realised for tensor in artifact.tensors}
+    modules = dict(load_model(tmp_path)[0].named_modules())
+    checked = 0
+    for tensor in artifact.tensors:
+        grid = Recipe.parse(tensor.realised).grid if tensor.realised != "fp32" else None
+        if not isinstance(grid, AffineFormat):
+            continue
+        module = modules[tensor.runtime_name.removesuffix(".weight")]
+        assert (module.bits, module.group_size) == (grid.bits, grid.group_size)
+        ours = model.weights.values(tensor.component, Recipe.parse(tensor.realised))
+        # A matrix may be a part of its component: rows of a gate above those of the matrix beside it.
+        rows = {row.tobytes() for row in ours.reshape(-1, ours.shape[-1]).numpy()}
+        found = _dequantized(module)
+        assert {row.tobytes() for row in found.reshape(-1, found.shape[-1])} <= rows
+        checked += 1
+    assert checked >= 4
+    ids = token_ids(1, 24)
+    with torch.no_grad():
+        _with_values(model, realised)
+        expected = model.chain.full_logits(ids)[0].numpy()
+    tokens = ids[0].tolist()
+    with get_target("mlx").open(tmp_path, SessionSettings()) as session:  # type: ignore[attr-defined]
+        whole = session.logits(tokens)
+        np.testing.assert_allclose(whole, expected, atol=2e-4)
+        session.reset()
+        steps = [session.prefill(tokens[:10]), *(session.step(token) for token in tokens[10:])]
+        np.testing.assert_allclose(np.stack(steps), whole[9:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mamba2_groups", "computes something else than PyTorch"),  # its norm ignores groups
+        ("falcon_h1", "computes something else than PyTorch"),  # the same
+        (
+            "jamba_experts",
+            "computes something else than PyTorch",
+        ),  # it normalises the weights of chosen experts
+        ("zamba2", "Model type zamba2 not supported"),
+    ],
+)
+def test_what_mlx_lm_computes_otherwise_is_refused(family: str, reason: str, tmp_path: Path) -> None:
+    model = LoadedModel(family, Path(), tiny_model(family), None)
+    with pytest.raises(UnsupportedError, match=reason):
+        export(model, Plan("p", {}, "test"), "mlx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> LoadedModel:
+    return load("reference:hybrid")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("4bit", {"q_bits": 4}), ("mixed_3_6", {"quant_predicate": "mixed_3_6", "q_group_size": 64})],
+)
+def test_stock_recipes_are_what_mlx_lm_converts_to(
+    name: str, how: dict[str, Any], hybrid: LoadedModel, tmp_path: Path
+) -> None:
+    import mlx_lm
+
+    target = get_target("mlx")
+    stock = {recipe.name: recipe for recipe in target.stock_recipes(hybrid)}[name]
+    export(hybrid, Plan(name, dict(stock.assignment), "test"), "mlx", tmp_path / "ours")
+    theirs = tmp_path / "theirs"
+    mlx_lm.convert(str(reference_path("hybrid")), str(theirs), quantize=True, dtype="float16", **how)
+    ours, converted = (mx.load(str(tmp_path / side / "model.safetensors")) for side in ("ours", "theirs"))
+    assert set(ours) == set(converted)
+    for tensor, array in ours.items():
+        assert array.dtype == converted[tensor].dtype
+        assert bool(mx.array_equal(array, converted[tensor])), tensor
+    _, tokenizer = mlx_lm.load(str(tmp_path / "ours"))
+    assert tokenizer.decode(tokenizer.encode("The history of the city")) == "The history of the city"
+    # What mlx-lm made is opened by its file, without a record of ours. Its config.json is the checkpoint's, in which
+    # mlx-lm 0.32.2 does not find the base of the rotary embedding (rope_parameters): it silently takes another one.
+    file = theirs / "model.safetensors"
+    assert target_of(file) is target
+    assert not target.is_all_floating(file)
+    with open_session(file) as foreign, open_session(tmp_path / "ours") as own:  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(foreign.logits([1]), own.logits([1]))
+    sizes = target.contents(file)
+    assert (
+        sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * hybrid.config.num_hidden_layers
+    )  # keys, values, float16
+    assert sizes.weight_bytes_per_token == pytest.approx(target.loaded_bytes(file), rel=0.01)
+
+
+def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
+    """Falcon-H1: rows of one matrix with factors of their own; quantized after that, as the file has them.
+
+    mlx-lm forgets those of keys and values; our files have them.
+    """
+    torch.manual_seed(0)
+    config = transformers.FalconH1Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16,
+        mamba_n_groups=1, mamba_chunk_size=16, mamba_rms_norm=False, tie_word_embeddings=False,
+        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 1.2], ssm_in_multiplier=1.3, ssm_out_multiplier=0.6,
+        mlp_multipliers=[0.7, 1.4], embedding_multiplier=2.0, lm_head_multiplier=0.5, key_multiplier=0.4,
+        attention_in_multiplier=0.8, pad_token_id=0,
+    )  # fmt: skip
+    net = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = LoadedModel("falcon_h1", Path(), net, None)
+    plan = Plan("p", {c.name: "affine8-g32" for c in model.anatomy.candidates}, "test")
+    artifact = export(model, plan, "mlx", tmp_path)
+    folded = {
+        tensor.component
+        for tensor in artifact.tensors
+        if tensor.realised == "affine8-g32" and not tensor.weights
+    }
+    assert {name.rpartition(".")[2] for name in folded} >= {
+        "in_proj",
+        "out_proj",
+        "gate_proj",
+        "down_proj",
+        "lm_head",
+    }
+    ids = token_ids(1, 16)
+    with torch.no_grad():
+        expected = model.chain.full_logits(ids)[0].log_softmax(-1)
+    with open_session(tmp_path) as session:  # type: ignore[attr-defined]
+        found = torch.from_numpy(session.logits(ids[0].tolist())).log_softmax(-1)
+    assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 1e-4
+
+
+def test_what_it_does_not_hold_is_said(hybrid: LoadedModel, tmp_path: Path) -> None:
+    target = describe_target("mlx")
+    name = hybrid.anatomy.candidates[1].name
+    with pytest.raises(TargetError, match=r"MLX has no format 'q4_k'.*kl-lens plan --target mlx"):
+        export(hybrid, Plan("p", {name: "q4_k"}, "test"), "mlx", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert target.check_device(SessionSettings("NPU")) == "MLX runs on CPU or GPU, not on NPU"
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(TargetError, match="MLX finds no GPU"):
+            target.check_device(SessionSettings("GPU"))
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(TargetError, match="mlx-lm cannot load it"):
+        open_session(tmp_path / "model.safetensors")
+
+
+def test_a_run_makes_files_for_mlx_only_if_asked_or_if_there_is_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert usual_targets() == ("openvino", "gguf")
+    for target in (OpenVINOTarget, GGUFTarget):
+        monkeypatch.setattr(target, "packages", ("no_such_package",))
+    assert usual_targets() == ("mlx",)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("mlx") / "run"
+    whole = ["export", "reference:hybrid", "--run", str(run), "--target", "mlx", "--format", "affine4-g64"]
+    assert main(whole) == 0
+    return run / "artifacts/mlx/uniform_affine4-g64"
+
+
+def test_a_folder_is_judged_beside_pytorch_and_generates(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {t.realised for t in read_artifact(exported).tensors} >= {"affine4-g64"}
+    assert json.loads((exported / "config.json").read_text())["quantization"]["bits"] == 4
+    assert main(["generate", str(exported), "--prompt", "The history", "--max-new-tokens", "3"]) == 0
+    judge = [
+        "--model",
+        "reference:hybrid",
+        "--perplexity",
+        "wikitext2:test",
+        "--divergence",
+        "--window",
+        "64",
+    ]
+    assert main(["evaluate", str(exported), *judge, "--limit", "2"]) == 0
+    assert "mlx" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.slow
+def test_a_folder_is_timed_and_doctor_knows_the_runtime(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--threads", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1"]
+    assert main(["benchmark", str(exported), *short]) == 0
+    main(["doctor"])
+    assert "mlx-lm" in capsys.readouterr().out
+
+
+def test_groups_that_do_not_fit_become_smaller_and_then_fp16() -> None:
+    assert fitting_recipe(Recipe("affine4-g128", "gptq"), (8, 96))[0] == "affine4-g32+gptq"
+    assert fitting_recipe(Recipe("affine4-g128", "gptq"), (8, 48))[0] == FP16
