@@ -186,6 +186,11 @@ def _quiet_libraries() -> None:
 
         library.set_verbosity_error()
         library.disable_progress_bar()
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub import utils as hub
+
+        hub.disable_progress_bars()  # type: ignore[attr-defined]  # ours are shown
+        hub.logging.set_verbosity_error()
     logging.getLogger("nncf").setLevel(logging.ERROR)
 
 

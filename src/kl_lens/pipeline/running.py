@@ -53,7 +53,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.targets import get_target, menu_of, read_artifact
+from kl_lens.targets import describe_target, get_target, menu_of, read_artifact
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -118,6 +118,14 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     )
     again: bool = _proof(False, "repeat stages that are already done")
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets of --targets, or all that are installed."""
+        named = chosen_targets(self.targets)
+        return (
+            named if self.targets is not None else tuple(t for t in named if not describe_target(t).lacks())
+        )
+
     def menu_of(self, target: str | None) -> Sequence[str]:
         """The formats that a target's plans choose from."""
         if target is None:
@@ -137,7 +145,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
-        for target in chosen_targets(self.targets):
+        for target in self.wanted:
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
@@ -193,7 +201,10 @@ class _RunStages:
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
-        usable = [t for t in chosen_targets(settings.targets) if self._export(t, [UNIFORM_FP16], "fp16")]
+        for name in chosen_targets(settings.targets):
+            if name not in settings.wanted:
+                self.events.fail(f"left out: {describe_target(name).lacks()}")
+        usable = [t for t in settings.wanted if self._export(t, [UNIFORM_FP16], "fp16")]
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]

@@ -20,7 +20,10 @@ from kl_lens.environment import processors
 from kl_lens.errors import KLLensError
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
 
-VERB_MODEL = "folder, hub id, or reference:mamba, reference:mamba2, reference:hybrid, reference:hymba, reference:vision"
+VERB_MODEL = (
+    "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
+    "reference:hymba, reference:vision"
+)
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 

@@ -89,15 +89,19 @@ class Target(ABC):
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
 
-    def require(self) -> None:
-        """Raises UnsupportedError, with what to install, if packages are missing."""
+    def lacks(self) -> str | None:
+        """None, or that packages are missing and what to type."""
         try:
             for package in self.packages:
                 importlib.import_module(package)
-        except ImportError as error:
-            raise UnsupportedError(
-                f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
-            ) from error
+        except ImportError:
+            return f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
+        return None
+
+    def require(self) -> None:
+        """Raises UnsupportedError, with what to install, if packages are missing."""
+        if reason := self.lacks():
+            raise UnsupportedError(reason)
 
     def prepare(self) -> None:
         """Loads its libraries, so that memory measured afterwards is the model's alone."""
