@@ -236,6 +236,15 @@ class Target(ABC):
     def weight_file(self, place: Path) -> Path:
         """The file that holds the weights, of an exported folder or a bare file."""
 
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        """Shell commands that generate text with files from a repository on the hub."""
+        folder = repository.rpartition("/")[2]
+        return (
+            f"pip install 'kl-lens[{self.extra}]'\n"
+            f"hf download {repository} --local-dir {folder}\n"
+            f'kl-lens generate {folder} --prompt "The history of the city"'
+        )
+
     def is_all_floating(self, place: Path) -> bool:
         """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""
         return all(tensor.realised.lower() in FLOATS for tensor in read_artifact(place).tensors)

@@ -1,0 +1,118 @@
+"""`kl-lens publish`: a file with its proof, to a folder and, with the real client, to a small hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pyarrow.parquet
+import pytest
+from huggingface_hub import ModelCard
+
+from kl_lens.cli.main import main
+from kl_lens.runs import Run
+from tests.hub_server import Hub
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run with a recommended GGUF, a stock recipe and their scores."""
+    run = tmp_path_factory.mktemp("publish") / "run"
+    settings = (
+        "--targets gguf --max-bytes 140kB --formats q4_0,q8_0 --windows 1 --window-length 32 --rivals usual"
+    )
+    text = "--held-out-windows 2 --evaluation-windows 1 --without benchmark,report --threads 1"
+    assert main(["run", str(tiny_folder), "--run", str(run), *settings.split(), *text.split()]) == 0
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "run")
+
+
+@pytest.fixture
+def signed_in(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return hub
+
+
+def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
+    words = [
+        "publish",
+        str(run),
+        "gguf",
+        "--to",
+        "me/tiny",
+        "--dry-run",
+        "--base-model",
+        "org/tiny",
+        "--license",
+        "mit",
+    ]
+    assert main(words) == 0
+    folder = run / "published/gguf"
+    (file,) = folder.glob("*.gguf")
+    assert file.read_bytes() == next((run / "artifacts/gguf/recommended-gguf").glob("*.gguf")).read_bytes()
+
+    card = ModelCard.load(folder / "README.md")
+    about = card.data.to_dict()
+    assert (about["base_model"], about["base_model_relation"]) == ("org/tiny", "quantized")
+    assert (about["library_name"], about["license"]) == ("gguf", "mit")
+    assert {"quantized", "gguf", "mamba"} <= set(about["tags"])
+    for part in (
+        "**this file**",
+        "Q4_K_M",
+        "size-against-kl.svg",
+        f"--hf-file {file.name}",
+        "wikitext2:test",
+        "kl-lens run",
+    ):
+        assert part in card.text, part
+    assert str(run) not in card.text, "no place on somebody's disk"
+
+    picture = ElementTree.parse(folder / "size-against-kl.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "this file" in "".join(picture.itertext())
+    rows = pyarrow.parquet.read_table(folder / "sensitivities.parquet").to_pylist()
+    assert {row["recipe"] for row in rows} >= {"q4_0", "q8_0"}
+    assert all(row["kl_teacher_to_student"] >= 0 for row in rows)
+    assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-gguf"
+    assert main(words) == 0, "again, over the same files"
+
+
+def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["publish", str(run), "gguf", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
+    repository = signed_in.repositories["me/tiny"]
+    assert repository.private
+    folder = run / "published/gguf"
+    assert repository.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_published_says_why(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        assert main(["publish", str(run), "gguf", *words]) == 1
+        (line,) = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("kl-lens publish: ")
+        ][-1:]
+        return line
+
+    assert "expected ORG/NAME" in said("--to", "tiny")
+    assert "me/ti ny" in said("--to", "me/ti ny")
+    assert "small" in said("--to", "me/tiny", "--plan", "small")
+    assert "run `hf auth login`" in said("--to", "me/tiny")
+    assert not hub.repositories
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    hub.problems = ['"license" must be one of …']
+    assert "license" in said("--to", "me/tiny")
+    assert not hub.repositories, "the card comes first"
+    with Run.open(run) as journal:
+        journal.forget_results("score")
+    assert "was not evaluated" in said("--to", "me/tiny", "--dry-run")
+    next((run / "artifacts/gguf/recommended-gguf").glob("*.gguf")).write_bytes(b"GGUF")
+    assert "was changed after the export" in said("--to", "me/tiny", "--dry-run")
