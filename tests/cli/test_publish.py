@@ -13,19 +13,23 @@ from huggingface_hub import ModelCard
 
 from kl_lens.cli.main import main
 from kl_lens.runs import Run
+from kl_lens.text import wikitext2
+from tests.byte_level import save_tokenizer
+from tests.families import tiny_model
 from tests.hub_server import Hub
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a recommended GGUF, a stock recipe and their scores."""
-    run = tmp_path_factory.mktemp("publish") / "run"
-    settings = (
-        "--targets gguf --max-bytes 140kB --formats q4_0,q8_0 --windows 1 --window-length 32 --rivals usual"
-    )
-    text = "--held-out-windows 2 --evaluation-windows 1 --without benchmark,report --threads 1"
-    assert main(["run", str(tiny_folder), "--run", str(run), *settings.split(), *text.split()]) == 0
-    return run
+    folder = tmp_path_factory.mktemp("publish")
+    tiny_model("mamba").save_pretrained(folder / "tiny")
+    save_tokenizer(folder / "tiny", [document.text for document in wikitext2("valid").documents[:20]])
+    settings = "--targets gguf --budget 60% --formats q4_0,q8_0 --windows 1 --window-length 32 --threads 1"
+    text = "--held-out-windows 2 --evaluation-windows 1 --without benchmark,report"
+    words = ["run", str(folder / "tiny"), "--run", str(folder / "run"), *settings.split(), *text.split()]
+    assert main(words) == 0
+    return folder / "run"
 
 
 @pytest.fixture

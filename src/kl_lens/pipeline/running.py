@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,6 +41,7 @@ from kl_lens.pipeline.settings import (
     THREADS,
     HeldOut,
     OfModel,
+    as_yaml,
     chosen_targets,
     command_of,
     grouped,
@@ -54,6 +55,7 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.targets import describe_target, get_target, menu_of, read_artifact
+from kl_lens.writing import write_text
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -176,6 +178,9 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult:
         journal.identify(model_identity(model))
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
+        # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
+        pinned = replace(settings, model=model.source or settings.model, revision=None)
+        write_text(folder / "run.yaml", as_yaml(pinned))
         stages = Stages(folder, bench, events, again=settings.again)
         with going_on(folder):
             plans, exported = _RunStages(settings, model, stages, events).run()

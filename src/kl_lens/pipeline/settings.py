@@ -356,6 +356,18 @@ def command_of(settings: Settings) -> list[str]:
     return [settings.verb, *alone, *flagged]
 
 
+def as_yaml(settings: Settings) -> str:
+    """The settings under the names of their flags, those left empty not named."""
+    import yaml  # only `run` needs it
+
+    values = {}
+    for each, value in values_of(settings):
+        if value is not None and (value != () or value != each.default):
+            plain = isinstance(value, bool | int | float) and str(value) == each.kind.spell(value)
+            values[each.title] = value if plain else each.spelled(value)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
 loading = grouped("loading the model")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +89,16 @@ class Target(ABC):
     published: PublishedProgram | None = None  # the benchmark that publications quote
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
+
+    @property
+    def runtimes(self) -> list[str]:
+        """The packages of its extra."""
+        try:
+            lines = metadata.requires("kl-lens") or []
+        except metadata.PackageNotFoundError:  # run from its source
+            return list(self.packages)
+        of_extra = re.compile(rf"""extra == ['"]{self.extra}['"]""")
+        return [re.split(r"[^\w.-]", line)[0] for line in lines if of_extra.search(line)]
 
     def lacks(self) -> str | None:
         """None, or that packages are missing and what to type."""
