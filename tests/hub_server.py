@@ -176,7 +176,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 name = f"{asked['organization']}/{asked['name']}"
                 known = name in hub.repositories
                 if not known:
-                    hub.add(name, private=asked.get("private") or False)
+                    hub.add(name, private=asked.get("visibility") == "private")
                 self._json({"url": f"{hub.url}/{name}"}, 409 if known else 200)
             elif match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
                 modes = {

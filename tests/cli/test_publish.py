@@ -13,23 +13,26 @@ from huggingface_hub import ModelCard
 
 from kl_lens.cli.main import main
 from kl_lens.runs import Run
-from kl_lens.text import wikitext2
-from tests.byte_level import save_tokenizer
-from tests.families import tiny_model
+from kl_lens.targets import read_artifact
 from tests.hub_server import Hub
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a recommended GGUF, a stock recipe and their scores."""
-    folder = tmp_path_factory.mktemp("publish")
-    tiny_model("mamba").save_pretrained(folder / "tiny")
-    save_tokenizer(folder / "tiny", [document.text for document in wikitext2("valid").documents[:20]])
-    settings = "--targets gguf --budget 60% --formats q4_0,q8_0 --windows 1 --window-length 32 --threads 1"
-    text = "--held-out-windows 2 --evaluation-windows 1 --without benchmark,report"
-    words = ["run", str(folder / "tiny"), "--run", str(folder / "run"), *settings.split(), *text.split()]
-    assert main(words) == 0
-    return folder / "run"
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run with a recommended IR, a stock recipe and their scores."""
+    run = str(tmp_path_factory.mktemp("publish") / "run")
+    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "2", "--window-length", "32"]
+    held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
+    target = ["--run", run, "--target", "openvino"]
+    for words in (
+        ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
+        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals", *held_out],
+        ["export", *target, "--plan", "recommended-openvino,stock.int8_sym", "--fallback"],
+        ["evaluate", "--run", run, "--plan", "recommended-openvino,stock.int8_sym", "--targets", "openvino",
+         "--perplexity", "wikitext2:test", "--divergence", "", "--window", "32", "--limit", "2", "--threads", "1"],
+    ):  # fmt: skip
+        assert main(words) == 0, words
+    return Path(run)
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     words = [
         "publish",
         str(run),
-        "gguf",
+        "openvino",
         "--to",
         "me/tiny",
         "--dry-run",
@@ -57,22 +60,23 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
         "mit",
     ]
     assert main(words) == 0
-    folder = run / "published/gguf"
-    (file,) = folder.glob("*.gguf")
-    assert file.read_bytes() == next((run / "artifacts/gguf/recommended-gguf").glob("*.gguf")).read_bytes()
+    folder = run / "published/openvino"
+    exported = run / "artifacts/openvino/recommended-openvino"
+    for file in read_artifact(exported).files:
+        assert (folder / file).read_bytes() == (exported / file).read_bytes()
 
     card = ModelCard.load(folder / "README.md")
     about = card.data.to_dict()
     assert (about["base_model"], about["base_model_relation"]) == ("org/tiny", "quantized")
-    assert (about["library_name"], about["license"]) == ("gguf", "mit")
-    assert {"quantized", "gguf", "mamba"} <= set(about["tags"])
+    assert (about["library_name"], about["license"]) == ("openvino", "mit")
+    assert {"quantized", "openvino", "mamba"} <= set(about["tags"])
     for part in (
         "**this file**",
-        "Q4_K_M",
+        "INT8_SYM",
         "size-against-kl.svg",
-        f"--hf-file {file.name}",
+        "hf download me/tiny",
         "wikitext2:test",
-        "kl-lens run",
+        "kl-lens plan",
     ):
         assert part in card.text, part
     assert str(run) not in card.text, "no place on somebody's disk"
@@ -81,17 +85,17 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     assert "this file" in "".join(picture.itertext())
     rows = pyarrow.parquet.read_table(folder / "sensitivities.parquet").to_pylist()
-    assert {row["recipe"] for row in rows} >= {"q4_0", "q8_0"}
+    assert {row["recipe"] for row in rows} >= {"int4", "int8"}
     assert all(row["kl_teacher_to_student"] >= 0 for row in rows)
-    assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-gguf"
+    assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-openvino"
     assert main(words) == 0, "again, over the same files"
 
 
 def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["publish", str(run), "gguf", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
+    assert main(["publish", str(run), "openvino", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
     repository = signed_in.repositories["me/tiny"]
     assert repository.private
-    folder = run / "published/gguf"
+    folder = run / "published/openvino"
     assert repository.files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
 
@@ -100,7 +104,7 @@ def test_what_cannot_be_published_says_why(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*words: str) -> str:
-        assert main(["publish", str(run), "gguf", *words]) == 1
+        assert main(["publish", str(run), "openvino", *words]) == 1
         (line,) = [
             line for line in capsys.readouterr().err.splitlines() if line.startswith("kl-lens publish: ")
         ][-1:]
@@ -118,5 +122,5 @@ def test_what_cannot_be_published_says_why(
     with Run.open(run) as journal:
         journal.forget_results("score")
     assert "was not evaluated" in said("--to", "me/tiny", "--dry-run")
-    next((run / "artifacts/gguf/recommended-gguf").glob("*.gguf")).write_bytes(b"GGUF")
+    (run / "artifacts/openvino/recommended-openvino/openvino_model.bin").write_bytes(b"other")
     assert "was changed after the export" in said("--to", "me/tiny", "--dry-run")

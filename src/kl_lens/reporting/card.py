@@ -172,9 +172,7 @@ def _done(view: RunView, plan: PlanView) -> str:
     }
     proof = "The file holds bit for bit the weights that were measured."
     if verdicts:
-        proof += (
-            f" Does the runtime agree with the same weights in PyTorch? {_cell('; '.join(sorted(verdicts)))}."
-        )
+        proof += f" Against the same weights in PyTorch, it {_cell('; '.join(sorted(verdicts)))}."
     target = answer.target_of(plan).removesuffix(".")
     return "\n\n".join(
         [

@@ -149,9 +149,9 @@ class OpenVINOTarget(Target):
             return super().how_to_run(repository, artifact)
         folder = repository.rpartition("/")[2]
         return (
-            f"pip install openvino-genai\nhf download {repository} --local-dir {folder}\n"
-            f'python -c \'import openvino_genai as og; print(og.LLMPipeline("{folder}", "CPU")'
-            '.generate("The history of the city", max_new_tokens=40))\''
+            f"pip install openvino-genai huggingface_hub\nhf download {repository} --local-dir {folder}\n"
+            f'python -c \'import openvino_genai as og\npipe = og.LLMPipeline("{folder}", "CPU")\n'
+            'print(pipe.generate("The history of the city", max_new_tokens=40))\''
         )
 
     def contents(self, place: Path) -> Contents:
