@@ -22,6 +22,7 @@ import transformers  # noqa: E402
 
 from kl_lens.profiling import benchmark, machine  # noqa: E402
 from tests.families import tiny_model  # noqa: E402
+from tests.hub_server import Hub, serving  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -63,6 +64,22 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """An empty hub for the real client, whose cache is empty too."""
+    with serving() as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+            "HF_HUB_DISABLE_XET": True,  # files travel over plain HTTP
+        }.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub
 
 
 @pytest.fixture

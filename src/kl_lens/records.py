@@ -203,9 +203,13 @@ class SensitivityTable:
         return tuple(dict.fromkeys(m.format for m in self.measurements))
 
     def to_pandas(self) -> Any:
-        """A DataFrame with one row per component and recipe: every metric, and its standard error as `…_se`."""
+        """A DataFrame of `rows`."""
         import pandas  # optional dependency
 
+        return pandas.DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per component and recipe: every metric, and its standard error as `…_se`."""
         components = {c.name: c for c in self.components}
         rows = []
         for m in self.measurements:
@@ -215,7 +219,7 @@ class SensitivityTable:
             for name, metric in m.metrics.items():
                 row |= {name: metric.value, f"{name}_se": metric.standard_error}
             rows.append(row)
-        return pandas.DataFrame(rows)
+        return rows
 
 
 # Metrics of a Measurement. Both KLs are means per token in nats; "teacher" is the original model.

@@ -148,6 +148,7 @@ def _finish(folder: Path) -> None:
         if place.is_dir():
             shutil.rmtree(place)
         os.replace(path, place)
+        path.unlink(missing_ok=True)  # of two links to one file, rename leaves both
     decided.rmdir()
 
 

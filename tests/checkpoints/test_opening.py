@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from kl_lens.checkpoints import load, load_tokenizer, opening
+from kl_lens.checkpoints import load
 from kl_lens.checkpoints.streaming import CheckpointTensors
 from kl_lens.errors import CheckpointError
-from kl_lens.resources import reference_path
 from tests.families import CONFIGS, tiny_model, token_ids
 
 
@@ -179,20 +178,6 @@ def test_a_tokenizer_file_can_be_passed(tmp_path: Path, shared: Path) -> None:
     _as_mamba_ssm(tmp_path / "original", "mamba", pickled=False)
     model = load(tmp_path / "original", tokenizer=shared / "data/tokenizers/gpt_neox_20b_tokenizer.json")
     assert model.require_tokenizer().decode(model.tokenizer("Hello world")["input_ids"]) == "Hello world"
-
-
-def test_of_a_tokenizer_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
-        return str(reference_path("mamba"))
-
-    monkeypatch.setattr(opening, "snapshot_download", download)
-    tokenizer = load_tokenizer(Path("nowhere"), "EleutherAI/gpt-neox-20b", trust_remote_code=False)
-    assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"
-    assert "*.json" in asked
-    assert not {"*.safetensors", "*.bin"} & set(asked)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_lens.cli.flags import as_yaml, file_values
+from kl_lens.cli.flags import file_values
 from kl_lens.cli.main import USUAL, VERBS, build_parser, main, parse, settings_from
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline import (
@@ -18,7 +18,7 @@ from kl_lens.pipeline import (
     command_of,
     settings as settings_module,
 )
-from kl_lens.pipeline.settings import options_of
+from kl_lens.pipeline.settings import as_yaml, options_of
 from kl_lens.pipeline.verbs import HOMES, perform, settings_of
 
 COMMANDS = [

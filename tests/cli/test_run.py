@@ -81,6 +81,11 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
     assert "INT4_SYM-G128" in report  # a rival, on the chart
 
 
+def test_the_folder_holds_the_settings_that_repeat_the_run(finished: Path, tiny_folder: Path) -> None:
+    asked = settings_from(parse(words(finished, tiny_folder, "--paper")))
+    assert settings_from(parse(["run", "--config", str(finished / "run.yaml")])) == asked
+
+
 def test_the_checkpoint_is_opened_once(
     finished: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

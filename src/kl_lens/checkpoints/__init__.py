@@ -3,7 +3,7 @@
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import BlockCalls, Chain
 from kl_lens.checkpoints.linking import States
-from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, model_folder, own_images
+from kl_lens.checkpoints.opening import LoadedModel, load, load_tokenizer, model_folder, own_images, pinned
 from kl_lens.checkpoints.tasks import ImageTask, LanguageTask, Task
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "load_tokenizer",
     "model_folder",
     "own_images",
+    "pinned",
 ]

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from kl_lens.errors import CheckpointError, one_line
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = ("model.safetensors", "pytorch_model.bin")
 # Settings that count layers, which have at least one tensor each, and settings that are the length of an axis.
 _LAYER_COUNT = re.compile(r"^n(um)?_(\w+_)?layers?$")
 _AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
@@ -43,15 +43,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files, safetensors before pickles. Raises if one is missing or outside the folder."""
-    for name in _INDEXES:
+    for name in INDEXES:
         index = folder / name
         if index.is_file():
             return [_inside(folder, path) for path in _shards(index)]
-    for name in _SINGLE:
+    for name in SINGLE:
         if (folder / name).is_file():
             return [_inside(folder, folder / name)]
     raise CheckpointError(
-        f"{folder} has a config.json but no weights ({' or '.join(_SINGLE)}, or shards with an index); "
+        f"{folder} has a config.json but no weights ({' or '.join(SINGLE)}, or shards with an index); "
         "download the weights too"
     )
 

@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.hub import Watch, download, pinned_name
 from kl_lens.checkpoints.norms import groups_of, normalise_per_group
 from kl_lens.checkpoints.residency import (
     AUTO,
@@ -50,8 +42,6 @@ from kl_lens.resources import reference_path
 from kl_lens.weights import WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
-# Everything but weights; weights are asked for by name, safetensors first.
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "README.md"]
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
 _HARMLESS = re.compile(
     r"(\.inv_freq|\.masked_bias|\.attn(ention)?\.bias|\.position_ids|\.num_batches_tracked)$|^mtp\."
@@ -61,7 +51,6 @@ _LOADERS: dict[str, Any] = {
     IMAGE: transformers.AutoModelForImageClassification,
 }
 _LARGEST_TOKEN = 2**24  # sixty times the largest known vocabulary
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 @dataclass
@@ -198,7 +187,7 @@ def load(
     """Opens a causal language model, or an image classifier.
 
     Args:
-        source: a folder, a hub id (`state-spaces/mamba-130m-hf`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
+        source: a folder, a hub id (`org/name` or `org/name@revision`), or `reference:mamba|mamba2|hybrid|hymba|vision`.
         dtype: data type for computing. Use float32: half precision hides the damage of 8 bits in its own noise.
         device: where to compute; `auto`: the GPU if there is one and the model fits.
         revision: branch, tag or commit on the hub.
@@ -221,7 +210,8 @@ def load(
     folder = model_folder(source, revision=revision)
     config = read_config(folder)
     is_folder = os.path.isdir(os.path.expanduser(source))
-    name = folder.name if is_folder else str(source)
+    known = pinned_name(folder) if _is_on_hub(source) else str(source)  # opens the same weights again
+    name = folder.name if is_folder else known.partition("@")[0]
     chosen = _dtype(dtype)
     place = _chosen_device(folder, chosen, weights) if device == AUTO else _device(device)
     check_sizes(folder, config)
@@ -259,7 +249,7 @@ def load(
         model=model,
         tokenizer=load_tokenizer(folder, tokenizer, trust_remote_code),
         layout=layout,
-        source=str(folder.resolve()) if is_folder else str(source),
+        source=str(folder.resolve()) if is_folder else known,
         tokenizer_source=None if tokenizer is None else str(tokenizer),
         fast=fast,
         classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
@@ -273,7 +263,7 @@ def own_images(source: str | Path) -> str | None:
     return DIGITS if str(source) == "reference:vision" else None
 
 
-def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
+def model_folder(source: str | Path, *, revision: str | None = None, watch: Watch | None = None) -> Path:
     """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
     if text.startswith("reference:"):
@@ -287,42 +277,17 @@ def model_folder(source: str | Path, *, revision: str | None = None) -> Path:
         return path
     if os.path.isfile(path):
         raise CheckpointError(f"{text} is a file; give the folder with config.json and the weights")
-    if not _HUB_ID.match(text) or text.startswith((".", "/")):
-        raise CheckpointError(f"{text}: no such folder, and not a hub id (owner/name)")
-    return _download(text, revision)
+    return download(text, revision, watch=watch)
 
 
-def _download(repo: str, revision: str | None, *, weights: bool = True) -> Path:
-    """The hub's snapshot folder, with safetensors if the repository has them, else its .bin files."""
+def pinned(source: str | Path, revision: str | None, watch: Watch) -> str:
+    """A source whose content cannot change: of a hub id, `org/name@commit`, downloaded. Others stay as they are."""
+    folder = model_folder(source, revision=revision, watch=watch)
+    return pinned_name(folder) if _is_on_hub(source) else str(source)
 
-    def snapshot(patterns: list[str]) -> Path:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
 
-    at = f" at revision {revision}" if revision else ""
-    try:
-        folder = snapshot([*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
-        if weights and not any(folder.glob("*.safetensors")):
-            folder = snapshot([*_SMALL_FILES, "*.bin"])
-        return folder
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo}{at} is not a folder, is not in the local hub cache, and the hub cannot be reached; "
-            "check the spelling, go online once, or give a folder"
-        ) from error
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo} is gated; accept its terms on the hub and run `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo}: no such folder here and no such repository on the hub (private ones need `hf auth login`)"
-        ) from error
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(
-            f"{repo}{at} could not be downloaded from the hub: {one_line(error)}"
-        ) from error
+def _is_on_hub(source: str | Path) -> bool:
+    return not (str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source)))
 
 
 def _leave_on_disk(
@@ -461,7 +426,7 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
         except Exception as error:  # as below
             raise CheckpointError(f"{place} is not a tokenizer.json: {one_line(error)}") from error
     if override is not None and not os.path.isdir(place):
-        place = _download(str(override), None, weights=False)  # weights may be gigabytes
+        place = download(str(override), weights=False)  # weights may be gigabytes
     if not any((place / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if override is not None:
             raise CheckpointError(

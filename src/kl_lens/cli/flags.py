@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kl_lens.errors import KLLensError
-from kl_lens.pipeline.settings import Option, Settings, options_of, values_of
+from kl_lens.pipeline.settings import Option, Settings, options_of
 
 
 def add_arguments(
@@ -87,16 +87,6 @@ def _frozen(value: Any) -> Any:
 
 
 # -- YAML ------------------------------------------------------------------------------------------------------
-
-
-def as_yaml(settings: Settings) -> str:
-    """The settings under the names of their flags, those left empty not named."""
-    values = {}
-    for option, value in values_of(settings):
-        if value is not None and (value != () or value != option.default):
-            plain = isinstance(value, bool | int | float) and str(value) == option.kind.spell(value)
-            values[option.title] = value if plain else option.spelled(value)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def file_values(settings: type[Settings], file: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +41,7 @@ VERBS = {
     "benchmark": "measure speed and memory of exported files",
     "generate": "generate text with an exported file",
     "report": "write a run, or several side by side, as one HTML page",
+    "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
     "import-legacy": "read published sensitivity files into a run",
     "doctor": "check what is installed and what is slow, and say how to fix it",
     "runtime": "install a faster llama.cpp: built for this processor, or from a folder",
@@ -66,6 +67,36 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
+class _Say(argparse.Action):
+    """Prints a text that takes a while to make, and stops."""
+
+    def __init__(self, *words: Any, text: Callable[[Any], str], **named: Any) -> None:
+        super().__init__(*words, **named)
+        self._text = text
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(self._text(values), end="")
+        parser.exit()
+
+
+def _versions(_: object) -> str:
+    """Of KL Lens, of what measures, and of each target that is installed."""
+    from kl_lens.runs import provenance
+    from kl_lens.targets import TARGETS, describe_target
+
+    known = provenance()
+    installed = known["versions"]
+    shown = ["torch", "transformers", *(p for target in TARGETS for p in describe_target(target).runtimes)]
+    rest = "".join(f"{name} {installed[name]}\n" for name in dict.fromkeys(shown) if name in installed)
+    return f"kl-lens {__version__}\nPython {installed['python']} on {known['machine']}\n{rest}"
+
+
+def _completion(shell: str) -> str:
+    from kl_lens.cli.completion import completion
+
+    return completion(shell, build_parser())
+
+
 def build_parser(
     verbs: Collection[str] = tuple(VERBS), *, everything: bool = True
 ) -> argparse.ArgumentParser:
@@ -78,7 +109,20 @@ def build_parser(
         description="Makes Mamba and hybrid language models smaller: finds out which weights can drop to 4 or 8 bits, "
         "writes GGUF and OpenVINO files, and measures what they lose. Start with: kl-lens run MODEL --targets gguf",
     )
-    parser.add_argument("--version", action="version", version=f"kl-lens {__version__}")
+    parser.add_argument(
+        "--version",
+        action=_Say,
+        nargs=0,
+        text=_versions,
+        help="show the versions of KL Lens and the runtimes",
+    )
+    parser.add_argument(
+        "--completion",
+        action=_Say,
+        choices=("bash", "zsh", "fish"),
+        text=_completion,
+        help='print a script that completes commands: eval "$(kl-lens --completion bash)"',
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and library messages")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, help_text in VERBS.items():
@@ -166,7 +210,7 @@ def _show(terminal: Terminal, result: object, wants_json: bool = False) -> None:
 
 
 def _write_config(settings: Settings, place: str) -> None:
-    from kl_lens.cli.flags import as_yaml
+    from kl_lens.pipeline.settings import as_yaml
     from kl_lens.writing import write_text
 
     if place == "-":
@@ -186,6 +230,11 @@ def _quiet_libraries() -> None:
 
         library.set_verbosity_error()
         library.disable_progress_bar()
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub import utils as hub
+
+        hub.disable_progress_bars()  # type: ignore[attr-defined]  # ours are shown
+        hub.logging.set_verbosity_error()
     logging.getLogger("nncf").setLevel(logging.ERROR)
 
 

@@ -43,6 +43,7 @@ from kl_lens.pipeline.settings import (
     THREADS,
     HeldOut,
     OfModel,
+    as_yaml,
     chosen_targets,
     command_of,
     grouped,
@@ -56,7 +57,8 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
-from kl_lens.targets import get_target, menu_of, read_artifact, usual_targets
+from kl_lens.targets import describe_target, get_target, menu_of, read_artifact, usual_targets
+from kl_lens.writing import write_text
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
@@ -129,6 +131,16 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     again: bool = _proof(False, "repeat stages that are already done")
     estimate: bool = option(False, "only estimate time, memory and disk of every stage")
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The targets of --targets, or the usual ones that are installed."""
+        named = self.named
+        return named if self.targets else tuple(t for t in named if not describe_target(t).lacks())
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return chosen_targets(self.targets or usual_targets())
+
     def menu_of(self, target: str | None) -> Sequence[str]:
         """The formats that a target's plans choose from."""
         if target is None:
@@ -148,7 +160,7 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         super().check()
         if unknown := sorted(set(self.without) - set(OPTIONAL_STAGES)):
             raise KLLensError(f"--without {unknown[0]!r}: only {', '.join(OPTIONAL_STAGES)} can be skipped")
-        for target in chosen_targets(self.targets or usual_targets()):
+        for target in self.wanted:
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
@@ -184,6 +196,9 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
         settings = replace(settings, windows=windows)
         journal.note_command(["kl-lens", *command_of(settings)])  # and holds the lock until the end
         events.keep_in(folder)
+        # What repeats this run elsewhere: `kl-lens run --config RUN/run.yaml`.
+        pinned = replace(settings, model=model.source or settings.model, revision=None)
+        write_text(folder / "run.yaml", as_yaml(pinned))
         stages = Stages(folder, bench, events, again=settings.again)
         if new:
             with suppress(KLLensError):  # it cannot be estimated
@@ -204,15 +219,14 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
     if journal is not None and (known := journal.text_identity(CALIBRATION)):
         return int(known["windows"])
     length = settings.window_length or model.task.window_length
-    menus = [settings.menu_of(target) for target in chosen_targets(settings.targets or usual_targets())]
+    menus = [settings.menu_of(target) for target in settings.wanted]
     recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
 
 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
-    targets = chosen_targets(settings.targets or usual_targets())
-    usable = [t for t in targets if get_target(t).unsupported(model.anatomy.model_type) is None]
+    usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
     if model.residency is not None or not model.task.generates or not usable:
         raise KLLensError(
             "--estimate needs a language model that fits into memory, and a target that supports it"
@@ -247,11 +261,10 @@ class _RunStages:
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
         # The FP16 file first: it shows whether a target supports the model, and --budget is a share of its size.
-        usable = [
-            t
-            for t in chosen_targets(settings.targets or usual_targets())
-            if self._export(t, [UNIFORM_FP16], "fp16")
-        ]
+        for name in settings.named:
+            if name not in settings.wanted:
+                self.events.fail(f"left out: {describe_target(name).lacks()}")
+        usable = [t for t in settings.wanted if self._export(t, [UNIFORM_FP16], "fp16")]
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]

@@ -20,7 +20,10 @@ from kl_lens.environment import processors
 from kl_lens.errors import KLLensError
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
 
-VERB_MODEL = "folder, hub id, or reference:mamba, reference:mamba2, reference:hybrid, reference:hymba, reference:vision"
+VERB_MODEL = (
+    "folder, hub id (org/name or org/name@revision), or reference:mamba, reference:mamba2, reference:hybrid, "
+    "reference:hymba, reference:vision"
+)
 DEFAULT_MODEL, DEFAULT_RUN = "reference:mamba", "runs/reference-mamba"
 
 
@@ -351,6 +354,18 @@ def command_of(settings: Settings) -> list[str]:
             continue
         (flagged if each.flag else alone).extend(each.words(value))
     return [settings.verb, *alone, *flagged]
+
+
+def as_yaml(settings: Settings) -> str:
+    """The settings under the names of their flags, those left empty not named."""
+    import yaml  # only `run` needs it
+
+    values = {}
+    for each, value in values_of(settings):
+        if value is not None and (value != () or value != each.default):
+            plain = isinstance(value, bool | int | float) and str(value) == each.kind.spell(value)
+            values[each.title] = value if plain else each.spelled(value)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 loading = grouped("loading the model")

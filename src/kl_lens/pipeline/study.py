@@ -181,6 +181,10 @@ class Study:
         """Writes the run as one HTML file and returns its path."""
         return self.do(self.settings("report", **flags)).path
 
+    def publish(self, to: str, **flags: Any) -> Path:
+        """Writes the target's file with its model card to a folder, and uploads it unless `dry_run`."""
+        return self.do(self.settings("publish", to=to, **flags)).folder
+
     def _kept(self, plan: Plan) -> str:
         """Writes the plan to the run folder if it differs from the stored one; returns its name."""
         from kl_lens import planning

@@ -26,6 +26,7 @@ HOMES = {
     "benchmark": "benchmarking",
     "generate": "generating",
     "report": "reporting",
+    "publish": "publishing",
     "import-legacy": "importing",
     "doctor": "doctoring",
     "runtime": "doctoring",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.calibration import RunOrder, RunStatistics, StoredStatistics
-from kl_lens.checkpoints import LoadedModel, Task, load, own_images
+from kl_lens.checkpoints import LoadedModel, Task, load, own_images, pinned
 from kl_lens.checkpoints.residency import AUTO, MEMORY
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events
@@ -53,15 +53,18 @@ class Workbench:
         assert name is not None
         loading = replace(loading, images=loading.images or own_images(name))
         place = os.path.expanduser(name)
-        key = ("model", os.path.realpath(place) if os.path.isdir(place) else name, *loading.how.values())
+        asked = (name, loading.revision)
+        source = self._once(("source", *asked), lambda: pinned(*asked, watch=self.events.progress))
+        loading = replace(loading, revision=None)
+        key = ("model", os.path.realpath(place) if os.path.isdir(place) else source, *loading.how.values())
         where = getattr(loading, "weights", MEMORY)
         if where == MEMORY or (where == AUTO and key in self._kept):
-            return self._once(key, lambda: load(name, **loading.how))
+            return self._once(key, lambda: load(source, **loading.how))
         budget = getattr(loading, "memory_budget", DEFAULT_MEMORY)
         known = (*key, where, budget)
         if known not in self._kept:
             room = None if budget == DEFAULT_MEMORY else budget
-            model = load(name, **loading.how, weights=where, memory_budget=room)
+            model = load(source, **loading.how, weights=where, memory_budget=room)
             if model.not_on_disk:
                 self.events.warn(
                     f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
@@ -78,6 +81,8 @@ class Workbench:
         place = loading.model or known.get("source") or known.get("model")
         names = ("tokenizer", "task", "images")
         how: dict[str, Any] = {name: getattr(loading, name) or known.get(name) for name in names}
+        if loading.model is None and "@" in str(place):  # its commit is part of the record
+            how["revision"] = None
         model = self.model(replace(loading, model=place, **how))
         if known.get("model_fingerprint") != model.fingerprint:
             raise RunError(

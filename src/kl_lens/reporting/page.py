@@ -42,8 +42,8 @@ def report_page(view: RunView) -> str:
 
 def page(title: str, sections: Sequence[Section], told: Callable[[str], str] = of_tokens) -> str:
     """`told` puts our own words otherwise, where tokens are images."""
-    script = told("\n".join(_asset(name) for name in ("knapsack.js", "explorer.js", "report.js")))
-    style = Html(palette.stylesheet() + "\n" + _asset("report.css"))
+    script = told("\n".join(asset(name) for name in ("knapsack.js", "explorer.js", "report.js")))
+    style = Html(palette.stylesheet() + "\n" + asset("report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -91,5 +91,6 @@ def _section(number: int, section: Section) -> Html:
     return tag("section", tag("h2", f"{number} {section.title}"), section.body, id=section.identifier)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the page: its style, its scripts."""
     return resources.files("kl_lens.reporting").joinpath("assets", name).read_text(encoding="utf-8")

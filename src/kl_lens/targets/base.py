@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -92,15 +93,29 @@ class Target(ABC):
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
 
-    def require(self) -> None:
-        """Raises UnsupportedError, with what to install, if packages are missing."""
+    @property
+    def runtimes(self) -> list[str]:
+        """The packages of its extra."""
+        try:
+            lines = metadata.requires("kl-lens") or []
+        except metadata.PackageNotFoundError:  # run from its source
+            return list(self.packages)
+        of_extra = re.compile(rf"""extra == ['"]{self.extra}['"]""")
+        return [re.split(r"[^\w.-]", line)[0] for line in lines if of_extra.search(line)]
+
+    def lacks(self) -> str | None:
+        """None, or that packages are missing and what to type."""
         try:
             for package in self.packages:
                 importlib.import_module(package)
-        except ImportError as error:
-            raise UnsupportedError(
-                f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
-            ) from error
+        except ImportError:
+            return f"target {self.name} needs more packages: pip install 'kl-lens[{self.extra}]'"
+        return None
+
+    def require(self) -> None:
+        """Raises UnsupportedError, with what to install, if packages are missing."""
+        if reason := self.lacks():
+            raise UnsupportedError(reason)
 
     def prepare(self) -> None:
         """Loads its libraries, so that memory measured afterwards is the model's alone."""
@@ -234,6 +249,15 @@ class Target(ABC):
     @abstractmethod
     def weight_file(self, place: Path) -> Path:
         """The file that holds the weights, of an exported folder or a bare file."""
+
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        """Shell commands that generate text with files from a repository on the hub."""
+        folder = repository.rpartition("/")[2]
+        return (
+            f"pip install 'kl-lens[{self.extra}]'\n"
+            f"hf download {repository} --local-dir {folder}\n"
+            f'kl-lens generate {folder} --prompt "The history of the city"'
+        )
 
     def is_all_floating(self, place: Path) -> bool:
         """Whether nothing in it is quantized, so that it can serve as the FP16 baseline."""

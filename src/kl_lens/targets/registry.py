@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.errors import TargetError
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact, require_exported
@@ -53,18 +53,9 @@ def get_target(name: str) -> Target:
 
 def usual_targets() -> tuple[str, ...]:
     """The targets of a run that names none; where none of them is installed, another that is."""
-
-    def is_installed(name: str) -> bool:
-        try:
-            describe_target(name).require()
-        except UnsupportedError:
-            return False
-        return True
-
+    installed = [name for name in TARGETS if not describe_target(name).lacks()]
     usual = tuple(name for name in TARGETS if describe_target(name).usual)
-    if any(map(is_installed, usual)):
-        return usual
-    return tuple(name for name in TARGETS if name not in usual and is_installed(name)) or usual
+    return usual if set(usual) & set(installed) else tuple(installed) or usual
 
 
 def target_of(path: Path | str) -> Target:

@@ -56,12 +56,25 @@ def size_plot(
     logarithmic_quality: bool = False,
     target: str | None = None,
 ) -> Html:
-    """Quality over bytes. The paper's points are joined, as the paper joins them; so is the predicted frontier.
+    """Quality over bytes, with its key.
 
     Args:
         target: whose plans they are ("" for none), where the script is to show its own plan among them.
     """
     shown = [p for p in points if math.isfinite(p.quality.value)]
+    plot = drawn(title, shown, quality, frontier, logarithmic_quality, target)
+    return figure(title, plot.render(), caption, _legend(shown, bool(frontier)))
+
+
+def drawn(
+    title: str,
+    shown: Sequence[SizePoint],
+    quality: str,
+    frontier: Sequence[tuple[int, float]] = (),
+    logarithmic_quality: bool = False,
+    target: str | None = None,
+) -> Plot:
+    """The paper's points are joined, as the paper joins them; so is the predicted frontier."""
     divisor, unit = unit_of(max(p.bytes for p in shown))
     y = _quality_scale(shown, frontier, logarithmic_quality)
     smallest = [frontier[0][0]] if frontier and target is not None else []  # the slider goes that far
@@ -88,7 +101,7 @@ def size_plot(
         )
     if target is not None:
         plot.data = {"data_frame": plot.frame(divisor), "data_target": target}
-    return figure(title, plot.render(), caption, _legend(shown, bool(frontier)))
+    return plot
 
 
 def _kind(scale: Scale) -> str:

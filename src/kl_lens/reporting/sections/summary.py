@@ -17,9 +17,11 @@ from kl_lens.reporting.numbers import fixed_with_error, number, percent, size, w
 from kl_lens.reporting.plans import PlanView
 from kl_lens.reporting.sections import Section
 from kl_lens.reporting.sections.words import note, paragraph
+from kl_lens.reporting.spaces import Space
 from kl_lens.reporting.tables import Cell, Column, table, text_column
 
 TITLE = "The answer"
+KL_AXIS = "KL from the original, nats per token"
 _NOTHING = 1e-8  # a KL below this is rounding, and would stretch a logarithmic axis over decades of it
 
 
@@ -43,24 +45,30 @@ def _charts(view: RunView) -> list[Html]:
     """One for each target: size against KL, ours and every rival as measured."""
     charts = []
     for target, space in view.spaces.items():
-        points, texts = [], dict[str, None]()
-        for plan in explorer.plans_of(view, space):
-            kl, where = explorer.measured_kl(view, plan, target)
-            if kl is None or kl.value <= _NOTHING or set(plan.stored.values()) == {FP16}:
-                continue
-            star = plan.name in answer.recommended_names(view)
-            bytes_ = explorer.bytes_of(view, plan, target)
-            pin = f"{target or ''}/{plan.name}"
-            points.append(SizePoint(plan.title, plan.label, plan.family, bytes_, kl, star, pin))
-            texts[where] = None
+        points, texts = kl_points(view, space)
         if points:
             caption = (
                 f"Measured: {'; '.join(texts)}; bars: one standard error. Dashed: the best plan of each size, "
                 "predicted. Click two plans to compare them."
             )
-            name, axis = f"Size against KL: {space.title}", "KL from the original, nats per token"
-            charts.append(size_plot(name, points, axis, caption, space.frontier, True, target or ""))
+            name = f"Size against KL: {space.title}"
+            charts.append(size_plot(name, points, KL_AXIS, caption, space.frontier, True, target or ""))
     return charts
+
+
+def kl_points(view: RunView, space: Space) -> tuple[list[SizePoint], list[str]]:
+    """Every plan of a target whose KL was measured, and on which text."""
+    points, texts = [], dict[str, None]()
+    for plan in explorer.plans_of(view, space):
+        kl, where = explorer.measured_kl(view, plan, space.target)
+        if kl is None or kl.value <= _NOTHING or set(plan.stored.values()) == {FP16}:
+            continue
+        star = plan.name in answer.recommended_names(view)
+        bytes_ = explorer.bytes_of(view, plan, space.target)
+        pin = f"{space.target or ''}/{plan.name}"
+        points.append(SizePoint(plan.title, plan.label, plan.family, bytes_, kl, star, pin))
+        texts[where] = None
+    return points, list(texts)
 
 
 def _sentence(view: RunView, plan: PlanView) -> list[object]:

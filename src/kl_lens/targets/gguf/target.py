@@ -125,6 +125,11 @@ class GGUFTarget(Target):
             return super().loaded_bytes(place)
         return sum(path.stat().st_size for path in parts_of(place))
 
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        file = next(name for name in artifact.files if name.endswith(SUFFIX))
+        server = f"llama-server --hf-repo {repository} --hf-file {file}"
+        return f"{server}\n\n# or, on a small board, without a server:\n{super().how_to_run(repository, artifact)}"
+
     def is_all_floating(self, place: Path) -> bool:
         """From the file itself, which may have no record."""
         from kl_lens.targets.gguf.header import check_file

@@ -20,7 +20,7 @@ from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
-from kl_lens.targets.openvino.folder import IR_FILE, WEIGHT_FILE, graph_file
+from kl_lens.targets.openvino.folder import IR_FILE, TOKENIZER_FILE, WEIGHT_FILE, graph_file
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -143,6 +143,16 @@ class OpenVINOTarget(Target):
     def weight_file(self, place: Path) -> Path:
         read_artifact(place)
         return place / WEIGHT_FILE
+
+    def how_to_run(self, repository: str, artifact: Artifact) -> str:
+        if TOKENIZER_FILE not in artifact.files:  # GenAI cannot open it
+            return super().how_to_run(repository, artifact)
+        folder = repository.rpartition("/")[2]
+        return (
+            f"pip install openvino-genai huggingface_hub\nhf download {repository} --local-dir {folder}\n"
+            f'python -c \'import openvino_genai as og\npipe = og.LLMPipeline("{folder}", "CPU")\n'
+            'print(pipe.generate("The history of the city", max_new_tokens=40))\''
+        )
 
     def contents(self, place: Path) -> Contents:
         from kl_lens.targets.openvino.contents import graph_contents

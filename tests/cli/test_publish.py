@@ -1,0 +1,185 @@
+"""`kl-lens publish`: a file with its proof, to a folder and, with the real client, to a small hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pyarrow.parquet
+import pytest
+from huggingface_hub import ModelCard
+
+from kl_lens.cli.main import main
+from kl_lens.environment import for_child
+from kl_lens.runs import Run
+from kl_lens.targets import read_artifact
+from tests.hub_server import Hub, serving
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A run with a recommended IR, a stock recipe and their scores."""
+    run = str(tmp_path_factory.mktemp("publish") / "run")
+    text = ["--text", str(tiny_folder / "text.txt"), "--windows", "2", "--window-length", "32"]
+    held_out = ["--held-out", "wikitext2:test", "--held-out-windows", "2"]
+    target = ["--run", run, "--target", "openvino"]
+    for words in (
+        ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
+        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals", *held_out],
+        ["export", *target, "--plan", "recommended-openvino,stock.int8_sym", "--fallback"],
+        ["evaluate", "--run", run, "--plan", "recommended-openvino,stock.int8_sym", "--targets", "openvino",
+         "--perplexity", "wikitext2:test", "--divergence", "", "--window", "32", "--limit", "2", "--threads", "1"],
+    ):  # fmt: skip
+        assert main(words) == 0, words
+    return Path(run)
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "run")
+
+
+@pytest.fixture
+def signed_in(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return hub
+
+
+def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
+    words = [
+        "publish",
+        str(run),
+        "openvino",
+        "--to",
+        "me/tiny",
+        "--dry-run",
+        "--base-model",
+        "org/tiny",
+        "--license",
+        "mit",
+    ]
+    assert main(words) == 0
+    folder = run / "published/openvino"
+    exported = run / "artifacts/openvino/recommended-openvino"
+    for file in read_artifact(exported).files:
+        assert (folder / file).read_bytes() == (exported / file).read_bytes()
+
+    card = ModelCard.load(folder / "README.md")
+    about = card.data.to_dict()
+    assert (about["base_model"], about["base_model_relation"]) == ("org/tiny", "quantized")
+    assert (about["library_name"], about["license"]) == ("openvino", "mit")
+    assert {"quantized", "openvino", "mamba"} <= set(about["tags"])
+    for part in (
+        "**this file**",
+        "INT8_SYM",
+        "size-against-kl.svg",
+        "hf download me/tiny",
+        "wikitext2:test",
+        "kl-lens plan",
+    ):
+        assert part in card.text, part
+    assert str(run) not in card.text, "no place on somebody's disk"
+
+    picture = ElementTree.parse(folder / "size-against-kl.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "this file" in "".join(picture.itertext())
+    rows = pyarrow.parquet.read_table(folder / "sensitivities.parquet").to_pylist()
+    assert {row["recipe"] for row in rows} >= {"int4", "int8"}
+    assert all(row["kl_teacher_to_student"] >= 0 for row in rows)
+    assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-openvino"
+    assert main(words) == 0, "again, over the same files"
+
+
+def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["publish", str(run), "openvino", "--to", "me/tiny", "--private", "--license", "mit"]) == 0
+    repository = signed_in.repositories["me/tiny"]
+    assert repository.private
+    folder = run / "published/openvino"
+    assert repository.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_published_says_why(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        assert main(["publish", str(run), "openvino", *words]) == 1
+        (line,) = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("kl-lens publish: ")
+        ][-1:]
+        return line
+
+    assert "expected ORG/NAME" in said("--to", "tiny")
+    assert "me/ti ny" in said("--to", "me/ti ny")
+    assert "small" in said("--to", "me/tiny", "--plan", "small")
+    assert "run `hf auth login`" in said("--to", "me/tiny")
+    assert not hub.repositories
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    hub.problems = ['"license" must be one of …']
+    assert "license" in said("--to", "me/tiny")
+    assert not hub.repositories, "the card comes first"
+    with Run.open(run) as journal:
+        journal.forget_results("score")
+    assert "was not evaluated" in said("--to", "me/tiny", "--dry-run")
+    (run / "artifacts/openvino/recommended-openvino/openvino_model.bin").write_bytes(b"other")
+    assert "was changed after the export" in said("--to", "me/tiny", "--dry-run")
+
+
+@pytest.mark.slow
+def test_from_the_hub_and_back(saved: Callable[..., Path], tiny_folder: Path, tmp_path: Path) -> None:
+    """As people type it, in processes of their own: `HF_ENDPOINT` is all that differs."""
+    with serving() as hub:
+        files = hub.add("org/tiny", saved("mamba", max_shard_size="100KB")).files
+        files |= {path.name: path.read_bytes() for path in tiny_folder.glob("*token*")}
+        files |= {"pytorch_model.bin": b"a twin", "README.md": b"---\nlicense: mit\n---\n# Tiny"}
+        commit = hub.repositories["org/tiny"].commit
+        environment = for_child() | {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
+        }  # fmt: skip
+
+        def kl_lens(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "kl_lens.cli.main", *words]
+            return subprocess.run(
+                command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
+            )
+
+        little = (
+            "--targets openvino --formats int4,int8 --budget 85% --windows 2 --window-length 32 --threads 1"
+        )
+        text = [
+            "--text",
+            str(tiny_folder / "text.txt"),
+            "--held-out",
+            "wikitext2:test",
+            "--held-out-windows",
+            "2",
+        ]
+        test = [
+            "--evaluation-text",
+            "wikitext2:train",
+            "--evaluation-windows",
+            "2",
+            "--without",
+            "benchmark,report",
+        ]
+        done = kl_lens("run", "org/tiny", *little.split(), *text, *test)
+        assert done.returncode == 0, done.stderr
+        assert f"model: org/tiny@{commit}" in (tmp_path / "runs/org-tiny/run.yaml").read_text()
+        assert "pytorch_model.bin" not in hub.downloaded()
+        again = kl_lens("evaluate", "--run", "runs/org-tiny", "--plan", "recommended-openvino", "--limit", "2",
+                        "--window", "32", "--perplexity", "wikitext2:train", HF_HUB_OFFLINE="1")  # fmt: skip
+        assert again.returncode == 0, again.stderr
+        done = kl_lens("publish", "runs/org-tiny", "openvino", "--to", "me/tiny-openvino")
+        assert done.returncode == 0, done.stderr
+        card = hub.repositories["me/tiny-openvino"].files["README.md"].decode()
+    assert "base_model: org/tiny\nbase_model_relation: quantized" in card
+    assert "license: mit" in card
+    assert f"kl-lens run org/tiny@{commit}" in card
+    missing = kl_lens("inspect", "org/other", HF_ENDPOINT="http://127.0.0.1:9")
+    assert missing.returncode == 1
+    assert len(missing.stderr.splitlines()) == 1, missing.stderr
