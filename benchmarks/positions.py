@@ -13,6 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from common import machine
 from kl_lens import planning
 from kl_lens.pipeline import EvaluateSettings, MeasureSettings, PlanSettings, Workbench, perform
 from kl_lens.positions import curve_of
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     add_option(parser)
     given = parser.parse_args()
+    print(machine())
     for name in given.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             write(
