@@ -1,7 +1,7 @@
 """llama.cpp: a file for `llama-quantize --tensor-type-file`, and the importance matrix for `--imatrix`.
 
 The matrix has only the tensors whose recipe learns. So `llama-quantize` rounds the others plainly, as they were
-measured, and a plan of `rtn` and `imatrix` recipes gives the same bytes as our own export.
+measured.
 """
 
 from __future__ import annotations
