@@ -132,6 +132,20 @@ def correlations() -> Cells:
     return table
 
 
+def positions() -> Cells:
+    """The first and the last stretch of each plan, and the slope."""
+    table = [["model", "", "bits", "first 512 tokens", "last 512", "slope per 1,000 tokens", "trend"]]
+    rows = read("positions.csv")
+    for model, plan in dict.fromkeys((row["model"], row["plan"]) for row in rows):
+        own = chosen("positions.csv", model=model, plan=plan)
+        first, last = own[0], own[-1]
+        what = "original, cross-entropy" if plan == "original" else f"{plan}, KL"
+        ends = (f"{float(row['mean']):.3g} ± {float(row['error']):.1g}" for row in (first, last))
+        slope = f"{float(first['slope']):+.1g} ± {float(first['slope_error']):.1g}"
+        table.append([model, what, f"{float(first['bits_per_weight']):.2f}", *ends, slope, first["trend"]])
+    return table
+
+
 def run() -> Cells:
     table = [["runtime", "file", "MB", "perplexity", "KL", "speed, × FP16"]]
     for row in read("run.csv"):
@@ -190,6 +204,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "methods": methods,
     "plans": plans,
     "correlations": correlations,
+    "positions": positions,
     "run": run,
     "sweep": sweep,
     "gpu": gpu,

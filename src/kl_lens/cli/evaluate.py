@@ -12,6 +12,7 @@ from kl_lens.cli.console import console, new_table
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, Agreement
 from kl_lens.evaluation.tasks import judge, near_chance
 from kl_lens.pipeline.evaluating import EvaluateResult
+from kl_lens.positions import curve_of, shown_bins
 from kl_lens.records import Estimate, Score, Subject
 from kl_lens.reporting.names import subject_title
 
@@ -40,6 +41,10 @@ def show(result: EvaluateResult) -> None:
         for what in dict.fromkeys(score.what for score in scores):
             out.print(table_of([s for s in scores if s.what == what], outcome.agreements))
             out.print(_protocol(next(s for s in scores if s.what == what)))
+    for what in dict.fromkeys(score.what for score in outcome.scores if score.kind == "positions"):
+        shown = [s for s in outcome.scores if s.kind == "positions" and s.what == what]
+        out.print(_positions(shown))
+        out.print(_protocol(shown[0]))
     tasks = [score for score in outcome.scores if score.kind == "task"]
     if tasks:
         out.print(_tasks(tasks, limit))
@@ -138,6 +143,21 @@ def _divergence(scores: list[Score], agreements: list[Agreement]) -> Table:
             ),
             estimate(_percent(values["same_top"]), ".2f") + " %",
         )
+    return table
+
+
+def _positions(scores: list[Score]) -> Table:
+    """The first bin, the last, and some between."""
+    found = [(s, c) for s in scores for c in (curve_of(s, "kl") or curve_of(s, "cross_entropy"),) if c]
+    some = shown_bins(len(found[0][1].starts))
+    numbers = [f"from {found[0][1].starts[index]:,}" for index in some]
+    title = f"KL from the original by position on {scores[0].what}, nats per token"
+    table = new_table(title, ("model",), (*numbers, "slope per 1,000 tokens"), ("trend",))
+    for score, curve in found:
+        name = subject_title(score.subject)
+        name += "" if curve_of(score, "kl") else ": cross-entropy"
+        cells = [f"{curve.means[index].value:.4g}" for index in some]
+        table.add_row(name, *cells, estimate(curve.slope, "+.2g"), curve.trend)
     return table
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.measuring import EstimateResult, MeasureResult
+from kl_lens.positions import GROWS
 from kl_lens.units import human_bytes, human_seconds
 
 
@@ -14,12 +15,23 @@ def as_json(result: MeasureResult | EstimateResult) -> dict[str, Any]:
     if isinstance(result, EstimateResult):
         here = {"here": result.here[0].to_json() | {"threads": result.here[1]}} if result.here else {}
         return {"estimates": [e.to_json() for e in result.estimates], **here, "rates": asdict(result.rates)}
-    return {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
+    measured = {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
+    if not result.curves:
+        return measured
+    return measured | {
+        "positions": [
+            {"component": key[0], "format": key[1], "trend": curve.trend, **asdict(curve)}
+            for key, curve in result.curves.items()
+        ]
+    }
 
 
 def show(result: MeasureResult | EstimateResult) -> None:
     if isinstance(result, EstimateResult):
         _show_estimate(result)
+        return
+    if result.curves:
+        _show_positions(result)
         return
     numbers = ("KL, nats", "±", "KL 99 %", "MSE", "SQNR, dB", "ΔCE, nats", "same top")
     title = f"Sensitivity, from least to most (per {result.unit.removesuffix('s')})"
@@ -54,6 +66,36 @@ def show(result: MeasureResult | EstimateResult) -> None:
         )
     else:
         out.print(f"Next: kl-lens plan --run {result.folder}")
+
+
+def _show_positions(result: MeasureResult) -> None:
+    """From the fastest growing to the fastest falling, and how many of each family grow."""
+    table = new_table(
+        "KL by position, from what grows most, nats per token",
+        ("component", "format"),
+        ("first bin", "last bin", "slope per 1,000 tokens", "±"),
+        ("trend",),
+    )
+    counts: dict[str, list[int]] = {}
+    order = sorted(
+        result.curves.items(), key=lambda item: -item[1].slope.value / (item[1].means[0].value or 1)
+    )
+    for (component, recipe), curve in order:
+        count = counts.setdefault(result.families[component], [0, 0])
+        count[0] += curve.trend == GROWS
+        count[1] += 1
+        slope = curve.slope
+        ends = [f"{curve.means[index].value:.3e}" for index in (0, -1)]
+        table.add_row(
+            component, recipe, *ends, f"{slope.value:+.1e}", f"{slope.standard_error:.1e}", curve.trend
+        )
+    out, sweep = console(), result.sweep
+    out.print(table)
+    grown = "; ".join(f"{family}: {grows} of {of}" for family, (grows, of) in counts.items())
+    out.print(
+        f"Grows with 95 % confidence: {grown}. By chance alone about 2.5 % would. {sweep.windows} windows, "
+        f"{sweep.tokens:,} {result.unit} in all."
+    )
 
 
 def _show_estimate(result: EstimateResult) -> None:

@@ -22,6 +22,11 @@ def as_json(result: PlanResult) -> Any:
             {"bytes": p.bytes, "predicted_kl": p.kl, "predicted_latency": p.seconds} for p in result.surface
         ]
     plans = [plan.to_json() for plan in result.plans]
+    if result.handovers:
+        recipes = [
+            {"files": [str(path) for path in each.files], "use": each.use} for each in result.handovers
+        ]
+        return {"plans": plans, "recipes": recipes}
     if result.differences is None:
         return plans
     return {"plans": plans, "differences": {d.component: d.recipes for d in result.differences}}
@@ -41,6 +46,10 @@ def show(result: PlanResult) -> None:
     count = len(result.plans)
     where = f"written to {result.written_to}" if result.written_to else "nothing was written (--dry-run)"
     console().print(f"{count} plan{'s' if count != 1 else ''}, {where}.")
+    for handover in result.handovers:
+        console().print(
+            f"Written: {', '.join(map(str, handover.files))}. Use:\n{handover.use}", soft_wrap=True
+        )
 
 
 def _number(value: float | None, pattern: str) -> str:

@@ -16,7 +16,13 @@ from kl_lens.evaluation import agreement as rule
 from kl_lens.evaluation.agreement import Agreement
 from kl_lens.evaluation.journal import RUNTIME, WINDOW, ScoreJournal
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, Judged, JudgedArtifact, JudgedModel
-from kl_lens.evaluation.scoring import LIKELIHOOD_VALUES, WindowScore, divergence_values, score_logits
+from kl_lens.evaluation.scoring import (
+    LIKELIHOOD_VALUES,
+    WindowScore,
+    divergence_values,
+    position_values,
+    score_logits,
+)
 from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
 from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.records import Score, Subject
@@ -73,13 +79,16 @@ class Evaluator:
         *,
         perplexity: bool = True,
         divergence: bool = True,
+        positions: bool = False,
     ) -> Outcome:
         """Scores of all subjects on one text, and a comparison of each artifact with its PyTorch counterpart.
 
+        `positions`: cross-entropy and KL by position, in place of the other scores.
         Subjects with damaged or missing files are named in `failures`; the others are still scored.
         """
         if divergence and self.original is None:
-            raise KLLensError("--divergence needs the original model: give --run or --model")
+            flag = "--positions" if positions else "--divergence"
+            raise KLLensError(f"{flag} needs the original model: give --run or --model")
         outcome = Outcome()
         order = ([] if self.original is None else [self.original]) + [
             s for s in subjects if s is not self.original
@@ -103,7 +112,7 @@ class Evaluator:
                 outcome.failures[judged.label] = one_line(error)
                 continue
             windows[judged.identity] = scores
-            outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence)
+            outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence, positions)
         if doubtful := self._doubtful(order, windows):
             self.progress.started(float(text.targets * len(doubtful)), 0.0)
             self._side_by_side(doubtful, text, divergence)
@@ -205,6 +214,7 @@ class Evaluator:
         windows: dict[str, list[WindowScore]],
         perplexity: bool,
         divergence: bool,
+        positions: bool,
     ) -> list[Score]:
         runtime = self.journal.runtime(judged)
         made: list[Score] = []
@@ -223,6 +233,9 @@ class Evaluator:
             self.journal.store_score(score)
             made.append(score)
 
+        if positions:
+            add("positions", position_values(scores, divergence=judged is not self.original))
+            return made
         if perplexity:
             others = self.original is not None and judged is not self.original
             base = windows[self.original.identity] if others and self.original is not None else None

@@ -17,6 +17,7 @@ from kl_lens.checkpoints.tasks import IMAGE, TEXT
 from kl_lens.errors import TargetError
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.texts import EvaluationText, ImageWindow, TextWindow
+from kl_lens.positions import binned, by_position, curve
 from kl_lens.records import Estimate, Record
 from kl_lens.sensitivity.metrics import KL_TEACHER_STUDENT, SAME_TOP, TeacherRows, compare
 from kl_lens.targets.session import Logits, Session
@@ -33,6 +34,7 @@ class WindowScore(Record):
     token_kl: str | None = None  # KL(original ‖ this) of every token, float32, base64
     seconds: float = 0.0
     correct: float | None = None  # rows with the right class
+    nll_bins: tuple[float, ...] | None = None  # `nll` by position, see `positions.py`
 
     def kl(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(base64.b64decode(self.token_kl or ""), np.float32)
@@ -52,10 +54,11 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
     targets = torch.tensor(window.answers)
     student = _rows(logits, window)
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
-    nll = float(likelihood.cross_entropy.sum())
+    losses = likelihood.cross_entropy
+    nll, bins = float(losses.sum()), tuple(binned(losses.numpy()).tolist())
     correct = float((likelihood.top == targets).sum())
     if teacher is None:
-        return WindowScore(window.targets, window.words, nll, correct=correct)
+        return WindowScore(window.targets, window.words, nll, correct=correct, nll_bins=bins)
     original = _rows(teacher, window)
     if original.shape != student.shape:
         raise TargetError(
@@ -71,6 +74,7 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
         float(comparison[:, SAME_TOP].sum()),
         base64.b64encode(kl.tobytes()).decode("ascii"),
         correct=correct,
+        nll_bins=bins,
     )
 
 
@@ -135,6 +139,15 @@ def divergence_values(scores: Sequence[WindowScore]) -> dict[str, Estimate]:
         "kl_max": Estimate(float(max(window.max() for window in kl))),
         "same_top": statistics.ratio(_column(scores, "same_top"), tokens),
     }
+
+
+def position_values(scores: Sequence[WindowScore], *, divergence: bool) -> dict[str, Estimate]:
+    """Cross-entropy and KL from the original in each bin of positions, and their slopes."""
+    values: dict[str, Estimate] = {}
+    bins = [np.array(score.nll_bins) for score in scores if score.nll_bins]  # older versions stored none
+    if len(bins) == len(scores):
+        values |= curve(bins, scores[0].targets).values("cross_entropy")
+    return values | (by_position([score.kl() for score in scores]).values("kl") if divergence else {})
 
 
 def score_text(session: Session, text: EvaluationText, teacher: Session | None = None) -> list[WindowScore]:

@@ -37,9 +37,10 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.positions import LONGEST, longest_window
 from kl_lens.runs import ALL_PLANS, Run
 
-DEFAULT_TEXT = "wikitext2:test"
+DEFAULT_TEXT, POSITIONS = "wikitext2:test", "positions"
 TORCH = "torch"
 _what = grouped("what to measure (default: --perplexity --divergence)")
 _tasks, _running = grouped("tasks (lm-eval)"), grouped("running")
@@ -72,6 +73,13 @@ class EvaluateSettings(Loading, OfRun):
         "KL divergence from the original model (default text: as --perplexity)",
         nargs="?",
         bare="",
+        metavar="TEXT",
+    )
+    positions: str | None = _what(
+        None,
+        "KL by position, and whether it grows; in windows of 8,192 tokens, or as many as the model allows",
+        nargs="?",
+        bare=DEFAULT_TEXT,
         metavar="TEXT",
     )
     window: int | None = _what(None, "tokens per window (default: 2048; 16 images)", kind=TOKENS)
@@ -110,6 +118,9 @@ class EvaluateSettings(Loading, OfRun):
             raise KLLensError(
                 f"--stride {self.stride} is larger than --window {self.window}: text between windows would be skipped"
             )
+
+        if self.positions is not None and self.stride is not None:
+            raise KLLensError("--positions scores every token of a window: leave out --stride")
 
     @property
     def is_kept(self) -> bool:
@@ -197,6 +208,8 @@ class _Evaluation:
         with going_on(self.run.folder if self.settings.is_kept else None):
             for name, kinds in self._texts().items():
                 self._judge_text(name, kinds)
+            if self.settings.positions is not None:
+                self._judge_text(self.settings.positions, {POSITIONS, "divergence"})
             for task in self._tasks():
                 self._judge_task(task)
         return self.result
@@ -239,7 +252,8 @@ class _Evaluation:
     def _texts(self) -> dict[str, set[str]]:
         """Text → what is measured on it."""
         perplexity, divergence = self.settings.perplexity, self.settings.divergence
-        if perplexity is None and divergence is None and self.settings.tasks is None:
+        others = (self.settings.tasks, self.settings.positions)
+        if all(given is None for given in (perplexity, divergence, *others)):
             perplexity, divergence = DEFAULT_TEXT, "" if self.original is not None else None
         wanted: dict[str, set[str]] = {}
         if perplexity is not None:
@@ -249,9 +263,13 @@ class _Evaluation:
         return wanted
 
     def _judge_text(self, name: str, kinds: set[str]) -> None:
-        settings = self.settings
+        settings, window = self.settings, self.settings.window
+        if POSITIONS in kinds:
+            if not self.task.generates:
+                raise KLLensError("--positions needs a language model; this one classifies images")
+            window = window or (LONGEST if self.model is None else longest_window(self.model.config))
         text = evaluation.prepare(
-            name, self.task, window=settings.window, stride=settings.stride, limit=settings.limit
+            name, self.task, window=window, stride=settings.stride, limit=settings.limit
         )
         self.bench.refuse_overlap(self.run, text.windows, self.task)
         with self.events.progress(text.label) as progress:
@@ -263,6 +281,7 @@ class _Evaluation:
                         text,
                         perplexity="perplexity" in kinds,
                         divergence="divergence" in kinds,
+                        positions=POSITIONS in kinds,
                     )
                 )
             finally:

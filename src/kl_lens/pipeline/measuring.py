@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -51,9 +51,10 @@ from kl_lens.pipeline.spreading import (
 )
 from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.positions import PositionCurve, longest_window
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
-from kl_lens.runs import CALIBRATION, SCREENED, Run, role_as
+from kl_lens.runs import CALIBRATION, POSITIONS, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
@@ -122,6 +123,15 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
     )
     anytime: bool = _how(False, "stop when the ranking is stable; --windows is the maximum")
     settled_at: float = _how(0.9, "Kendall τ that counts as stable", kind=number(1, of=float), metavar="TAU")
+    positions: int | None = _what(
+        None,
+        "measure KL by position, on N (default: 8) windows of 8,192 tokens or as many as the model allows; plans do "
+        "not use it",
+        nargs="?",
+        bare=8,
+        kind=COUNT,
+        metavar="N",
+    )
     shard: str | None = several(
         None,
         "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`; without a value: as the "
@@ -162,6 +172,9 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
             raise KLLensError(
                 "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
             )
+        if self.positions and (self.share or self.anytime):
+            other = "--shard" if self.share else "--anytime"
+            raise KLLensError(f"--positions and {other}: give only one of them")
         if self.share and (self.ray or (self.workers or 1) > 1):
             other = "--ray" if self.ray else "--workers"
             raise KLLensError(
@@ -181,6 +194,8 @@ class MeasureResult:
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
     shard: str | None = None  # `3/16`: only that share
+    curves: Mapping[tuple[str, str], PositionCurve] = field(default_factory=dict)  # of --positions
+    families: Mapping[str, str] = field(default_factory=dict)  # component → ssm, attention, …
 
     @property
     def failures(self) -> Mapping[str, str]:
@@ -208,11 +223,14 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     model = bench.model(here(settings))
     recipes, unsuited = methods.crossed(settings.menu, settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
+    if settings.positions and not model.task.generates:
+        raise KLLensError("--positions needs a language model; this one classifies images")
+    text = POSITIONS if settings.positions else CALIBRATION
     windows = bench.drawn(
         settings.text,
         model.task,
-        windows=settings.windows,
-        length=settings.window_length,
+        windows=settings.positions or settings.windows,
+        length=settings.window_length or (longest_window(model.config) if settings.positions else None),
         seed=settings.seed,
         split=None,
     )
@@ -237,19 +255,19 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             precision=settings.precision,
             share=share,
         )
-        sweep.identify(windows)  # raises early if this does not belong in the run
+        sweep.identify(windows, text)  # raises early if this does not belong in the run
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         _require_statistics(candidates, whole, settings)
         with going_on(folder):
             sweep.bind(candidates)
             everything, staged = len(candidates), None
-            if screen := _screen(settings, candidates, whole):
+            if not settings.positions and (screen := _screen(settings, candidates, whole)):
                 errors = _errors(screen, model, events)
                 candidates = screen.undominated(errors)
                 if settings.limits:
                     staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
-            left = 0.0 if share else sweep.operations_left(candidates, windows)
+            left = 0.0 if share else sweep.operations_left(candidates, windows, text)
             crew = crew_for(settings, settings.model, model, folder, events, target, left)
             with crew as sweep.crew, events.progress("measuring") as sweep.progress:
                 if staged is not None:
@@ -257,9 +275,9 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
                 elif settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
-                    result = sweep.measure(candidates, windows)
+                    result = sweep.measure(candidates, windows, text)
         _say_unfit(unfit, events)
-        role = role_as(CALIBRATION, target)
+        role = role_as(text, target)
         if len(candidates) < everything:
             limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
             run.store(SCREENED, role, {"measured": len(candidates), "of": everything, "limit": limit})
@@ -271,11 +289,13 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             run.store(SCREENED, role, None)
         measurements = run.measurements(role)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
+        curves = run.position_curves(target) if settings.positions else {}
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
     shard = None if share is None else f"{share[0]}/{share[1]}"
-    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard)
+    families = {component.name: component.family for component in model.anatomy.components}
+    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard, curves, families)
 
 
 def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: MeasureSettings) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
+from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError
+from kl_lens.handover import TOOLS, Handover, write_recipe
 from kl_lens.paper import PUBLISHED_METRIC, RANKING_METRICS, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
@@ -136,6 +138,12 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     )
     compare: tuple[str, ...] = option((), "show plans side by side", nargs="+", metavar="NAME")
     name: str | None = option(None, "name of the new plan")
+    write_recipe: str | None = option(
+        None,
+        f"also write the plan for another tool, to RUN/recipes: {', '.join(TOOLS)}",
+        choices=tuple(TOOLS),
+        metavar="TOOL",
+    )
     dry_run: bool = option(False, "print without writing")
 
     @property
@@ -177,6 +185,10 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
                     f"--name {self.name} names one plan made by a limit: give it with --max-bytes, --max-loss, "
                     "--gamma or another limit"
                 )
+        if self.write_recipe and (silent := self._given("frontier", "compare", "dry_run")):
+            raise PlanError(
+                f"--write-recipe writes a plan, and {silent[0]} writes none: leave one of them out"
+            )
         if self.rivals and self.target is None:
             raise PlanError("--rivals compares with the stock recipes of a target: name it with --target")
         if losses or gammas or self.verify or self.rivals:
@@ -198,6 +210,7 @@ class PlanResult:
     differences: Sequence[planning.Difference] | None = None  # of --compare
     frontier: planning.Frontier | None = None
     surface: Sequence[planning.SurfacePoint] | None = None  # a frontier with speeds
+    handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
 def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult:
@@ -225,7 +238,24 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             planning.store_fixed_bytes(run, planner.target, planner.fixed_bytes)
         for each in plans:
             planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
-        return PlanResult(table, plans, folder)
+        handovers = (
+            _handed_over(settings.write_recipe, plans, planner, run, events) if settings.write_recipe else ()
+        )
+        return PlanResult(table, plans, folder, handovers=handovers)
+
+
+def _handed_over(
+    tool: str, plans: Sequence[Plan], planner: TargetPlanner, run: Run, events: Events
+) -> list[Handover]:
+    """The plans in the language of another tool."""
+    statistics, folder = StoredStatistics.held_by(run.folder), run.folder / "recipes"
+    made = [
+        write_recipe(tool, planner.model, each, folder / f"{each.name}.{tool}", statistics) for each in plans
+    ]
+    for each in made:
+        for note in each.notes:
+            events.note(note)
+    return made
 
 
 def _warn_of_another_limit(settings: PlanSettings, run: Run, events: Events) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from kl_lens.calibration import StoredStatistics
 from kl_lens.errors import RunError
 from kl_lens.journal import checks_rows
+from kl_lens.positions import PositionCurve
 from kl_lens.records import (
     ARTIFACT,
     ORIGINAL,
@@ -85,6 +86,7 @@ class RunView:
     texts: dict[str, dict[str, Any]]
     measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
+    position_curves: dict[tuple[str, str], PositionCurve]  # (component, format) → KL by position
     seen: dict[str, dict[str, Any]]  # component → its weights' spread, its inputs' largest columns
 
     @property
@@ -175,6 +177,7 @@ def collect(run: Run) -> RunView:
         measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
+        position_curves=run.position_curves(),
         seen=held.shown() if (held := StoredStatistics.held_by(run.folder)) else {},
     )
 

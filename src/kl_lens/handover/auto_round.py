@@ -1,0 +1,31 @@
+"""AutoRound: its `layer_config`, from layer to bits and group size. Layers that are not in the plan stay in 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kl_lens.calibration import StoredStatistics
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.formats import Format
+from kl_lens.handover.base import Handover, Settings, as_json, components, is_integer, layers, own_rounding
+from kl_lens.records import Plan
+
+FILE = "layer_config.json"
+_USE = """import json
+from auto_round import AutoRound
+layers = json.load(open("FOLDER/layer_config.json"))
+AutoRound(MODEL, scheme="W4A16", layer_config=layers).quantize_and_save(OUT, format="auto_round")"""
+
+
+def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None) -> Handover:
+    quantized = layers("AutoRound", model, plan, _settings)
+    # What is not named would get the scheme's 4 bits.
+    every = {c.name: quantized.get(c.name, {"bits": 16}) for c, _ in components(model, plan)}
+    (folder / FILE).write_text(as_json(every), encoding="utf-8")
+    return Handover(_USE, notes=own_rounding("AutoRound", plan))
+
+
+def _settings(fmt: Format) -> Settings | None:
+    if not is_integer(fmt):
+        return None
+    return {"bits": fmt.bits, "group_size": fmt.group_size or -1, "sym": fmt.symmetric, "data_type": "int"}

@@ -1,0 +1,59 @@
+"""NNCF with the recipe of a plan gives every constant the type that our own export gives it."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import openvino as ov
+import pytest
+
+from kl_lens.handover import write_recipe
+from kl_lens.records import Plan
+from tests.targets.openvino.conftest import Exported
+
+pytest.importorskip("nncf", reason="needs the extra kl-lens[openvino]")
+
+
+def _types(graph: ov.Model) -> dict[str, str]:
+    return {
+        node.get_friendly_name(): node.get_element_type().get_type_name()
+        for node in graph.get_ops()
+        if node.get_type_name() == "Constant"
+    }
+
+
+@pytest.mark.parametrize("kind", ["mixed", "unsigned"])
+def test_nncf_gives_every_constant_its_type(
+    kind: str, exported: Callable[..., Exported], tmp_path: Path
+) -> None:
+    ours, original = exported("mamba", kind), exported("mamba")
+    stored = {t.component: t.realised for t in ours.artifact.tensors if t.realised not in ("fp16", "fp32")}
+    made = write_recipe("nncf", ours.model, Plan(kind, stored, "test"), tmp_path)
+    compress = runpy.run_path(str(made.files[0]))["compress"]
+    core = ov.Core()
+    theirs = _types(compress(core.read_model(next(original.folder.glob("*.xml")))))
+    wanted = _types(core.read_model(next(ours.folder.glob("*.xml"))))
+    checked = [t for t in ours.artifact.tensors if t.component in stored]
+    assert checked
+    for tensor in checked:
+        assert theirs[tensor.runtime_name] == wanted[tensor.runtime_name], tensor.component
+    assert {theirs[t.runtime_name] for t in ours.artifact.tensors if t.component not in stored} <= {
+        "f32",
+        "f16",
+    }
+
+
+def test_a_weight_that_is_not_in_the_graph_is_named(
+    exported: Callable[..., Exported], tmp_path: Path
+) -> None:
+    original = exported("mamba")
+    made = write_recipe(
+        "nncf", original.model, Plan("p", {original.model.anatomy.head: "int8"}, "test"), tmp_path
+    )
+    script = made.files[0].read_text().replace("embeddings.weight", "elsewhere.weight")
+    made.files[0].write_text(script)
+    compress = runpy.run_path(str(made.files[0]))["compress"]
+    with pytest.raises(ValueError, match=r"elsewhere\.weight: no constant of this model has that name"):
+        compress(ov.Core().read_model(next(original.folder.glob("*.xml"))))
