@@ -160,7 +160,7 @@ def _recognised(
     parts: Sequence[Part],
 ) -> str:
     """Whose values these are, if they are not at their place."""
-    if _correlation(values, wanted) > _UNLIKE or wanted.numel() < 16:
+    if abs(_correlation(values, wanted)) > _UNLIKE or wanted.numel() < 16:
         return ""
     if wanted.dim() == 2 and _correlation(values.reshape(wanted.shape[::-1]).T, wanted) > _ALIKE:
         return "is transposed"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kl_lens.errors import KLLensError, TargetError, UnsupportedError
-from kl_lens.formats import known_formats
+from kl_lens.formats import Quantized, get_format, known_formats
 from kl_lens.formats.ggml import gguf_module
 from kl_lens.targets.dissection import DTYPES, Disagreement, Dissection, Part, StoredTensor, rounding, same
 from kl_lens.targets.gguf.architectures import get_architecture
@@ -90,19 +90,29 @@ def _stored(entry: TensorEntry) -> StoredTensor:
     name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(entry.type, entry.type.lower())
     known = name if name in (*known_formats(), *DTYPES) else ""
     return StoredTensor(
-        entry.name, entry.type, entry.shape, entry.bytes, partial(_values, entry), known, rounding(known)
+        entry.name,
+        entry.type,
+        entry.shape,
+        entry.bytes,
+        partial(_values, entry, known),
+        known,
+        rounding(known),
     )
 
 
-def _values(entry: TensorEntry) -> torch.Tensor:
-    gguf = gguf_module()
-    data = np.memmap(entry.path, np.uint8, "r", entry.offset, (entry.bytes,))
-    kind = gguf.GGMLQuantizationType[entry.type]
-    _, width = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.asarray(data).reshape(-1, width)
-    if entry.type in ("F32", "F16"):
-        values = blocks.view(np.float32 if entry.type == "F32" else np.float16).astype(np.float32)
-    else:
-        with np.errstate(all="ignore"):  # scales may be infinite; that is for the autopsy to say
-            values = gguf.dequantize(blocks, kind)
-    return torch.from_numpy(np.array(values, np.float32)).reshape(entry.shape)
+def _values(entry: TensorEntry, known: str) -> torch.Tensor:
+    data = np.array(np.memmap(entry.path, np.uint8, "r", entry.offset, (entry.bytes,)))
+    if known in ("fp32", "fp16"):
+        return (
+            torch.from_numpy(data.view(np.float32 if known == "fp32" else np.float16))
+            .float()
+            .reshape(entry.shape)
+        )
+    kind = gguf_module().GGMLQuantizationType[entry.type]
+    blocks = data.reshape(-1, gguf_module().GGML_QUANT_SIZES[kind][1])
+    with np.errstate(all="ignore"):  # scales may be infinite; that is for the autopsy to say
+        if known in known_formats():
+            width = gguf_module().GGML_QUANT_SIZES[kind][0]
+            stored = Quantized(known, (len(blocks), width), torch.from_numpy(blocks))
+            return get_format(known).dequantize(stored).reshape(entry.shape)
+        return torch.from_numpy(gguf_module().dequantize(blocks, kind)).float().reshape(entry.shape)
