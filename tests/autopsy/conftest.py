@@ -22,6 +22,16 @@ Exported = Callable[..., Path]
 Examine = Callable[..., Autopsy]
 
 
+def only_fault(found: Autopsy, step: str, *words: str) -> None:
+    """One fault, of this step, in these words; and it is the headline."""
+    faults = [(f.step, f.words) for f in found.faults]
+    assert [f.step for f in found.faults] == [step], faults
+    for word in words:
+        assert word in found.faults[0].words, faults
+    assert found.faults[0].advice
+    assert found.headline.startswith(found.faults[0].words)
+
+
 def shortened(model: LoadedModel) -> LoadedModel:
     """Only its first blocks: a bad model, but one with real weights, that runs in no time."""
     config = copy.deepcopy(model.config)
@@ -89,8 +99,9 @@ def examine(models: Callable[[str], LoadedModel]) -> Examine:
 def outlier_model() -> LoadedModel:
     """A Mamba with channels of huge values that its next matrix ignores: exact arithmetic does not notice them."""
     model = shortened(load("reference:mamba"))
-    mixer = model.model.get_submodule("backbone.layers.1.mixer")
     with torch.no_grad():
-        mixer.D[::32] = 3000.0
-        mixer.out_proj.weight[:, ::32] = 0.0
+        for block in range(BLOCKS):
+            mixer = model.model.get_submodule(f"backbone.layers.{block}.mixer")
+            mixer.D[::32] = 30_000.0
+            mixer.out_proj.weight[:, ::32] = 0.0
     return model

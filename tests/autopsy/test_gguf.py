@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError
-from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.targets import dissected
 from tests.autopsy import planting
-from tests.autopsy.conftest import Examine, Exported
+from tests.autopsy.conftest import Examine, Exported, only_fault
 
 
-def only_fault(found: Autopsy, step: str, *words: str) -> None:
-    faults = [(f.step, f.words) for f in found.faults]
-    assert [f.step for f in found.faults] == [step], faults
-    for word in words:
-        assert word in found.faults[0].words, faults
-    assert found.faults[0].advice
-    assert found.headline.startswith(found.faults[0].words)
-
-
-@pytest.mark.parametrize("name, fmt", [("mamba", "q4_0"), ("mamba2", "q8_0"), ("hybrid", "q4_k")])
+@pytest.mark.parametrize(("name", "fmt"), [("mamba", "q4_0"), ("mamba2", "q8_0"), ("hybrid", "q4_k")])
 def test_sound_files(exported: Exported, examine: Examine, name: str, fmt: str) -> None:
     found = examine(exported(name, "gguf", fmt), name)
     assert not found.faults, found.faults
@@ -146,11 +141,24 @@ def test_heads_in_another_order(exported: Exported, examine: Examine, tmp_path: 
     only_fault(examine(path, "hybrid"), "weights", name, "rows in another order")
 
 
-def test_a_special_token_that_is_plain_text(exported: Exported, examine: Examine, tmp_path: Path) -> None:
-    source = exported("mamba", "gguf", "q8_0")
+def test_a_special_token_that_is_plain_text(
+    exported: Exported, examine: Examine, models: Callable[[str], LoadedModel], tmp_path: Path
+) -> None:
+    content = json.loads(models("mamba").tokenizer.backend_tokenizer.to_str())
+    old = next(text for text, index in content["model"]["vocab"].items() if index == 4095)
+    del content["model"]["vocab"][old]
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) != old]
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 4095, "content": "<|user|>"})
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)), eos_token="<|endoftext|>"
+    )
+    model = dataclasses.replace(models("mamba"), tokenizer=tokenizer)
+    source = exported(model, "gguf", "q8_0")
+    assert not examine(source, model).faults
     types = list(gguf.GGUFReader(source).fields["tokenizer.ggml.token_type"].contents())
-    path = planting.rewritten(source, tmp_path, {"tokenizer.ggml.token_type": [1, *types[1:]]})
-    only_fault(examine(path), "tokenizer", "tokenizer is not the original's")
+    assert types[4095] == 3
+    path = planting.rewritten(source, tmp_path, {"tokenizer.ggml.token_type": [*types[:4095], 1]})
+    only_fault(examine(path, model), "tokenizer", "tokenizer is not the original's", "<|user|>")
 
 
 def test_another_end_of_text(exported: Exported, examine: Examine, tmp_path: Path) -> None:
