@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import Tokenizer
 
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format, known_formats
@@ -36,7 +37,6 @@ from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import read_graph
 from kl_lens.targets.openvino.tokenizer import CHECKED_STRINGS, first_difference
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.targets.tokenizer import find_tokenizer
 from kl_lens.targets.varied_text import varied_strings
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
 
 class OpenVINODissection(Dissection):
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, open_own: Callable[[Path, SessionSettings], Session]) -> None:
+        self._open_own = open_own  # of a folder that KL Lens exported
         self.place = place if place.suffix == ".xml" else place / IR_FILE
         bare = (self.place, self.place.with_suffix(".bin"))
         self.files = tuple(file for file in bare if file.is_file())
@@ -121,26 +122,25 @@ class OpenVINODissection(Dissection):
 
     def open(self, settings: SessionSettings) -> Session:
         if self.usual_settings:
-            from kl_lens.targets.registry import get_target
-
-            return get_target("openvino").open(self.place.parent, settings)
+            return self._open_own(self.place.parent, settings)
         return open_foreign(self.place, settings)
 
     def other_tokens(self, session: Session, tokenizer: Any) -> str | None:
         folder = self.place.parent
         graphs = folder / TOKENIZER_FILE, folder / DETOKENIZER_FILE
-        if graphs[0].is_file() and graphs[1].is_file():
+        if all(graph.is_file() for graph in graphs):
             import openvino_tokenizers  # noqa: F401 - registers its operations
 
             if difference := first_difference(tokenizer, *graphs, CHECKED_STRINGS):
                 return f"{TOKENIZER_FILE} {difference}"
-        try:
-            own = find_tokenizer(session, folder)
-        except TargetError as error:
-            raise UnsupportedError(str(error)) from None
-        special = sorted(map(str, tokenizer.get_added_vocab()))
+        if not (file := folder / "tokenizer.json").is_file():
+            raise UnsupportedError(f"{folder} holds no tokenizer.json")
+        own, special = Tokenizer.from_file(str(file)), sorted(map(str, tokenizer.get_added_vocab()))
         for text in varied_strings(CHECKED_STRINGS, special=special):
-            if own.encode(text) != list(tokenizer(text, add_special_tokens=False)["input_ids"]):
+            if (
+                own.encode(text, add_special_tokens=False).ids
+                != tokenizer(text, add_special_tokens=False)["input_ids"]
+            ):
                 return text
         return None
 

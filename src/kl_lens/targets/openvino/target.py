@@ -183,7 +183,7 @@ class OpenVINOTarget(Target):
     def dissect(self, place: Path) -> Dissection:
         from kl_lens.targets.openvino.dissection import OpenVINODissection
 
-        return OpenVINODissection(place)
+        return OpenVINODissection(place, self.open)
 
     def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.openvino.session import require_device
