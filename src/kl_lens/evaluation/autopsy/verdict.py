@@ -38,6 +38,7 @@ _COARSER = 0.75  # of the bits of most weights
 _VISIBLE = 5e-3  # a loss that is worth another type
 _UNUSUAL_SHARE = 0.2  # of the loss, in tensors that should be floating point
 _MOST_TENSORS = 0.6  # differing: not a damaged file, but another model's
+_WORSE, _WORSE_BY = 3.0, 0.02  # how much more than plain rounding weights may lose
 _TWICE = 0.25  # relative error up to which that is rounding or fine-tuning
 
 CONVERT = "convert the model again, with a current converter"
@@ -108,6 +109,8 @@ def _nothing_wrong(evidence: Evidence) -> str:
     name = sizes.most_common(1)[0][0] if sizes else "rounding"
     kl = next((step.kl for letter in "dcb" if (step := evidence.steps.get(letter)) and step.kl), None)
     lost = "" if kl is None else f" (KL {shown(kl)} nats per token)"
+    if "b" not in evidence.steps:
+        return f"Nothing wrong was found, but its weights could not be compared{lost}."
     plain = ""
     if evidence.rounding is not None and evidence.rounding.value > _ROUNDING:
         plain = f" Plain rounding to the same types loses {shown(evidence.rounding)} in weights."
@@ -118,11 +121,9 @@ def _nothing_wrong(evidence: Evidence) -> str:
 
 
 def _weights(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.missing:
-        names, count = ", ".join(evidence.missing[:3]), len(evidence.missing)
-        yield Finding(
-            WEIGHTS, evidence.missing[0], f"{count} tensors of the original are missing: {names}", CONVERT
-        )
+    if missing := evidence.missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        yield Finding(WEIGHTS, missing[0], f"Tensors of the original are missing: {names}", CONVERT)
     compared = [r for r in evidence.reports if r.component and not r.float_only]
     odd = [r for r in evidence.reports if r.problem]
     if (
@@ -140,6 +141,10 @@ def _weights(evidence: Evidence) -> Iterator[Finding]:
         )  # fmt: skip
         return
     yield from _merged(odd, evidence)
+    lost, plain = evidence.kl("b") or 0.0, evidence.rounding
+    if not odd and plain is not None and lost > _WORSE * plain.value + _WORSE_BY:
+        words = f"The weights lose {short(lost)} nats, where plain rounding to the same types loses {shown(plain)}"
+        yield Finding(WEIGHTS, "all tensors", words, "quantize the original again", lost - plain.value)
 
 
 def _merged(odd: Sequence[TensorReport], evidence: Evidence) -> Iterator[Finding]:

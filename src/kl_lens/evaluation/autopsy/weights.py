@@ -105,6 +105,10 @@ def _examine(
     for put, into in ((values, found.held), (wanted if plain is None else plain, found.rounded)):
         whole = part.written(put, into.get(name, state[name]))
         if whole is not None and whole.isfinite().all():
+            if into is found.held and name in into and values.numel() == whole.numel():
+                found.left_out.append(
+                    tensor.name
+                )  # a second tensor for one parameter: the model has one place
             into[name] = whole
         elif into is found.held:
             found.left_out.append(tensor.name)

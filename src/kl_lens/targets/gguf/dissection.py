@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kl_lens.targets.session import Session, SessionSettings
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
 
+_HEAD = "output.weight"
 # Read by people, or implied by the shapes of tensors.
 _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 
@@ -39,10 +41,11 @@ class GGUFDissection(Dissection):
 
         shapes = ModelTensors(model.model).shapes
         held = {tensor.name: tensor for tensor in self.tensors}
-        return [
-            Part(rule.name, held.get(rule.name), rule.parameter, rule.arranged, rule.factors)
-            for rule in get_architecture(model.config.model_type).tensors(model.config, shapes)
-        ]
+        rules = get_architecture(model.config.model_type).tensors(model.config, shapes)
+        head = next((rule for rule in rules if rule.name == _HEAD), replace(rules[0], name=_HEAD))
+        if _HEAD in held and head not in rules:  # a tied head, stored once more
+            rules = [*rules, head]
+        return [Part(r.name, held.get(r.name), r.parameter, r.arranged, r.factors) for r in rules]
 
     def disagreements(self, model: LoadedModel) -> list[Disagreement]:
         architecture, metadata = get_architecture(model.config.model_type), self.info.metadata
@@ -83,7 +86,7 @@ class GGUFDissection(Dissection):
 
     def _tokenizer(self, tokenizer: Any, ends: list[int] | None = None) -> Any:
         """The original's as a file should hold it. Rows that only one of the two has are not its concern."""
-        return tokenizer_data(tokenizer, max(len(tokenizer), 1), ends or [])
+        return tokenizer_data(tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or [])
 
 
 def _stored(entry: TensorEntry) -> StoredTensor:
