@@ -78,6 +78,12 @@ class Evidence:
         return step.apart.value > _ROUNDING + _ROUNDING_SHARE * (self.kl(step.beside) or 0.0) + noise
 
     @property
+    def loses_more_than_rounding(self) -> bool:
+        """Whether the weights lose far more than the original's, rounded to nearest in the same types."""
+        plain = 0.0 if self.rounding is None else self.rounding.value
+        return (self.kl("b") or 0.0) > _WORSE * plain + _WORSE_BY
+
+    @property
     def rounds_too_much(self) -> bool:
         """Whether rounded activations cost far more than rounded weights."""
         before, after = self.kl("b"), self.kl("c")
@@ -126,11 +132,7 @@ def _weights(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(WEIGHTS, missing[0], f"Tensors of the original are missing: {names}", CONVERT)
     compared = [r for r in evidence.reports if r.component and not r.float_only]
     odd = [r for r in evidence.reports if r.problem]
-    if (
-        compared
-        and len([r for r in compared if r.problem]) > _MOST_TENSORS * len(compared)
-        and len(compared) > 3
-    ):
+    if len(compared) > 3 and len([r for r in compared if r.problem]) > _MOST_TENSORS * len(compared):
         errors = sorted(r.error for r in odd if r.error is not None)
         close = bool(errors) and errors[len(errors) // 2] < _TWICE
         words = "was quantized twice, or made from another version of" if close else "was not made from"
@@ -142,7 +144,7 @@ def _weights(evidence: Evidence) -> Iterator[Finding]:
         return
     yield from _merged(odd, evidence)
     lost, plain = evidence.kl("b") or 0.0, evidence.rounding
-    if not odd and plain is not None and lost > _WORSE * plain.value + _WORSE_BY:
+    if not odd and plain is not None and evidence.loses_more_than_rounding:
         words = f"The weights lose {short(lost)} nats, where plain rounding to the same types loses {shown(plain)}"
         yield Finding(WEIGHTS, "all tensors", words, "quantize the original again", lost - plain.value)
 
@@ -169,7 +171,7 @@ def _merged(odd: Sequence[TensorReport], evidence: Evidence) -> Iterator[Finding
                 words = f"{report.name} and {other} are swapped"
                 yield Finding(WEIGHTS, report.name, words, CONVERT, gain)
             continue
-        cancels = gain is not None and gain < -_ROUNDING
+        cancels = gain is not None and gain < -_ROUNDING and not evidence.loses_more_than_rounding
         words = f"{report.name} ({report.type}) {report.problem}"
         if cancels:  # restoring it alone makes the file worse: another tensor makes up for it
             words += "; another tensor makes up for it, as after rescaling"
@@ -178,7 +180,6 @@ def _merged(odd: Sequence[TensorReport], evidence: Evidence) -> Iterator[Finding
 
 def _types(evidence: Evidence) -> Iterator[Finding]:
     """Sound values in a type that is too coarse for them."""
-    odd = {r.kind for r in evidence.reports if r.problem}
     refused = evidence.failure("d")
     shares = {each.what: each for each in evidence.restored}
     unusual = dict[str, list[TensorReport]]()
@@ -187,22 +188,20 @@ def _types(evidence: Evidence) -> Iterator[Finding]:
             unusual.setdefault(report.kind or re.sub(r"\d+", "N", report.name), []).append(report)
     for kind, reports in unusual.items():
         carried = shares.get(f"all {kind}") or shares.get(reports[0].component)
-        named = any(r.name in refused for r in reports)
-        words = f"{reports[0].name} is {reports[0].type}" + (
-            f", and {len(reports) - 1} more" if reports[1:] else ""
-        )
+        words = f"{reports[0].name} is {reports[0].type}"
+        words += f", and {len(reports) - 1} more" if reports[1:] else ""
         words += f": runtimes expect {kind or 'it'} in floating point"
         if carried is not None:
             words += f"; it carries {carried.share:.0%} of the weights' loss"
-        fault = named or bool(refused) or (carried is not None and carried.share > _UNUSUAL_SHARE)
+        carries = carried is not None and carried.share > _UNUSUAL_SHARE
+        fault = carries or any(report.name in refused for report in reports)
         advice = f"keep {kind or 'it'} in F32 or F16" if fault else ""
         yield Finding(TYPE, reports[0].name, words, advice, carried.kl if carried else None, fault)
     worst = next((e for e in evidence.restored if e.what.startswith("all ") or e.share > _CARRIES), None)
     loss = evidence.kl("b") or 0.0
     if worst is None or loss < _VISIBLE or worst.share < _CARRIES:
         return
-    kind = worst.what.removeprefix("all ")
-    if kind in unusual or kind in odd or odd:
+    if worst.what.removeprefix("all ") in unusual or any(report.problem for report in evidence.reports):
         return
     usual = _usual_bits(evidence, worst)
     coarse = usual > 0 and worst.bits < _COARSER * usual
