@@ -96,12 +96,16 @@ def examine(models: Callable[[str], LoadedModel]) -> Examine:
 
 
 @pytest.fixture(scope="session")
-def outlier_model() -> LoadedModel:
+def with_outliers() -> Callable[[float], LoadedModel]:
     """A Mamba with channels of huge values that its next matrix ignores: exact arithmetic does not notice them."""
-    model = shortened(load("reference:mamba"))
-    with torch.no_grad():
-        for block in range(BLOCKS):
-            mixer = model.model.get_submodule(f"backbone.layers.{block}.mixer")
-            mixer.D[::32] = 30_000.0
-            mixer.out_proj.weight[:, ::32] = 0.0
-    return model
+
+    def make(size: float) -> LoadedModel:
+        model = shortened(load("reference:mamba"))
+        with torch.no_grad():
+            for block in range(BLOCKS):
+                mixer = model.model.get_submodule(f"backbone.layers.{block}.mixer")
+                mixer.D[::32] = size
+                mixer.out_proj.weight[:, ::32] = 0.0
+        return model
+
+    return make

@@ -93,12 +93,22 @@ def test_an_embedding_with_fewer_rows(exported: Exported, examine: Examine, tmp_
 
 
 def test_activations_that_eight_bits_cannot_hold(
-    exported: Exported, examine: Examine, outlier_model: LoadedModel
+    exported: Exported, examine: Examine, with_outliers: Callable[[float], LoadedModel]
 ) -> None:
-    sound = examine(exported(outlier_model, "gguf", "fp16"), outlier_model)
+    model = with_outliers(3e4)
+    sound = examine(exported(model, "gguf", "fp16"), model)
     assert not sound.faults, sound.faults
-    found = examine(exported(outlier_model, "gguf", "q8_0"), outlier_model)
+    found = examine(exported(model, "gguf", "q8_0"), model)
     only_fault(found, "activations", "do not survive rounding", "all out_proj (Q8_0)")
+
+
+def test_activations_that_overflow(
+    exported: Exported, examine: Examine, with_outliers: Callable[[float], LoadedModel]
+) -> None:
+    """The scale of a block is stored in half precision."""
+    model = with_outliers(1e9)
+    found = examine(exported(model, "gguf", "q8_0"), model)
+    only_fault(found, "activations", "overflow", "all out_proj (Q8_0)")
 
 
 def test_a_layer_of_noise(exported: Exported, examine: Examine, tmp_path: Path) -> None:
@@ -181,7 +191,7 @@ def test_scales_that_are_not_finite(exported: Exported, examine: Examine, tmp_pa
     only_fault(alone, "weights", "blk.2.ssm_x.weight", "not finite")
 
 
-def test_the_wrong_original(exported: Exported, examine: Examine, outlier_model: LoadedModel) -> None:
+def test_the_wrong_original(exported: Exported, examine: Examine) -> None:
     found = examine(exported("mamba", "gguf", "q8_0"), "mamba2")
     assert found.faults
     assert "general.architecture is mamba in the file, mamba2 in the original" in str(found.faults)

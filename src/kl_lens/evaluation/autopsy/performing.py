@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -153,9 +154,9 @@ class _Chain:
         def gained(what: str, reports: Sequence[TensorReport]) -> Restored:
             weights = [model.anatomy.component(r.component).weight for r in reports]
             own = {name for weight in weights for name in names[id(model.model.get_parameter(weight))]}
-            gain = whole - self._few(self._session(without=own))
+            gain, share = _gain(whole, self._few(self._session(without=own)))
             bits = 8 * sum(r.bytes for r in reports) / sum(8 * r.bytes / r.bits for r in reports)
-            return Restored(what, _types(reports), gain, gain / whole, bits)
+            return Restored(what, _types(reports), gain, share, bits)
 
         found = {
             kind: gained(f"all {kind}" if len(group) > 1 else group[0].component, group)
@@ -177,9 +178,9 @@ class _Chain:
         gains = []
         for kind in dict.fromkeys(kinds.values()):
             rest = {name: fmt for name, fmt in formats.items() if kinds[name] != kind}
-            gain = whole - self._few(self._session(formats=rest))
+            gain, share = _gain(whole, self._few(self._session(formats=rest)))
             types = _types([r for r in self.weights.reports if r.kind == kind])
-            gains.append(Restored(f"all {kind}", types, gain, gain / whole if whole else 0.0))
+            gains.append(Restored(f"all {kind}", types, gain, share))
         return sorted(gains, key=lambda each: -each.kl)
 
     # -- in the runtime --------------------------------------------------------------------------------------
@@ -302,6 +303,13 @@ class _Chain:
 def _mean(scores: Sequence[WindowScore]) -> Estimate:
     sums = np.array([float(score.kl().sum(dtype=float)) for score in scores])
     return statistics.ratio(sums, np.array([float(score.targets) for score in scores]))
+
+
+def _gain(whole: float, rest: float) -> tuple[float, float]:
+    """What was gained, and its share; where nothing was finite before, everything."""
+    if not math.isfinite(whole):
+        return (whole, 1.0) if math.isfinite(rest) else (0.0, 0.0)
+    return whole - rest, (whole - rest) / whole if whole else 0.0
 
 
 def _types(reports: Sequence[TensorReport]) -> str:
