@@ -36,6 +36,7 @@ COMMANDS = [
     "benchmark --prompt-lengths 8,32 --layers --formats int8",
     "benchmark --threads 1,2 --gpu-layers 0,8,all --load lean,read-plain",
     "generate out/folder --prompt 'two words' --temperature 0.5",
+    "autopsy a.gguf --against some/model --windows 4",
     "report --compare a b",
     "import-legacy --model m --bits 4 a.json --bits 8 b.json",
     "run some/model --max-bytes 1234567 --targets '' --without rank,report",

@@ -39,6 +39,7 @@ VERBS = {
     "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
     "evaluate": "measure perplexity, KL from the original and task accuracy of plans and files",
     "benchmark": "measure speed and memory of exported files",
+    "autopsy": "say what is wrong with a GGUF or OpenVINO file, whoever made it",
     "generate": "generate text with an exported file",
     "report": "write a run, or several side by side, as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
@@ -58,6 +59,7 @@ USUAL = {
     "plan": "--run --target --max-bytes --max-bpw --max-loss --max-drop --rivals --verify --frontier --uniform --name",
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
+    "autopsy": "--against --run --text --windows --window-length --threads",
     "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --layers --quick",
 }
 

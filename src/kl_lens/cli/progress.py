@@ -27,6 +27,7 @@ TITLES = {
     "plan": "Planning",
     "export": "Writing files",
     "evaluate": "Evaluating",
+    "autopsy": "Autopsy",
     "generate": "Writing samples of text",
     "benchmark": "Timing",
     "report": "Writing the report",

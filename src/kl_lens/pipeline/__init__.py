@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kl_lens.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kl_lens.pipeline.autopsying import AutopsySettings as AutopsySettings
     from kl_lens.pipeline.benchmarking import BenchmarkSettings as BenchmarkSettings
     from kl_lens.pipeline.calibrating import CalibrateSettings as CalibrateSettings
     from kl_lens.pipeline.evaluating import EvaluateSettings as EvaluateSettings

@@ -21,6 +21,7 @@ from kl_lens.pipeline.verbs import perform, settings_of
 if TYPE_CHECKING:  # `generate` runs on small devices and loads no torch
     from kl_lens.calibration import StoredStatistics
     from kl_lens.checkpoints import LoadedModel
+    from kl_lens.evaluation.autopsy import Autopsy
     from kl_lens.pipeline.generating import GenerateResult
     from kl_lens.pipeline.inspecting import InspectResult
     from kl_lens.pipeline.running import RunResult
@@ -172,6 +173,13 @@ class Study:
     def benchmark(self, *files: Path | str, **flags: Any) -> list[Profile]:
         """Speed and memory of these files, or of all files of the run."""
         return _complete(self.do(self.settings("benchmark", artifacts=files, **flags))).report.profiles
+
+    def autopsy(self, file: Path | str, **flags: Any) -> Autopsy:
+        """What is wrong with a file of this model, whoever made it."""
+        kept = self._folder is not None and self.folder.is_dir()  # a run is optional here
+        return self.do(
+            self.settings("autopsy", file=file, run=self._folder if kept else None, **flags)
+        ).autopsy
 
     def generate(self, file: Path | str, prompt: str, **flags: Any) -> GenerateResult:
         """Text from an exported model."""

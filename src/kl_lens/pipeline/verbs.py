@@ -24,6 +24,7 @@ HOMES = {
     "export": "exporting",
     "evaluate": "evaluating",
     "benchmark": "benchmarking",
+    "autopsy": "autopsying",
     "generate": "generating",
     "report": "reporting",
     "publish": "publishing",

@@ -7,6 +7,7 @@ Everything comes from records that other stages wrote; nothing is measured here.
 - results about subjects, those that are current: `score` and `profile`, `Score` and `Profile` of records.py, whatever
   else their JSON holds; `agreement`, for the verdict on each file. A profile's settings say what its ratios are to
   (`ratios_to`, `ratios_to_fp16`) and whether it was `quick`;
+- `autopsy`: what `kl-lens autopsy` found in a file;
 - `generation`, another such result: one sample of text, `{"prompt": str, "text": str}`, where `text` does not repeat
   the prompt. Samples with the same prompt are put side by side; other keys (`runtime`, `seed`, …) are not shown.
 """
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 from kl_lens.calibration import StoredStatistics
 from kl_lens.errors import RunError
+from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.journal import checks_rows
 from kl_lens.positions import PositionCurve
 from kl_lens.records import (
@@ -82,6 +84,7 @@ class RunView:
     scores: tuple[Score, ...]
     profiles: tuple[Profile, ...]
     generations: tuple[Generation, ...]
+    autopsies: tuple[Autopsy, ...]
     verdicts: dict[tuple[Subject, str], str]  # (subject, text) → does the file agree with PyTorch?
     texts: dict[str, dict[str, Any]]
     measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
@@ -173,6 +176,9 @@ def collect(run: Run) -> RunView:
         scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
         profiles=_profiles(run),
         generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
+        autopsies=tuple(
+            _record(run, "autopsy", r.name, r.value, Autopsy) for r in current_results(run, "autopsy")
+        ),
         verdicts=_verdicts(run),
         measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},

@@ -16,6 +16,7 @@ from kl_lens.reporting.data import RunView
 from kl_lens.reporting.markup import Html, tag
 from kl_lens.reporting.sections import (
     Section,
+    autopsy,
     details,
     positions,
     prediction,
@@ -35,7 +36,7 @@ _HATCH = Html(
 
 def report_page(view: RunView) -> str:
     """The report of one run."""
-    modules = (summary, sensitivity, prediction, positions, sizes, speed, details, provenance)
+    modules = (summary, sensitivity, prediction, positions, sizes, speed, autopsy, details, provenance)
     told = TOLD.get(view.identity.get("task"), of_tokens)
     sections = [part for module in modules if (part := module.section(view)) is not None]
     return page(f"KL Lens: {view.model}", sections, told)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # running an exported model must not load what exporting need
 
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.formats import Quantized
+    from kl_lens.targets.dissection import Dissection
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Target(ABC):
     published: PublishedProgram | None = None  # the benchmark that publications quote
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
+    exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
     @property
     def runtimes(self) -> list[str]:
@@ -292,6 +294,14 @@ class Target(ABC):
     def device_label(self, settings: SessionSettings) -> str:
         """The device's name in a profile."""
         return settings.device
+
+    def dissects(self, path: Path) -> bool:
+        """Whether `dissect` takes this file or folder, judged by names only."""
+        return self.owns(path)
+
+    def dissect(self, place: Path) -> Dissection:
+        """Takes any of its files apart, whoever made it, for an autopsy."""
+        raise UnsupportedError(f"KL Lens cannot take files of {self.title} apart")
 
     def fewest_threads(self, place: Path) -> int | None:
         """The fewest threads with which several sessions may run in one process; None: one session at a time.

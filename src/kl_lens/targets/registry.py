@@ -16,6 +16,7 @@ from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:  # opening a session must not load what exporting needs
     from kl_lens.checkpoints import LoadedModel
+    from kl_lens.targets.dissection import Dissection
 
 # Name → "module:class", in the order in which they are listed for users.
 TARGETS = {
@@ -83,6 +84,17 @@ def locate(path: Path | str) -> tuple[Path, Artifact | None]:
             return path, None
     require_exported(folder, artifact)
     return folder, artifact
+
+
+def dissected(path: Path) -> tuple[Target, Dissection]:
+    """Any file of a target, taken apart. Unlike `locate`, it takes files that were changed or made elsewhere."""
+    for name in TARGETS:
+        if (target := describe_target(name)).dissects(path):
+            target.require()
+            return target, target.dissect(path)
+    if not path.exists():
+        raise TargetError(f"{path}: no such file")
+    raise TargetError(f"{path} holds no model that KL Lens knows; give a .gguf file or an OpenVINO .xml")
 
 
 def _owner(path: Path) -> str | None:

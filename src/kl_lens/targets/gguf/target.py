@@ -22,6 +22,7 @@ from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
+    from kl_lens.targets.dissection import Dissection
 
 SUFFIX = ".gguf"
 
@@ -31,6 +32,7 @@ class GGUFTarget(Target):
     loads = (SUFFIX,)
     builds = streams = holds_vocabulary = True
     methods = ("gptq", "imatrix")
+    exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
         ExportOption(
             "include_tokenizer", "--without-tokenizer", "a file that works with token ids only", given=False
@@ -172,6 +174,14 @@ class GGUFTarget(Target):
             load=settings.load,
             exact_attention=settings.exact,
         )
+
+    def dissects(self, path: Path) -> bool:
+        return self.owns(path) or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
+
+    def dissect(self, place: Path) -> Dissection:
+        from kl_lens.targets.gguf.dissection import GGUFDissection
+
+        return GGUFDissection(parts_of(place if self.owns(place) else min(place.glob(f"*{SUFFIX}")))[0])
 
     def _record_of(self, place: Path) -> Artifact | None:
         """The record of a folder, or of a file's folder."""

@@ -153,7 +153,7 @@ def equal_batches(model: ov.Model) -> int:
     def copied(node: Any) -> Any | None:
         stack = node.input_value(1)
         batches = list(stack.get_partial_shape())[:-2]
-        if all(batch == 1 for batch in batches) or not _is_constant(stack.get_node()):
+        if all(batch == 1 for batch in batches) or not is_constant(stack.get_node()):
             return None
         x, attributes = node.input_value(0), node.get_attributes()
         if list(x.get_partial_shape())[:-2] == batches:
@@ -193,11 +193,11 @@ def is_gated(model: ov.Model) -> bool:
     return any(pair & {"Swish", "Gelu"} and pair & {"MatMul", "Split", "VariadicSplit"} for pair in pairs)
 
 
-def _is_constant(node: Any) -> bool:
+def is_constant(node: Any) -> bool:
     """Whether a value depends on constants alone, as a compressed weight does."""
     if node.get_input_size() == 0:
         return bool(node.get_type_name() == "Constant")
-    return all(_is_constant(value.get_node()) for value in node.input_values())
+    return all(is_constant(value.get_node()) for value in node.input_values())
 
 
 def _cumulative_product(node: Any) -> Any | None:

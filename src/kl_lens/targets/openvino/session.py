@@ -182,6 +182,10 @@ class OpenVINOSession:
         return self._vocabulary
 
     @property
+    def stateful(self) -> bool:
+        return self._static is None
+
+    @property
     def description(self) -> dict[str, Any]:
         about = {"plan": self._artifact.plan, "static_tokens": self._static}
         mode = {"mode": "exact" if self._exact else "deployed"}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kl_lens.checkpoints import LoadedModel
     from kl_lens.formats import Quantized
+    from kl_lens.targets.dissection import Dissection
 
 _ARM = ("aarch64", "arm64")
 # Bytes that a quantized matrix adds to the .xml, compared with an FP16 one: its decompression nodes. (symmetric, in
@@ -43,6 +44,9 @@ class OpenVINOTarget(Target):
     loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
     published = BenchmarkApp()
     methods = ("gptq", "search")
+    exact_options = (
+        "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
+    )
     options = (
         ExportOption(
             "device_profile", "--device-profile", "cpu, gpu, gpu-int4 or npu (default: cpu)", "text"
@@ -182,6 +186,14 @@ class OpenVINOTarget(Target):
         return open_session(
             place, device=settings.device, threads=settings.threads, exact=settings.exact, cache=cache
         )
+
+    def dissects(self, path: Path) -> bool:
+        return path.suffix == ".xml" or (path / IR_FILE).is_file()
+
+    def dissect(self, place: Path) -> Dissection:
+        from kl_lens.targets.openvino.dissection import OpenVINODissection
+
+        return OpenVINODissection(place, self.open)
 
     def check_device(self, settings: SessionSettings) -> str | None:
         from kl_lens.targets.openvino.session import require_device

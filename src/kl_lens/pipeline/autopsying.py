@@ -1,0 +1,124 @@
+"""`autopsy`: what is wrong with a GGUF or OpenVINO file, whoever made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from kl_lens import evaluation
+from kl_lens.checkpoints import LanguageTask, LoadedModel
+from kl_lens.errors import KLLensError, TargetError
+from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
+from kl_lens.pipeline.evaluating import DEFAULT_TEXT
+from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.planning import PlanSettings, plan
+from kl_lens.pipeline.settings import COUNT, THREADS, TOKENS, VERB_MODEL, Loading, command_of, option
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.records import ARTIFACT, Subject
+from kl_lens.runs import Run
+from kl_lens.subjects import file_digest, outside_path
+from kl_lens.targets import Target, computed_as, deployed, dissected
+from kl_lens.targets.dissection import Dissection
+
+KIND = "autopsy"  # of the run's results
+STEPS = 9  # of the progress display
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopsySettings(Loading):
+    verb: ClassVar[str] = "autopsy"
+
+    file: Path = option(
+        help="a .gguf file, an OpenVINO .xml, or a folder with one", positional=True, metavar="FILE"
+    )
+    model: str | None = option(
+        None, f"the original model: {VERB_MODEL} (default: the run's)", flag="--against", metavar="MODEL"
+    )
+    run: str | None = option(
+        None,
+        "a run of this model: keeps the result for its report, and plans for the same bytes",
+        metavar="DIR",
+    )
+    text: str = option(DEFAULT_TEXT, "text that everything is measured on", metavar="TEXT")
+    windows: int = option(8, "number of windows", kind=COUNT)
+    window_length: int = option(256, "tokens per window", kind=TOKENS)
+    threads: int | None = option(None, "of the runtime (default: its own choice)", kind=THREADS)
+
+
+@dataclass
+class AutopsyResult:
+    autopsy: Autopsy
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.autopsy.faults else 0
+
+
+def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> AutopsyResult:
+    target, dissection = dissected(settings.file)
+    model, text = _original(settings, bench)
+    with events.progress("autopsy") as progress:
+        progress.started(float(STEPS), 0.0)
+        found = perform_autopsy(
+            dissection, target, model, text,
+            threads=settings.threads, advanced=lambda title: progress.advanced(1.0, title),
+        )  # fmt: skip
+    result = AutopsyResult(found)
+    if settings.run is not None and model is not None and text is not None:
+        try:
+            result.autopsy = _with_plan(found, settings, target, model, text, bench, events)
+        except KLLensError as error:
+            result.notes.append(f"No plan of the same bytes: {error}")
+        _store(result.autopsy, dissection, target, settings)
+    return result
+
+
+def _original(
+    settings: AutopsySettings, bench: Workbench
+) -> tuple[LoadedModel | None, evaluation.EvaluationText | None]:
+    if settings.run is not None:
+        with Run.open(Path(settings.run)) as run:
+            model = bench.model_of(run, settings)
+    elif settings.model is not None:
+        model = bench.model(settings)
+    else:
+        return None, None
+    if not isinstance(model.task, LanguageTask):
+        raise TargetError(f"{model.name}: autopsy compares language models; this one classifies images")
+    text = evaluation.prepare(
+        settings.text, model.task, window=settings.window_length, limit=settings.windows
+    )
+    return model, text
+
+
+def _with_plan(
+    found: Autopsy,
+    settings: AutopsySettings,
+    target: Target,
+    model: LoadedModel,
+    text: evaluation.EvaluationText,
+    bench: Workbench,
+    events: Events,
+) -> Autopsy:
+    """What the run's measurements make of the same bytes, measured on the same text."""
+    wanted = PlanSettings(
+        run=settings.run, model=settings.model, target=target.name, max_bytes=found.bytes, dry_run=True,
+        **settings.how,
+    )  # fmt: skip
+    ours = plan(wanted, bench, events).plans[-1]
+    recipes = evaluation.planned_recipes(model, ours.assignment)
+    session = evaluation.TorchSession(model, recipes, deployed=deployed(computed_as(target)))
+    scores = evaluation.score_text(session, text, evaluation.TorchSession(model))
+    kl = evaluation.divergence_values(scores)["kl_mean"]
+    return replace(found, planned_kl=kl, planned_bytes=ours.file_bytes)
+
+
+def _store(found: Autopsy, dissection: Dissection, target: Target, settings: AutopsySettings) -> None:
+    """Once for each file: a later autopsy replaces it."""
+    weights = dissection.files[-1]
+    subject = Subject(ARTIFACT, None, target.name, {"path": outside_path(weights)}, file_digest(weights))
+    with Run.open(Path(settings.run or "")) as run:
+        run.note_command(["kl-lens", *command_of(settings)])
+        run.store_result(KIND, subject, found.text, found.to_json())

@@ -1,0 +1,284 @@
+"""An IR taken apart: every stored weight with its decompression, beside the parameter that it should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.formats import Format, known_formats
+from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.normal_float import LEVELS
+from kl_lens.formats.zero_points import ZeroPointFormat
+from kl_lens.targets import quarantine
+from kl_lens.targets.artifacts import read_artifact
+from kl_lens.targets.dissection import (
+    DTYPES,
+    Disagreement,
+    Dissection,
+    Part,
+    StoredTensor,
+    Values,
+    rounding,
+    same,
+)
+from kl_lens.targets.openvino.constants import raw_bytes
+from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
+from kl_lens.targets.openvino.foreign import open_foreign
+from kl_lens.targets.openvino.rewrites import is_constant, operations
+from kl_lens.targets.openvino.session import read_graph
+from kl_lens.targets.openvino.tokenizer import CHECKED_STRINGS, first_difference
+from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.varied_text import varied_strings
+
+if TYPE_CHECKING:
+    from kl_lens.checkpoints import LoadedModel
+
+_LARGEST_TRANSFORMED = 1 << 20  # values; norms and decays are small
+_FEWEST = 16  # values; smaller constants are shapes, axes and epsilons
+_SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
+_BITS = {"i4": 4, "u4": 4, "nf4": 4, "i8": 8, "u8": 8}
+_FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
+_EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
+
+
+class OpenVINODissection(Dissection):
+    def __init__(self, place: Path, open_own: Callable[[Path, SessionSettings], Session]) -> None:
+        self._open_own = open_own  # of a folder that KL Lens exported
+        self.place = place if place.suffix == ".xml" else place / IR_FILE
+        bare = (self.place, self.place.with_suffix(".bin"))
+        self.files = tuple(file for file in bare if file.is_file())
+        if self.place not in self.files:
+            raise TargetError(f"{self.place}: no such file")
+        quarantine.require_opens(__name__, self.place, self.files, "OpenVINO")
+        try:
+            self.usual_settings = read_artifact(self.place.parent).target == "openvino"
+        except TargetError:
+            self.usual_settings = False  # not our export: run with the plugin's defaults
+        self._graph = read_graph(self.place)
+        self._ends = dict(_weights(self._graph))
+        self.tensors = tuple(_stored(name, end) for name, end in self._ends.items())
+
+    def parts(self, model: LoadedModel) -> list[Part]:
+        """Weights by their names; what has lost its name by its values."""
+        parameters = {name: value.detach() for name, value in model.model.named_parameters()}
+        named, left = dict[str, list[StoredTensor]](), []
+        for tensor in self.tensors:
+            inside = [name for name in parameters if name in tensor.name]
+            if inside:
+                named.setdefault(max(inside, key=len), []).append(tensor)
+            else:
+                left.append(tensor)
+        absent = {name: value for name, value in parameters.items() if name not in named}
+        for tensor in left:
+            values = tensor.read().flatten()
+            alike = [n for n, value in absent.items() if value.numel() == values.numel()]
+            close = {n: abs(_correlation(values, absent[n].flatten().float())) for n in alike}
+            if close and (best := max(close, key=close.__getitem__)) and close[best] > 0.5:
+                named.setdefault(best, []).append(tensor)
+        parts = [
+            Part(tensor.name, tensor, name, self._arrangement(tensor, parameters[name]))
+            for name, tensors in named.items()
+            for tensor in tensors
+        ]
+        wanted = {c.weight for c in model.anatomy.candidates}
+        return parts + [Part(name, None, name) for name in sorted(wanted - set(named))]
+
+    def _arrangement(self, tensor: StoredTensor, parameter: torch.Tensor) -> Values:
+        """How this constant follows from its parameter: reshaped, transposed, 1 + x, exp(x) or −exp(x)."""
+        shape, own = tensor.shape, tuple(parameter.shape)
+        if math.prod(shape) != parameter.numel():
+            return lambda value: value
+        plain = tuple(size for size in shape if size > 1)
+        turned = len(own) == 2 and (
+            plain == own[::-1] != own if own[0] != own[1] else _is_input_major(self._ends[tensor.name])
+        )
+        maps: list[Values] = [lambda v: v, lambda v: v + 1, torch.exp, lambda v: -torch.exp(v)]
+        arranged = [partial(_arranged, each, turned, shape) for each in maps]
+        if parameter.numel() > _LARGEST_TRANSFORMED:
+            return arranged[0]
+        values, wanted = tensor.read(), parameter.float()
+        return min(arranged, key=lambda each: float((each(wanted) - values).norm()))
+
+    def disagreements(self, model: LoadedModel) -> list[Disagreement]:
+        """The epsilons of norms are constants of the graph; other settings leave no trace that could be compared."""
+        wanted = [v for k, v in model.config.to_dict().items() if "eps" in k and isinstance(v, float)]
+        found = sorted(set(_epsilons(self._graph)))
+        return [
+            Disagreement(
+                "the epsilon of a norm", value, wanted[0] if len(set(wanted)) == 1 else sorted(set(wanted))
+            )
+            for value in found
+            if wanted and not any(same(value, own) for own in wanted)
+        ]
+
+    def open(self, settings: SessionSettings) -> Session:
+        if self.usual_settings:
+            return self._open_own(self.place.parent, settings)
+        return open_foreign(self.place, settings)
+
+    def other_tokens(self, session: Session, tokenizer: Any) -> str | None:
+        folder = self.place.parent
+        graphs = folder / TOKENIZER_FILE, folder / DETOKENIZER_FILE
+        if all(graph.is_file() for graph in graphs):
+            import openvino_tokenizers  # noqa: F401 - registers its operations
+
+            if difference := first_difference(tokenizer, *graphs, CHECKED_STRINGS):
+                return f"{TOKENIZER_FILE} {difference}"
+        if not (file := folder / "tokenizer.json").is_file():
+            raise UnsupportedError(f"{folder} holds no tokenizer.json")
+        own, special = Tokenizer.from_file(str(file)), sorted(map(str, tokenizer.get_added_vocab()))
+        for text in varied_strings(CHECKED_STRINGS, special=special):
+            if (
+                own.encode(text, add_special_tokens=False).ids
+                != tokenizer(text, add_special_tokens=False)["input_ids"]
+            ):
+                return text
+        return None
+
+
+def try_out(path: Path) -> None:
+    """In a separate process: reading a graph from elsewhere may crash."""
+    for _, end in _weights(read_graph(path)):
+        _stored("", end)
+
+
+def _arranged(change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
+    return change(value.T if turned else value).reshape(shape)
+
+
+def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
+    """(name of the constant, the value that the graph computes with) of everything that may be a weight."""
+    ends: dict[tuple[str, int], tuple[Any, Any]] = {}
+    for node in operations(graph, "Constant"):
+        kind = node.get_element_type().get_type_name()
+        if kind not in (*_BITS, *_FLOATS) or math.prod(node.get_output_shape(0)) < _FEWEST:
+            continue
+        end = _end(node.output(0))
+        key = end.get_node().get_friendly_name(), end.get_index()
+        held = ends.get(key)
+        # Its scales and zero points lead to the same end; the weight is the largest.
+        if held is None or _size(node) > _size(held[0]):
+            ends[key] = node, end
+    for node, end in ends.values():
+        yield node.get_friendly_name(), end
+
+
+def _end(value: Any) -> Any:
+    """Follows a constant through its decompression: as long as nothing but constants is mixed in."""
+    while True:
+        readers = [reader.get_node() for reader in value.get_target_inputs()]
+        onward = [n for n in readers if n.get_type_name() in (*_SHAPING, "Convert", "Multiply", "Subtract")]
+        if len(onward) != len(readers) or len({n.get_friendly_name() for n in onward}) != 1:
+            return value
+        if not is_constant(onward[0]) or onward[0].get_element_type().get_type_name() not in (
+            "f16",
+            "f32",
+            "bf16",
+        ):
+            return value
+        value = onward[0].output(0)
+
+
+def _size(node: Any) -> int:
+    return math.prod(node.get_output_shape(0))
+
+
+def _stored(name: str, end: Any) -> StoredTensor:
+    constants = list(_constants(end.get_node()))
+    weight = max(constants, key=_size)
+    kind = weight.get_element_type().get_type_name()
+    floats = [n for n in constants if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS)]
+    size = sum(raw_bytes(node).nbytes for node in floats)
+    shape = tuple(end.get_shape())
+    fmt = _format(kind, weight, [node for node in floats if node is not weight])
+    spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
+    known = spelled if spelled in (*known_formats(), *DTYPES) else ""
+    group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
+    return StoredTensor(name, kind + group, shape, size, partial(_read, end), known, rounding(fmt or known))
+
+
+def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
+    """The integer format of a compressed weight; groups are the last axis of what is stored."""
+    if kind not in _BITS or kind == "nf4":
+        return None
+    shape, scales = list(weight.get_output_shape(0)), max((_size(node) for node in others), default=1)
+    group = shape[-1] if len(shape) == 3 and scales > math.prod(shape[:-2]) else None
+    make = ZeroPointFormat if kind.startswith("u") else SignedScaleFormat
+    name = f"{'uint' if kind.startswith('u') else 'int'}{_BITS[kind]}" + (f"-g{group}" if group else "")
+    return make(name, _BITS[kind], group, make is SignedScaleFormat)
+
+
+def _constants(node: Any) -> Iterator[Any]:
+    if node.get_type_name() == "Constant":
+        yield node
+    for value in node.input_values():
+        yield from _constants(value.get_node())
+
+
+def _read(end: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(_value(end.get_node()), np.float32)).reshape(tuple(end.get_shape()))
+
+
+def _value(node: Any) -> npt.NDArray[Any]:
+    """A constant expression in float32: the plugin's own folding would round to half precision."""
+    kind = node.get_type_name()
+    if kind == "Constant":
+        return _numbers(node)
+    first, *others = [_value(value.get_node()) for value in node.input_values()]
+    if kind == "Multiply":
+        return first * others[0]
+    if kind == "Subtract":
+        return first - others[0]
+    if kind == "Transpose":
+        return first.transpose(others[0].astype(int))
+    return first.reshape(tuple(node.get_output_shape(0))) if kind in _SHAPING else first
+
+
+def _numbers(node: Any) -> npt.NDArray[Any]:
+    kind, shape = node.get_element_type().get_type_name(), tuple(node.get_output_shape(0))
+    if kind in ("i4", "u4", "nf4"):
+        packed = raw_bytes(node)
+        nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(-1)[: math.prod(shape)]
+        if kind == "nf4":
+            return LEVELS[nibbles].reshape(shape)
+        return (
+            (nibbles.astype(np.int8) - 16 * ((nibbles > 7) & (kind == "i4")))
+            .astype(np.float32)
+            .reshape(shape)
+        )
+    if kind == "bf16":
+        return (raw_bytes(node).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.asarray(node.data).astype(np.float32 if kind in (*_BITS, *_FLOATS) else np.int64)
+
+
+def _is_input_major(end: Any) -> bool:
+    """Whether a product reads it as (in, out); PyTorch's linear layers are (out, in)."""
+    products = [r for r in end.get_target_inputs() if r.get_node().get_type_name() == "MatMul"]
+    return any(r.get_index() == 1 and not r.get_node().get_attributes()["transpose_b"] for r in products)
+
+
+def _epsilons(graph: Any) -> Iterator[float]:
+    """Small numbers that are added just before a root: what norms add to the mean square."""
+    for node in operations(graph, "Add"):
+        after = {reader.get_node().get_type_name() for reader in node.output(0).get_target_inputs()}
+        if not after & {"Sqrt", "Power", "Rsqrt"}:
+            continue
+        for value in node.input_values():
+            if is_constant(value.get_node()) and math.prod(value.get_shape()) == 1:
+                number = float(_value(value.get_node()).reshape(-1)[0])
+                if _EPSILONS[0] <= number <= _EPSILONS[1]:
+                    yield number
+
+
+def _correlation(one: torch.Tensor, two: torch.Tensor) -> float:
+    norm = float(one.norm() * two.norm())
+    return float(one @ two) / norm if norm else 0.0
