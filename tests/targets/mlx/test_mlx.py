@@ -29,6 +29,7 @@ from kl_lens.targets import (
     usual_targets,
 )
 from kl_lens.targets.gguf.target import GGUFTarget
+from kl_lens.targets.mlx.target import MLXTarget
 from kl_lens.targets.openvino.target import OpenVINOTarget
 from tests.families import tiny_model, token_ids
 
@@ -220,6 +221,9 @@ def test_a_run_makes_files_for_mlx_only_if_asked_or_if_there_is_nothing_else(
     for target in (OpenVINOTarget, GGUFTarget):
         monkeypatch.setattr(target, "packages", ("no_such_package",))
     assert usual_targets() == ("mlx",)
+    monkeypatch.setattr(MLXTarget, "packages", ("no_such_package",))
+    assert usual_targets() == ("openvino", "gguf")
+    assert describe_target("mlx").health().problem == ""  # on most machines nobody misses it
 
 
 @pytest.fixture(scope="module")
