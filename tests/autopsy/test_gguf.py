@@ -81,6 +81,7 @@ def test_an_embedding_whose_end_is_missing(exported: Exported, examine: Examine,
     only_fault(examine(path), "weights", "token_embd.weight", "rows that are zero (from row 3,000 on)")
 
 
+@pytest.mark.slow
 def test_an_embedding_with_fewer_rows(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     source, name = exported("mamba", "gguf", "fp16"), "token_embd.weight"
     values = (
@@ -92,6 +93,7 @@ def test_an_embedding_with_fewer_rows(exported: Exported, examine: Examine, tmp_
     only_fault(examine(path), "weights", name, "has the shape 3000×256, not 4096×256")
 
 
+@pytest.mark.slow
 def test_activations_that_eight_bits_cannot_hold(
     exported: Exported, examine: Examine, with_outliers: Callable[[float], LoadedModel]
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_layer_of_noise(exported: Exported, examine: Examine, tmp_path: Path) 
 # -- faults of our own -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wrong_rope_base(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     path = planting.copied(exported("hybrid", "gguf", "q8_0"), tmp_path)
     planting.set_number(path, "rope.freq_base", 500.0)
@@ -137,12 +140,14 @@ def test_decays_of_the_wrong_sign(exported: Exported, examine: Examine, tmp_path
     only_fault(examine(path), "weights", "blk.2.ssm_a", "times -1")
 
 
+@pytest.mark.slow
 def test_a_transposed_matrix(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     path = planting.copied(exported("mamba", "gguf", "fp16"), tmp_path)
     planting.change(path, "blk.1.ssm_out.weight", np.float16, lambda v: v.reshape(256, 512).T.reshape(-1))
     only_fault(examine(path), "weights", "blk.1.ssm_out.weight", "is transposed")
 
 
+@pytest.mark.slow
 def test_heads_in_another_order(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     """As after a conversion that forgets, or repeats, the reordering for rotary embeddings."""
     path = planting.copied(exported("hybrid", "gguf", "fp16"), tmp_path)
@@ -151,6 +156,7 @@ def test_heads_in_another_order(exported: Exported, examine: Examine, tmp_path: 
     only_fault(examine(path, "hybrid"), "weights", name, "rows in another order")
 
 
+@pytest.mark.slow
 def test_a_special_token_that_is_plain_text(
     exported: Exported, examine: Examine, models: Callable[[str], LoadedModel], tmp_path: Path
 ) -> None:
@@ -171,6 +177,7 @@ def test_a_special_token_that_is_plain_text(
     only_fault(examine(path, model), "tokenizer", "tokenizer is not the original's", "<|user|>")
 
 
+@pytest.mark.slow
 def test_another_end_of_text(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     path = planting.rewritten(
         exported("mamba", "gguf", "q8_0"), tmp_path, {"tokenizer.ggml.eos_token_id": 17}
@@ -191,6 +198,7 @@ def test_scales_that_are_not_finite(exported: Exported, examine: Examine, tmp_pa
     only_fault(alone, "weights", "blk.2.ssm_x.weight", "not finite")
 
 
+@pytest.mark.slow
 def test_the_wrong_original(exported: Exported, examine: Examine) -> None:
     found = examine(exported("mamba", "gguf", "q8_0"), "mamba2")
     assert found.faults

@@ -85,6 +85,7 @@ def test_scales_of_one_weight_halved(exported: Exported, examine: Examine, tmp_p
     only_fault(examine(folder), "weights", f"{BLOCK}.in_proj.weight", "times 0.5")
 
 
+@pytest.mark.slow
 def test_two_weights_swapped(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     folder = copied(exported("mamba", "openvino", "fp16"), tmp_path)
     one, two = (stored(folder, f"backbone.layers.{block}.mixer.x_proj.weight") for block in (0, 2))
@@ -108,6 +109,7 @@ def test_a_wrong_epsilon(exported: Exported, examine: Examine, tmp_path: Path) -
     only_fault(examine(folder), "metadata", "epsilon of a norm is 0.005 in the file, 1e-05 in the original")
 
 
+@pytest.mark.slow
 def test_a_graph_that_computes_something_else(exported: Exported, examine: Examine, tmp_path: Path) -> None:
     """The weights are right and no setting is wrong: it is the conversion, or the runtime."""
 
