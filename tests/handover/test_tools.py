@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from kl_lens.calibration import gather
 from kl_lens.checkpoints import LoadedModel
@@ -203,8 +206,10 @@ def test_auto_round_gives_every_layer_its_bits(tmp_path: Path) -> None:
     plan = in_turn(model, INTEGERS, "embedding", "head")
     write_recipe("auto-round", model, plan, tmp_path)
     layers = read_json(tmp_path / "layer_config.json")
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     rounded = auto_round.AutoRound(
-        model.model, tokenizer=None, scheme="W4A16", layer_config=layers, iters=0, disable_opt_rtn=True
+        model.model, tokenizer, scheme="W4A16", layer_config=layers, iters=0, disable_opt_rtn=True
     )
     rounded.quantize()
     found = {
