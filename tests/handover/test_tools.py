@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -204,6 +205,10 @@ def test_auto_round_gives_every_layer_its_bits(tmp_path: Path) -> None:
     auto_round = pytest.importorskip("auto_round", reason="needs AutoRound")
     model = opened("falcon_h1")
     plan = in_turn(model, INTEGERS, "embedding", "head")
+    odd = next(c.name for c in model.anatomy.candidates if c.kind == "in_proj")
+    with pytest.raises(PlanError, match=f"{re.escape(odd)}: its shape"):
+        write_recipe("auto-round", model, plan, tmp_path)
+    plan = Plan("p", plan.assignment | {c: "fp16" for c in plan.assignment if c.endswith("in_proj")}, "test")
     write_recipe("auto-round", model, plan, tmp_path)
     layers = read_json(tmp_path / "layer_config.json")
     words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
@@ -228,7 +233,9 @@ def test_modelopt_gives_every_layer_its_bits(tmp_path: Path) -> None:
     plan = in_turn(model, ("int4-g32", "int8", "fp16", "int4"), "embedding", "head")
     write_recipe("modelopt", model, plan, tmp_path)
     theirs = mtq.quantize(
-        model.model, read_json(tmp_path / "quant_cfg.json"), lambda m: m(input_ids=token_ids(1, 8))
+        model.model,
+        yaml.safe_load((tmp_path / "quant_cfg.yaml").read_text(encoding="utf-8")),
+        lambda m: m(input_ids=token_ids(1, 8)),
     )
     found = {}
     for name, module in theirs.named_modules():
