@@ -23,12 +23,14 @@ from tokenizers.models import WordLevel
 
 from kl_lens.calibration import gather
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.main import main
 from kl_lens.errors import PlanError, UnlearntError
 from kl_lens.handover import TOOLS, write_recipe
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets.gguf import export
 from tests.calibration.test_gathering import _windows
+from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
 from tests.families import tiny_model, token_ids
 
 INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
@@ -245,3 +247,21 @@ def test_modelopt_gives_every_layer_its_bits(tmp_path: Path) -> None:
         assert not getattr(getattr(module, "input_quantizer", None), "is_enabled", False)
     assert found == {name: (r.grid.bits, r.grid.group_size) for name, r in quantized(plan).items()}
     assert isinstance(theirs, torch.nn.Module)
+
+
+def test_the_command_writes_the_files_and_says_how_to_use_them(
+    measure_arguments: list[str],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    assert main([*measure_arguments, "--formats", "int8"]) == 0
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf"]) == 0
+    file = tmp_path / "run/recipes/uniform_int8.nncf/nncf_recipe.py"
+    assert '"mode": "int8_sym"' in file.read_text(encoding="utf-8")
+    assert "from nncf_recipe import compress" in capsys.readouterr().out
+    assert main(["plan", *run, "--plan", "uniform_int8", "--write-recipe", "mlx-lm"]) == 1
+    assert "mlx-lm cannot express plan uniform_int8: backbone.embeddings: it has nothing like int8" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf", "--dry-run"]) == 1

@@ -32,8 +32,12 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
         if component.name in quantized and any(size % BLOCK for size in component.shape):
             why = f"its shape {component.shape} does not divide by {BLOCK}, so AutoRound would leave it alone"
             raise refusal("AutoRound", plan, component.name, f"{why}; give it fp16 in the plan's file")
-    # What is not named would get the scheme's 4 bits.
-    every = {c.name: quantized.get(c.name, {"bits": 16}) for c, _ in components(model, plan)}
+    # Layers that are not named would get the scheme's 4 bits.
+    every = {
+        c.name: quantized.get(c.name, {"bits": 16})
+        for c, _ in components(model, plan)
+        if c.kind != "embedding"
+    }
     (folder / FILE).write_text(as_json(every), encoding="utf-8")
     return Handover(_USE, notes=own_rounding("AutoRound", plan))
 
