@@ -16,15 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from kl_lens.calibration import gather
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.main import main
 from kl_lens.errors import PlanError, UnlearntError
 from kl_lens.handover import TOOLS, write_recipe
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets.gguf import export
 from tests.calibration.test_gathering import _windows
+from tests.cli.conftest import measure_arguments, tiny_folder  # noqa: F401
 from tests.families import tiny_model, token_ids
 
 INTEGERS = ("int4-g32", "int8-g128", "fp16", "uint4-g64")
@@ -201,10 +207,16 @@ def test_auto_round_gives_every_layer_its_bits(tmp_path: Path) -> None:
     auto_round = pytest.importorskip("auto_round", reason="needs AutoRound")
     model = opened("falcon_h1")
     plan = in_turn(model, INTEGERS, "embedding", "head")
+    odd = next(c.name for c in model.anatomy.candidates if c.kind == "in_proj")
+    with pytest.raises(PlanError, match=f"{re.escape(odd)}: its shape"):
+        write_recipe("auto-round", model, plan, tmp_path)
+    plan = Plan("p", plan.assignment | {c: "fp16" for c in plan.assignment if c.endswith("in_proj")}, "test")
     write_recipe("auto-round", model, plan, tmp_path)
     layers = read_json(tmp_path / "layer_config.json")
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     rounded = auto_round.AutoRound(
-        model.model, tokenizer=None, scheme="W4A16", layer_config=layers, iters=0, disable_opt_rtn=True
+        model.model, tokenizer, scheme="W4A16", layer_config=layers, iters=0, disable_opt_rtn=True
     )
     rounded.quantize()
     found = {
@@ -223,7 +235,9 @@ def test_modelopt_gives_every_layer_its_bits(tmp_path: Path) -> None:
     plan = in_turn(model, ("int4-g32", "int8", "fp16", "int4"), "embedding", "head")
     write_recipe("modelopt", model, plan, tmp_path)
     theirs = mtq.quantize(
-        model.model, read_json(tmp_path / "quant_cfg.json"), lambda m: m(input_ids=token_ids(1, 8))
+        model.model,
+        yaml.safe_load((tmp_path / "quant_cfg.yaml").read_text(encoding="utf-8")),
+        lambda m: m(input_ids=token_ids(1, 8)),
     )
     found = {}
     for name, module in theirs.named_modules():
@@ -233,3 +247,21 @@ def test_modelopt_gives_every_layer_its_bits(tmp_path: Path) -> None:
         assert not getattr(getattr(module, "input_quantizer", None), "is_enabled", False)
     assert found == {name: (r.grid.bits, r.grid.group_size) for name, r in quantized(plan).items()}
     assert isinstance(theirs, torch.nn.Module)
+
+
+def test_the_command_writes_the_files_and_says_how_to_use_them(
+    measure_arguments: list[str],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = ["--run", str(tmp_path / "run")]
+    assert main([*measure_arguments, "--formats", "int8"]) == 0
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf"]) == 0
+    file = tmp_path / "run/recipes/uniform_int8.nncf/nncf_recipe.py"
+    assert '"mode": "int8_sym"' in file.read_text(encoding="utf-8")
+    assert "from nncf_recipe import compress" in capsys.readouterr().out
+    assert main(["plan", *run, "--plan", "uniform_int8", "--write-recipe", "mlx-lm"]) == 1
+    assert "mlx-lm cannot express plan uniform_int8: backbone.embeddings: it has nothing like int8" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
+    assert main(["plan", *run, "--uniform", "int8", "--write-recipe", "nncf", "--dry-run"]) == 1

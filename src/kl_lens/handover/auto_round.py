@@ -7,10 +7,19 @@ from pathlib import Path
 from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import Format
-from kl_lens.handover.base import Handover, Settings, as_json, components, is_integer, layers, own_rounding
+from kl_lens.handover.base import (
+    Handover,
+    Settings,
+    as_json,
+    components,
+    is_integer,
+    layers,
+    own_rounding,
+    refusal,
+)
 from kl_lens.records import Plan
 
-FILE = "layer_config.json"
+FILE, BLOCK = "layer_config.json", 32
 _USE = """import json
 from auto_round import AutoRound
 layers = json.load(open("FOLDER/layer_config.json"))
@@ -19,8 +28,16 @@ AutoRound(MODEL, scheme="W4A16", layer_config=layers).quantize_and_save(OUT, for
 
 def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None) -> Handover:
     quantized = layers("AutoRound", model, plan, _settings)
-    # What is not named would get the scheme's 4 bits.
-    every = {c.name: quantized.get(c.name, {"bits": 16}) for c, _ in components(model, plan)}
+    for component, _ in components(model, plan):
+        if component.name in quantized and any(size % BLOCK for size in component.shape):
+            why = f"its shape {component.shape} does not divide by {BLOCK}, so AutoRound would leave it alone"
+            raise refusal("AutoRound", plan, component.name, f"{why}; give it fp16 in the plan's file")
+    # Layers that are not named would get the scheme's 4 bits.
+    every = {
+        c.name: quantized.get(c.name, {"bits": 16})
+        for c, _ in components(model, plan)
+        if c.kind != "embedding"
+    }
     (folder / FILE).write_text(as_json(every), encoding="utf-8")
     return Handover(_USE, notes=own_rounding("AutoRound", plan))
 

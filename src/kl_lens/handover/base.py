@@ -1,21 +1,15 @@
-"""The tools by name, and what their writers share.
-
-To add a tool, write one module with a function `write(model, plan, folder, statistics)` and one line here. A tool gets
-the format of every component. How values are rounded is its own affair; only llama.cpp takes our statistics too.
-"""
+"""What the writers for tools share."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError
 from kl_lens.formats import Format
@@ -23,16 +17,7 @@ from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import FP16, NEAREST, Recipe, parsed
 from kl_lens.records import Component, Plan
-from kl_lens.writing import replacing
 
-# Name → module, in the order in which they are listed for users.
-TOOLS = {
-    "llama.cpp": "kl_lens.handover.llama_cpp",
-    "nncf": "kl_lens.handover.nncf",
-    "auto-round": "kl_lens.handover.auto_round",
-    "modelopt": "kl_lens.handover.modelopt",
-    "mlx-lm": "kl_lens.handover.mlx_lm",
-}
 Settings = dict[str, Any]
 
 
@@ -43,21 +28,6 @@ class Handover:
     use: str  # a command or a few lines of Python; FOLDER stands for the folder of the files
     files: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def write_recipe(
-    tool: str, model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None = None
-) -> Handover:
-    """Writes a plan for a tool. Raises PlanError, which names the component, if the tool has no words for it.
-
-    `statistics`: of the run, for tools that weigh columns by importance.
-    """
-    write: Callable[..., Handover] = importlib.import_module(TOOLS[tool]).write
-    with replacing(folder) as place:
-        made = write(model, plan, place, statistics)
-        names = sorted(path.name for path in place.iterdir())
-    files = tuple(folder / name for name in names)
-    return replace(made, use=made.use.replace("FOLDER", str(folder)), files=files)
 
 
 def refusal(tool: str, plan: Plan, component: str, why: str) -> PlanError:

@@ -10,10 +10,10 @@ from kl_lens.formats import Format
 from kl_lens.handover.base import Handover, Settings, as_json, is_integer, layers, own_rounding
 from kl_lens.records import Plan
 
-FILE = "quant_cfg.json"
-_USE = """import json
+FILE = "quant_cfg.yaml"
+_USE = """import yaml
 import modelopt.torch.quantization as mtq
-mtq.quantize(model, json.load(open("FOLDER/quant_cfg.json")))"""
+mtq.quantize(model, yaml.safe_load(open("FOLDER/quant_cfg.yaml")))"""
 
 
 def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatistics | None) -> Handover:
@@ -22,7 +22,9 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
         {"quantizer_name": "*", "enable": False}
     ]  # later entries override earlier ones
     entries += [{"quantizer_name": f"{name}.weight_quantizer", "cfg": cfg} for name, cfg in quantized.items()]
-    (folder / FILE).write_text(as_json({"quant_cfg": entries, "algorithm": "max"}), encoding="utf-8")
+    content = as_json({"quant_cfg": entries, "algorithm": "max"})
+    # JSON is YAML, except that keys of JSON are never numbers and ModelOpt wants the axis as one.
+    (folder / FILE).write_text(content.replace('"-1":', "-1:"), encoding="utf-8")
     return Handover(_USE, notes=own_rounding("ModelOpt", plan))
 
 
