@@ -37,6 +37,7 @@ COMMANDS = [
     "benchmark --threads 1,2 --gpu-layers 0,8,all --load lean,read-plain",
     "generate out/folder --prompt 'two words' --temperature 0.5",
     "report --compare a b",
+    "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
     "import-legacy --model m --bits 4 a.json --bits 8 b.json",
     "run some/model --max-bytes 1234567 --targets '' --without rank,report",
 ]
