@@ -38,6 +38,7 @@ COMMANDS = [
     "generate out/folder --prompt 'two words' --temperature 0.5",
     "autopsy a.gguf --against some/model --windows 4",
     "report --compare a b",
+    "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
     "import-legacy --model m --bits 4 a.json --bits 8 b.json",
     "run some/model --max-bytes 1234567 --targets '' --without rank,report",
 ]

@@ -42,11 +42,13 @@ class PublishSettings(Settings):
         from huggingface_hub.utils._validators import validate_repo_id
 
         for flag, name in (("--to", self.to), ("--base-model", self.base_model)):
+            if name is None:
+                continue
             try:
-                validate_repo_id(name or "org/name")
+                validate_repo_id(name)
             except HFValidationError as error:
                 raise KLLensError(f"{flag} {name}: {one_line(error)}") from error
-            if name and "/" not in name:
+            if "/" not in name:
                 raise KLLensError(f"{flag} {name}: expected ORG/NAME")
 
 
