@@ -25,8 +25,9 @@ from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
-# Shares of the limit to plan for: first one plan, then two near what its measurement says. Below their range a plan
-# would lack larger formats and lose much; above it, it only lacks smaller ones.
+# Shares of the limit to plan for: first one plan, then one at the limit that its measurement suggests, then two at the
+# limit that this one suggests. Below their range a plan would lack larger formats and lose much; above it, it only lacks
+# smaller ones.
 FIRST, THEN = 0.9, (0.85, 1.0)
 SMALLER = 0.985  # of the bytes: a file may need more than its parts
 
@@ -90,8 +91,13 @@ class StagedSearch:
             assert limits.loss is not None
             plan = self._plan(known(), max_kl=FIRST * limits.loss)
             measure([plan])
-            room = limits.loss / self._interaction(plan, known(), of_perplexity=limits.max_drop is not None)
-            measure([self._plan(known(), max_kl=share * room) for share in THEN])
+            for shares in ((1.0,), THEN):
+                room = limits.loss / self._interaction(
+                    plan, known(), of_perplexity=limits.max_drop is not None
+                )
+                plans = [self._plan(known(), max_kl=share * room) for share in shares]
+                measure(plans)
+                plan = plans[-1]
         return _together(results, len(chosen)), chosen
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
