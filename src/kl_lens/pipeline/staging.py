@@ -26,8 +26,8 @@ from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
 # Shares of the limit to plan for: first one plan, then one at the limit that its measurement suggests, then two at the
-# limit that this one suggests. Below their range a plan would lack larger formats and lose much; above it, it only lacks
-# smaller ones.
+# limit that this one suggests. Below their range a plan would lack larger formats and lose much; above it, it would
+# only lack smaller ones.
 FIRST, THEN = 0.9, (0.85, 1.0)
 SMALLER = 0.985  # of the bytes: a file may need more than its parts
 
