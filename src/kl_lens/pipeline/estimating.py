@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from kl_lens.checkpoints import LoadedModel, States
+from kl_lens.pipeline.staging import MEASURED
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.sensitivity import screening
@@ -25,7 +26,6 @@ from kl_lens.sensitivity.teacher import window_bytes
 
 BLOCKS, ROWS = 4, 128  # that are timed
 LEARNT_WINDOWS = 32  # of `calibrate`
-MEASURED = 1.5  # candidates per component that the staged search measures; benchmarks/staged.py
 COMPARED = 1.5  # logits and their comparison, of logits alone
 FILES = 6  # per target: FP16, four stock recipes, the plan
 PLANS = 14  # whole plans that `plan` measures, on half of the held-out text each

@@ -21,13 +21,15 @@ from kl_lens.runs import CALIBRATION
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.screening import WINDOWS, Key, Screen
-from kl_lens.sensitivity.sweep import Sweep, SweepResult
+from kl_lens.sensitivity.sweep import Progress, Sweep, SweepResult, quantizing_work, work_of
 from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on few windows
-# Shares of the limit to plan for: first one plan, then two near what its measurement says. Below their range a plan
-# would lack larger formats and lose much; above it, it only lacks smaller ones.
+# Shares of the limit to plan for: first one plan, then one at the limit that its measurement suggests, then two at the
+# limit that this one suggests. Below their range a plan would lack larger formats and lose much; above it, it would
+# only lack smaller ones.
 FIRST, THEN = 0.9, (0.85, 1.0)
+MEASURED = 1.5  # candidates per component, for forecasts; benchmarks/staged.py
 SMALLER = 0.985  # of the bytes: a file may need more than its parts
 
 
@@ -64,6 +66,7 @@ class StagedSearch:
 
     def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
         """Measures what plans within the limits choose; also returns these candidates."""
+        self._sweep.progress = _as_one(self._sweep.progress, self._expected_work())
         few = self._windows.first(max(1, len(self._windows) // WINDOWS))
         results = [self._sweep.measure(self._screen.first, few, SCREENING)]
         first = self._values(self._screen.first, SCREENING, len(few))
@@ -90,9 +93,21 @@ class StagedSearch:
             assert limits.loss is not None
             plan = self._plan(known(), max_kl=FIRST * limits.loss)
             measure([plan])
-            room = limits.loss / self._interaction(plan, known(), of_perplexity=limits.max_drop is not None)
-            measure([self._plan(known(), max_kl=share * room) for share in THEN])
+            for shares in ((1.0,), THEN):
+                room = limits.loss / self._interaction(
+                    plan, known(), of_perplexity=limits.max_drop is not None
+                )
+                plans = [self._plan(known(), max_kl=share * room) for share in shares]
+                measure(plans)
+                plan = plans[-1]
         return _together(results, len(chosen)), chosen
+
+    def _expected_work(self) -> float:
+        """Of all rounds, in the units of the sweep's progress."""
+        model, windows, candidates = self._sweep.model, self._windows, self._screen.candidates
+        names = {candidate.component.name for candidate in candidates}
+        each = [work_of(model, c) * len(windows) + quantizing_work(c, windows.length) for c in candidates]
+        return MEASURED * len(names) / len(candidates) * sum(each)
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
@@ -138,6 +153,24 @@ class StagedSearch:
     def _values(self, candidates: Sequence[Candidate], role: str, windows: int) -> dict[Key, float]:
         found = {key_of(c): self._sweep.kl(c, windows, role) for c in candidates}
         return {key: value for key, value in found.items() if value is not None}
+
+
+def _as_one(progress: Progress, expected: float) -> Progress:
+    """Shows all rounds as one piece of work of at least the expected amount."""
+    done = 0.0
+
+    def started(total: float, already: float) -> None:
+        nonlocal done
+        whole = max(expected, done + total)
+        done += already
+        progress.started(whole, done)
+
+    def advanced(work: float, what: str) -> None:
+        nonlocal done
+        done += work
+        progress.advanced(work, what)
+
+    return Progress(started, advanced, progress.message)
 
 
 def _together(results: Sequence[SweepResult], candidates: int) -> SweepResult:
