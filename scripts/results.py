@@ -94,8 +94,9 @@ def methods() -> Cells:
         "OpenVINO, int4-g64, embedding and head INT8": lambda r: r["part"] == "nncf",
         "llama.cpp, K-quants": lambda r: r["part"] == "methods" and r["grid"] in k_quants,
         "llama.cpp, Q4_0, IQ4_NL, IQ4_XS": lambda r: (
-            r["part"] == "methods" and r["target"] == "gguf" and r["grid"] not in k_quants
+            r["part"] == "methods" and r["grid"] in ("q4_0", "iq4_nl", "iq4_xs")
         ),
+        "llama.cpp, IQ2 and IQ3": lambda r: r["part"] == "methods" and r["grid"].startswith(("iq2", "iq3")),
     }
     for kind, belongs in kinds.items():
         rows = [row for row in read("quantizers.csv") if row["ratio"] and belongs(row)]
