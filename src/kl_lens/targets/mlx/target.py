@@ -53,7 +53,7 @@ class MLXTarget(Target):
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
-        learnt = ("affine3-g64", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128")
+        learnt = ("affine3-g128", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128")
         return (*self.recipes(learnt), Recipe("affine8-g128"))
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
