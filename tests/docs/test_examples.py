@@ -16,7 +16,7 @@ from tests.docs.markdown import ROOT
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="needs the extra gguf")
 LITTLE = ["--windows", "2", "--window-length", "32", "--formats", "q4_k,q8_0"]
-LITTLE_RUN = [*LITTLE, "--held-out-windows", "2", "--evaluation-windows", "2", "--threads", "1"]
+LITTLE_RUN = [*LITTLE, "--held-out-windows", "4", "--evaluation-windows", "2", "--threads", "1"]
 
 
 def example(name: str, *words: str, at: Path) -> str:
