@@ -23,7 +23,7 @@ def example(name: str, *words: str, at: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", ROOT / "examples" / name, *words],
-        cwd=at, env=for_child() | {"PATH": path}, capture_output=True, text=True, check=False,
+        cwd=at, env=for_child() | {"PATH": path, "LIMIT": "4"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
