@@ -16,14 +16,14 @@ from tests.docs.markdown import ROOT
 pytestmark = pytest.mark.slow
 pytest.importorskip("gguf", reason="needs the extra gguf")
 LITTLE = ["--windows", "2", "--window-length", "32", "--formats", "q4_k,q8_0"]
-LITTLE_RUN = [*LITTLE, "--held-out-windows", "2", "--evaluation-windows", "2", "--threads", "1"]
+LITTLE_RUN = [*LITTLE, "--held-out-windows", "4", "--evaluation-windows", "2", "--threads", "1"]
 
 
 def example(name: str, *words: str, at: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", ROOT / "examples" / name, *words],
-        cwd=at, env=for_child() | {"PATH": path}, capture_output=True, text=True, check=False,
+        cwd=at, env=for_child() | {"PATH": path, "LIMIT": "4"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
