@@ -7,13 +7,14 @@ from pathlib import Path
 from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import Format
+from kl_lens.formats.integer import GroupedFormat
+from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.handover.base import (
     Handover,
     Settings,
     as_json,
     components,
     grouped,
-    is_integer,
     own_rounding,
     refusal,
 )
@@ -48,6 +49,9 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
 
 
 def _settings(fmt: Format) -> Settings | None:
-    if not is_integer(fmt) or fmt.group_size not in GROUPS:
+    is_linear = isinstance(fmt, GroupedFormat) and not isinstance(
+        fmt, NormalFloatFormat
+    )  # evenly spaced levels
+    if not is_linear or fmt.group_size not in GROUPS:
         return None
     return {"bits": fmt.bits, "group_size": fmt.group_size}
