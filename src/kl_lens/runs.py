@@ -63,6 +63,7 @@ SCREENED = (
 )
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
+RECIPES = "recipes"  # folder: plans in the languages of other tools
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics
 # Names for the parts of a run's identity.
 _MEANINGS = {

@@ -30,7 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     target = ["--run", run, "--target", "openvino"]
     for words in (
         ["measure", str(tiny_folder), *target, "--formats", "int4,int8", *text],
-        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals", *held_out],
+        ["plan", *target, "--max-bpw", "9", "--name", "recommended-openvino", "--rivals",
+         "--write-recipe", "nncf", *held_out],
         ["export", *target, "--plan", "recommended-openvino,stock.int8_sym", "--fallback"],
         ["evaluate", "--run", run, "--plan", "recommended-openvino,stock.int8_sym", "--targets", "openvino",
          "--perplexity", "wikitext2:test", "--divergence", "", "--window", "32", "--limit", "2", "--threads", "1"],
@@ -100,7 +101,9 @@ def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture
     repository = signed_in.repositories["me/tiny"]
     assert repository.private
     folder = run / "published/openvino"
-    assert repository.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert repository.files == {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    assert "recipe/nncf/nncf_recipe.py" in repository.files, "the plan for NNCF"
     assert f"{signed_in.url}/me/tiny/commit/{repository.commit}" in capsys.readouterr().out
 
 

@@ -13,8 +13,18 @@ from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
 from kl_lens.pipeline.evaluating import DEFAULT_TEXT
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.planning import PlanSettings, plan
-from kl_lens.pipeline.settings import COUNT, THREADS, TOKENS, VERB_MODEL, Loading, command_of, option
+from kl_lens.pipeline.settings import (
+    COUNT,
+    THREADS,
+    TOKENS,
+    VERB_MODEL,
+    Loading,
+    command_of,
+    number,
+    option,
+)
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.positions import BIN, longest_window
 from kl_lens.records import ARTIFACT, Subject
 from kl_lens.runs import Run
 from kl_lens.subjects import file_digest, outside_path
@@ -22,7 +32,8 @@ from kl_lens.targets import Target, computed_as, deployed, dissected
 from kl_lens.targets.dissection import Dissection
 
 KIND = "autopsy"  # of the run's results
-STEPS = 9  # of the progress display
+LOGITS = 2**28  # of a long window: 1 GB
+STEPS = 10  # of the progress display
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,9 @@ class AutopsySettings(Loading):
     text: str = option(DEFAULT_TEXT, "text that everything is measured on", metavar="TEXT")
     windows: int = option(8, "number of windows", kind=COUNT)
     window_length: int = option(256, "tokens per window", kind=TOKENS)
+    positions: int = option(
+        4, "long windows, to see whether the loss grows along the text; 0: do not look", kind=number(64)
+    )
     threads: int | None = option(None, "of the runtime (default: its own choice)", kind=THREADS)
 
 
@@ -58,12 +72,12 @@ class AutopsyResult:
 
 def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> AutopsyResult:
     target, dissection = dissected(settings.file)
-    model, text = _original(settings, bench)
+    model, text, long = _original(settings, bench)
     with events.progress("autopsy") as progress:
         progress.started(float(STEPS), 0.0)
         found = perform_autopsy(
             dissection, target, model, text,
-            threads=settings.threads, advanced=lambda title: progress.advanced(1.0, title),
+            long=long, threads=settings.threads, advanced=lambda title: progress.advanced(1.0, title),
         )  # fmt: skip
     result = AutopsyResult(found)
     if settings.run is not None and model is not None and text is not None:
@@ -77,20 +91,32 @@ def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> Auto
 
 def _original(
     settings: AutopsySettings, bench: Workbench
-) -> tuple[LoadedModel | None, evaluation.EvaluationText | None]:
+) -> tuple[LoadedModel | None, evaluation.EvaluationText | None, evaluation.EvaluationText | None]:
+    """The original, the text, and longer windows of it."""
     if settings.run is not None:
         with Run.open(Path(settings.run)) as run:
             model = bench.model_of(run, settings)
     elif settings.model is not None:
         model = bench.model(settings)
     else:
-        return None, None
+        return None, None, None
     if not isinstance(model.task, LanguageTask):
         raise TargetError(f"{model.name}: autopsy compares language models; this one classifies images")
     text = evaluation.prepare(
         settings.text, model.task, window=settings.window_length, limit=settings.windows
     )
-    return model, text
+    return model, text, _long_windows(settings, model)
+
+
+def _long_windows(settings: AutopsySettings, model: LoadedModel) -> evaluation.EvaluationText | None:
+    """As long as the model and memory allow; None if the text has fewer than two."""
+    vocabulary = model.anatomy.component(model.anatomy.head).shape[-2]
+    length = min(longest_window(model.config), LOGITS // vocabulary) // BIN * BIN
+    if settings.positions < 2 or length <= settings.window_length:
+        return None
+    text = evaluation.prepare(settings.text, model.task, window=length, limit=settings.positions)
+    whole = tuple(window for window in text.items if len(window.ids) == length)
+    return replace(text, items=whole) if len(whole) > 1 else None
 
 
 def _with_plan(

@@ -32,7 +32,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
-from kl_lens.runs import SCREENED, Run
+from kl_lens.runs import RECIPES, SCREENED, Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
 from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
@@ -248,7 +248,7 @@ def _handed_over(
     tool: str, plans: Sequence[Plan], planner: TargetPlanner, run: Run, events: Events
 ) -> list[Handover]:
     """The plans in the language of another tool."""
-    statistics, folder = StoredStatistics.held_by(run.folder), run.folder / "recipes"
+    statistics, folder = StoredStatistics.held_by(run.folder), run.folder / RECIPES
     made = [
         write_recipe(tool, planner.model, each, folder / f"{each.name}.{tool}", statistics) for each in plans
     ]

@@ -12,7 +12,7 @@ from kl_lens import planning
 from kl_lens.errors import KLLensError, RunError, one_line
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, option
-from kl_lens.runs import Run
+from kl_lens.runs import RECIPES, Run
 from kl_lens.targets import TARGETS, locate
 from kl_lens.writing import RECORD_FILE, replacing
 
@@ -63,7 +63,8 @@ def publish(settings: PublishSettings, events: Events) -> PublishResult:
     folder = settings.out or Path(settings.run) / "published" / settings.target
     with Run.open(Path(settings.run)) as run:
         card = _write(run, settings, folder, events)
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     url = None if settings.dry_run else _upload(settings, folder, card, events)
     return PublishResult(folder, files, url)
 
@@ -104,7 +105,8 @@ def _write(run: Run, settings: PublishSettings, folder: Path, events: Events) ->
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
             _link(place / file, new / file)
-        # The plan as the run has it. A recipe for other tools would be one more file here, and one line of the card.
+        for recipe in (run.folder / RECIPES).glob(f"{name}.*"):
+            shutil.copytree(recipe, new / "recipe" / recipe.name.removeprefix(f"{name}."))
         shutil.copyfile(planning.plan_path(run.folder / "plans", name), new / "plan.json")
         rows = run.table(target=settings.target).rows()
         parquet.write_table(pyarrow.Table.from_pylist(rows), new / "sensitivities.parquet")

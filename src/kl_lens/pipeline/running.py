@@ -23,6 +23,7 @@ from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
 from kl_lens.formats import get_format
+from kl_lens.handover import write_recipe
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
@@ -54,7 +55,7 @@ from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, RECIPES, Run
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
 from kl_lens.targets import describe_target, get_target, menu_of, read_artifact, usual_targets
@@ -362,6 +363,19 @@ class _RunStages:
             inputs=self.stages.measurements(target),
             outputs=[f"plans/{name}.json"],
         )  # fmt: skip
+        self._hand_over(target)
+
+    def _hand_over(self, target: str | None) -> None:
+        """The recommended plan for the runtime's own quantizer, unless that has no words for it."""
+        tool = None if target is None else get_target(target).recipe_tool
+        if tool is None:
+            return
+        with Run.open(self.folder) as journal:
+            components = journal.table().components
+        plan = planning.read_plan(self.folder / "plans" / f"{recommended(target)}.json", components)
+        place = self.folder / RECIPES / f"{plan.name}.{tool}"
+        with suppress(PlanError):
+            write_recipe(tool, self.model, plan, place, StoredStatistics.held_by(self.folder))
 
     def _limit(self, target: str | None) -> dict[str, Any]:
         settings = self.settings

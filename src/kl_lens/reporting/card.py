@@ -27,6 +27,7 @@ CHART = "size-against-kl.svg"
 _FILES = {
     "plan.json": "the recipe: a format for every component; `kl-lens export` reads it",
     "sensitivities.parquet": "what every component loses in every format that was measured",
+    "recipe/": "the plan for other tools, such as `llama-quantize`, if they can express it",
     "artifact.json": "tensors, their formats and the digests of the files",
 }
 

@@ -87,6 +87,7 @@ class Target(ABC):
     usual: ClassVar[bool] = (
         True  # whether `kl-lens run` makes files for it unasked, where its packages are installed
     )
+    recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
     builds: ClassVar[bool] = False  # whether a runtime can be built for this processor
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary

@@ -19,6 +19,7 @@ from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
 from kl_lens.evaluation.scoring import WindowScore, score_logits
 from kl_lens.evaluation.texts import EvaluationText, TextWindow
 from kl_lens.evaluation.torch_session import TorchSession
+from kl_lens.positions import by_position
 from kl_lens.recipes import Recipe
 from kl_lens.records import Estimate
 from kl_lens.sensitivity.perturbation import Kernels
@@ -55,16 +56,19 @@ def perform_autopsy(
     model: LoadedModel | None = None,
     text: EvaluationText | None = None,
     *,
+    long: EvaluationText | None = None,
     threads: int | None = None,
     advanced: Callable[[str], None] = lambda title: None,
 ) -> Autopsy:
     """Looks at a file, and compares it with the original if that is given.
 
     Args:
+        long: longer windows of text, to see whether the loss grows along them.
         threads: of the runtime.
         advanced: called before each step with its title.
     """
-    evidence = _Chain(dissection, target, model, text, SessionSettings(threads=threads), advanced).evidence()
+    settings = SessionSettings(threads=threads)
+    evidence = _Chain(dissection, target, model, text, long, settings, advanced).evidence()
     headline, findings = judged(evidence)
     return Autopsy(
         file=str(dissection.place), target=target.name, bytes=sum(path.stat().st_size for path in dissection.files),
@@ -81,11 +85,12 @@ class _Chain:
         target: Target,
         model: LoadedModel | None,
         text: EvaluationText | None,
+        long: EvaluationText | None,
         settings: SessionSettings,
         advanced: Callable[[str], None],
     ) -> None:
         self.dissection, self.target, self.model, self.text = dissection, target, model, text
-        self.settings, self._advanced = settings, advanced
+        self.long, self.settings, self._advanced = long, settings, advanced
         self.found = Evidence(target.title, target.exact_options)
         self.weights = Weights()
         self._teacher: TorchSession | None = None
@@ -198,6 +203,8 @@ class _Chain:
             if not self.found.failure("d"):
                 self._token_by_token(session)
             self._compare_tokens(session)
+            if not self.found.failure("d"):
+                self._by_position(session)
         finally:
             session.close()
         if self._teacher is None or self.found.failure("d"):
@@ -250,6 +257,25 @@ class _Chain:
         except RUNTIME_ERRORS as error:
             self.found.steps["f"] = Step("f", title, failure=one_line(error))
 
+    def _by_position(self, session: Session) -> None:
+        if self.model is None or self.long is None:
+            return
+        length = len(self.long.items[0].ids)
+        title = f"the file in {self.target.title}, {len(self.long.items)} windows of {length:,} tokens"
+        self._advanced(title)
+        original = TorchSession(self.model)
+        try:
+            scores = [
+                score_logits(session.logits(window.ids), window, original.logits(window.ids))
+                for window in self.long.items
+            ]
+        except RUNTIME_ERRORS as error:
+            self.found.steps["h"] = Step("h", title, note=f"not measured: {one_line(error)}")
+            return
+        curve = by_position([score.kl() for score in scores])
+        self.found.curve = curve
+        self.found.steps["h"] = Step("h", title, _mean(scores), note=f"along the text: {curve.trend}")
+
     def _compare_tokens(self, session: Session) -> None:
         if self.model is None or self.model.tokenizer is None:
             return
@@ -275,7 +301,6 @@ class _Chain:
             return
         if isinstance(session, TorchSession):
             self._beside[letter] = session
-        # `scores` have the KL of every token in its order: loss over position can be read from them here.
         both = _mean(scores), _mean(apart) if apart else None
         self.found.steps[letter] = Step(letter, title, *both, beside=beside, note=note)
 

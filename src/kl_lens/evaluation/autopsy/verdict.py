@@ -22,6 +22,7 @@ from kl_lens.evaluation.autopsy.findings import (
     Step,
     TensorReport,
 )
+from kl_lens.positions import GROWS, PositionCurve
 from kl_lens.records import Estimate
 from kl_lens.targets.dissection import Disagreement
 
@@ -59,6 +60,7 @@ class Evidence:
     disagreements: Sequence[Disagreement] = ()
     rounding: Estimate | None = None
     notes: Sequence[str] = ()
+    curve: PositionCurve | None = None  # of the file's loss along long windows
 
     def kl(self, letter: str) -> float | None:
         step = self.steps.get(letter)
@@ -97,6 +99,10 @@ def judged(evidence: Evidence) -> tuple[str, tuple[Finding, ...]]:
     findings = [*_weights(evidence), *_types(evidence), *_activations(evidence), *_metadata(evidence)]
     findings += _runtime(evidence, {finding.step for finding in findings if finding.is_fault})
     findings += [Finding(FILE, "", note, is_fault=False) for note in evidence.notes]
+    if (curve := evidence.curve) is not None and curve.trend == GROWS:
+        words = f"Its loss grows along the text by {shown(curve.slope)} nats per 1,000 tokens"
+        advice = "measure components with kl-lens measure --positions, and give those that drift more bits"
+        findings.append(Finding(PROMPT, "", words, advice, is_fault=False))
     findings.sort(key=lambda finding: not finding.is_fault)
     faults = [finding for finding in findings if finding.is_fault]
     if faults:

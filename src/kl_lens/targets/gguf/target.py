@@ -31,7 +31,7 @@ class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     loads = (SUFFIX,)
     builds = streams = holds_vocabulary = True
-    methods = ("gptq", "imatrix")
+    methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
         ExportOption(

@@ -30,7 +30,7 @@ _LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was 
 class MLXTarget(Target):
     name, title, extra, packages = "mlx", "MLX", "mlx", ("mlx.core", "mlx_lm")
     loads = (SUFFIX,)
-    methods = ("gptq", "search")
+    methods, recipe_tool = ("gptq", "search"), "mlx-lm"
     usual = False
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
     loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
     published = BenchmarkApp()
-    methods = ("gptq", "search")
+    methods, recipe_tool = ("gptq", "search"), "nncf"
     exact_options = (
         "set INFERENCE_PRECISION_HINT and KV_CACHE_PRECISION to f32, DYNAMIC_QUANTIZATION_GROUP_SIZE to 0"
     )
