@@ -42,7 +42,7 @@ def shortened(model: LoadedModel) -> LoadedModel:
     return LoadedModel(model.name, model.folder, short, model.tokenizer)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def tried_by_forks() -> Iterator[None]:
     with forked_quarantine("kl_lens.targets.gguf.quarantine", "kl_lens.targets.openvino.dissection"):
         yield
