@@ -154,10 +154,10 @@ def _rivals(view: RunView, plan: PlanView) -> str:
 def _done(view: RunView, plan: PlanView) -> str:
     stock = plan.plan.notes.get("taken_over")
     how = (
-        f"Each component was quantized alone to several formats, and the KL of the model's output was measured. This file "
+        f"Each component was quantized alone to some formats, and the KL of the model's output was measured. This file "
         f"follows the stock recipe {plan_title(str(stock))}, which no plan of that size beat measurably."
         if stock
-        else "Each component was quantized alone to several formats, and the KL of the model's output was measured. The "
+        else "Each component was quantized alone to some formats, and the KL of the model's output was measured. The "
         "formats below are the exact optimum of these measurements."
     )
     rows = [
