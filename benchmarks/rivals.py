@@ -35,7 +35,9 @@ from kl_lens.evaluation.texts import EvaluationText
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.planning import TargetPlanner, plan_within_budget, rival_plans
+from kl_lens.pipeline.planning import plan_within_budget
+from kl_lens.pipeline.rivals import rival_plans
+from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.targets import SessionSettings, Target, get_target, menu_of

@@ -15,7 +15,9 @@ from kl_lens import planning
 from kl_lens.errors import BudgetError
 from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.planning import TargetPlanner, plan_within_budget, rival_plans
+from kl_lens.pipeline.planning import plan_within_budget
+from kl_lens.pipeline.rivals import rival_plans
+from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
 from tests.byte_level import save_tokenizer

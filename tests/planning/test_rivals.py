@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kl_lens.pipeline.planning import TargetPlanner
+from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.planning import Contender, contest, interaction, paired_difference, stock_with_our_methods
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Plan

@@ -21,7 +21,7 @@ from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.planning import PlanSettings, TargetPlanner, check_held_out
+from kl_lens.pipeline.planning import PlanSettings, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -50,6 +50,7 @@ from kl_lens.pipeline.spreading import (
     workers_here,
 )
 from kl_lens.pipeline.staging import Limits, StagedSearch
+from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.positions import PositionCurve, longest_window
 from kl_lens.recipes import Recipe

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kl_lens import planning
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError
 from kl_lens.handover import TOOLS, Handover, write_recipe
 from kl_lens.paper import PUBLISHED_METRIC, RANKING_METRICS, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.rivals import ALL, USUAL, with_rivals
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -29,22 +28,19 @@ from kl_lens.pipeline.settings import (
     grouped,
     option,
 )
+from kl_lens.pipeline.target_planner import TargetPlanner, verified
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.recipes import parsed
-from kl_lens.records import Estimate, Measured, Plan, SensitivityTable, checked_plan_name
+from kl_lens.records import Plan, SensitivityTable, checked_plan_name
 from kl_lens.runs import RECIPES, SCREENED, Run
-from kl_lens.sensitivity.joint import PlanMeter
-from kl_lens.targets import TARGETS, SessionSettings, computed_as, describe_target, get_target
+from kl_lens.targets import TARGETS, SessionSettings, describe_target
 from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
-from kl_lens.units import human_bytes, human_seconds, spell_share
+from kl_lens.units import human_seconds, spell_share
 
 _paper = grouped("the paper's points")
 _quality = grouped("greedy under a quality budget")
 _budget = grouped("exact budgets (any two together; one is minimised under the other)")
 _proof = grouped("measuring on held-out text")
-ALL, USUAL = "all", "usual"  # values of --rivals
 OUR_STOCK = "a stock recipe with our methods"
-ROUNDS = 4  # of correcting a plan for the size of its file
 KL = "kl_teacher_to_student"
 _LOSSES, _GAMMAS = ("max_loss", "max_drop"), ("gamma", "gamma_exhaustive")
 # Flags that make no new plan, and why.
@@ -228,7 +224,7 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         _warn_of_another_limit(settings, run, events)
         plans = _made(settings, run, table, planner, events)
         if settings.rivals:
-            plans = _with_rivals(settings, table, plans, planner, events)
+            plans = with_rivals(settings, table, plans, planner, events)
         elif settings.verify:
             factor = planner.interaction(table, plans) if planner.target else 1.0
             plans = [verified(each, table, planner.halves[1], events, factor) for each in plans]
@@ -285,99 +281,6 @@ def _frontier(
     if latency is not None:
         return PlanResult(table, surface=planning.pareto_surface(problem))
     return PlanResult(table, frontier=planning.pareto_frontier(problem))
-
-
-class TargetPlanner:
-    """Sizes and measures plans for one target (None: weights alone, no file).
-
-    The model is opened only when something has to be measured or sized.
-    """
-
-    def __init__(self, settings: PlanSettings, run: Run, bench: Workbench) -> None:
-        self._settings, self._run, self._bench = settings, run, bench
-        self.target = get_target(settings.target) if settings.target else None
-
-    @property
-    def model(self) -> LoadedModel:
-        return self._bench.model_of(self._run, self._settings)
-
-    @property
-    def halves(self) -> tuple[PlanMeter, PlanMeter]:
-        """Meters on both halves of the held-out text: the first decides, the second confirms."""
-        held_out = self._bench.held_out(self._settings, self._run, self.model.task)
-        middle = (len(held_out) + 1) // 2
-        if middle == len(held_out):
-            raise PlanError("--held-out-windows must be at least 2: one half decides, the other confirms")
-        kind = None if self.target is None else computed_as(self.target)
-        first, second = held_out.first(middle), held_out.after(middle)
-        return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
-
-    def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
-        """How much more whole plans lose than the sum of their parts, over all plans measured on the first half."""
-        meter, predictor = self.halves[0], planning.Predictor(table)
-        for plan in plans:
-            meter.measure(plan.assignment)
-        sums = [(predictor.total(assignment), result.kl.value) for assignment, result in meter.known]
-        return planning.interaction((total.value, kl) for total, kl in sums if total is not None)
-
-    def other_text(self, rivals: Sequence[Plan]) -> float:
-        """How much more plans lose on the second half than on the first, from the rival that loses most: its ratio has
-        the smallest error."""
-        first, second = self.halves
-        losses = [(second.measure(rival.assignment).kl.value, rival.assignment) for rival in rivals]
-        worst = max(losses, key=lambda loss: loss[0], default=None)
-        return planning.interaction([(first.measure(worst[1]).kl.value, worst[0])] if worst else [])
-
-    def sized(self, plan: Plan, *, exact: bool = True) -> Plan:
-        """The plan with the size of its file; `exact=False`: a quick upper bound."""
-        if self.target is None:
-            return plan
-        size = (self.target.exact_file_bytes if exact else self.target.file_bytes)(self.model, plan)
-        return replace(plan, target=self.target.name, fixed_bytes=size - (plan.bytes or 0))
-
-    def fitted(self, make: Callable[[int], Plan], max_bytes: int | None, others: Sequence[Plan] = ()) -> Plan:
-        """The plan with the least predicted loss whose file fits: from `make(bytes besides the weights)`, called until
-        the size is right, or one of `others`."""
-        if self.target is None or max_bytes is None:
-            return self.sized(make(0))
-        fixed = self.fixed_bytes
-        best: Plan | None = None
-        for _ in range(ROUNDS):
-            made = make(fixed)
-            plan = self.sized(made)
-            size = plan.file_bytes
-            assert size is not None
-            if size <= max_bytes and (best is None or _loses_less(plan, best)):
-                best = plan
-            # Correct the bytes besides the weights. A byte too many can cost a plan that just fits.
-            wrong = plan.fixed_bytes - made.fixed_bytes
-            if wrong == 0 or (wrong > 0 and best is not None):
-                break
-            fixed += wrong if best is not None else max(wrong, size - max_bytes)
-        for other in others:
-            # Check the weights first: most files need not be written.
-            if (other.bytes or 0) + self.fixed_bytes > max_bytes or (best and not _loses_less(other, best)):
-                continue
-            plan = self.sized(replace(other, name=made.name, limits=made.limits))
-            if (plan.file_bytes or 0) <= max_bytes:
-                best = plan
-        if best is not None:
-            return best
-        raise PlanError(
-            f"no plan gives a {self.target.title} file of at most {human_bytes(max_bytes)}; raise the budget"
-        )
-
-    @cached_property
-    def fixed_bytes(self) -> int:
-        """The bytes of the target's file besides the weights, for the FP16 plan."""
-        if self.target is None:
-            return 0
-        weights = sum(2 * c.parameters for c in self.model.anatomy.components)
-        return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
-
-
-def _loses_less(plan: Plan, other: Plan) -> bool:
-    return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
 
 
 def _read(folder: Path, name: str, table: SensitivityTable) -> Plan:
@@ -528,82 +431,6 @@ def _our_stock_plans(
     ]
 
 
-def _with_rivals(
-    settings: PlanSettings,
-    table: SensitivityTable,
-    plans: Sequence[Plan],
-    planner: TargetPlanner,
-    events: Events,
-) -> list[Plan]:
-    """Measures the plans and the target's stock recipes in the same way; a stock recipe that wins replaces the plan."""
-    rivals = rival_plans(planner, table, plans[-1] if plans else None, everything=settings.rivals == ALL)
-    if not plans and not settings.verify:
-        return rivals
-    meter = planner.halves[1]
-    factor = planner.interaction(table, plans) * planner.other_text(rivals)
-    measured = [verified(each, table, meter, events, factor) for each in (*plans, *rivals)]
-    if not plans:
-        return measured
-    ours, others = measured[len(plans) - 1], measured[len(plans) :]
-    contest = judged(planner, ours, others)
-    sentence = contest.sentence(ours.name)
-    events.note(f"{ours.name}: {sentence}")
-    kept = [replace(ours, contest=sentence)]
-    if contest.winner != ours.name:
-        winner = next(each for each in others if each.name == contest.winner)
-        made_by = f"{winner.made_by}; replaces our own plan"
-        notes = winner.notes | {"taken_over": winner.name}
-        taken = replace(
-            winner, name=ours.name, made_by=made_by, notes=notes, limits=ours.limits, contest=sentence
-        )
-        kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
-    return [*measured[: len(plans) - 1], *others, *kept]
-
-
-def rival_plans(
-    planner: TargetPlanner, table: SensitivityTable, ours: Plan | None, *, everything: bool
-) -> list[Plan]:
-    """The target's stock recipes as plans: all, or the usual ones and the largest that is no larger than ours."""
-    assert planner.target is not None
-    stock = planner.target.stock_recipes(planner.model)
-    made = {
-        one.plan_name: planning.finished_plan(
-            table, one.plan_name, dict(one.assignment), one.origin, family="stock"
-        )
-        for one in stock
-    }
-    if everything:
-        return [planner.sized(plan) for plan in made.values()]
-    usual = {one.plan_name: planner.sized(made[one.plan_name]) for one in stock if one.usual}
-    size = (ours.file_bytes if ours else None) or 0
-    # Reversed, so that of two equal sizes the one with an importance matrix comes first.
-    below = [plan for plan in reversed(made.values()) if (plan.bytes or 0) + planner.fixed_bytes <= size]
-    for plan in sorted(below, key=lambda plan: -(plan.bytes or 0)):
-        nearest = planner.sized(plan)
-        if (nearest.file_bytes or 0) <= size:
-            usual[nearest.name] = nearest
-            break
-    return list(usual.values())
-
-
-def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planning.Contest:
-    """Our plan against its rivals on the second half of the text. All files are sized under our plan's name, because
-    some files contain it."""
-    meter = planner.halves[1]
-
-    def contender(plan: Plan) -> planning.Contender:
-        size = planner.sized(replace(plan, name=ours.name)).file_bytes or 0
-        return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
-
-    def keeps(rival: planning.Contender) -> bool:
-        result = meter.measure(by_name[rival.name].assignment)
-        within = result.kl.value <= ours.limits.get("loss", math.inf)
-        return within and result.delta_cross_entropy.value <= math.log1p(ours.limits.get("drop", math.inf))
-
-    by_name = {plan.name: plan for plan in rivals}
-    return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)
-
-
 def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, planning.LatencyTable]:
     """A latency profile and its name with the conditions it was measured in."""
     name, target = settings.profile, settings.target
@@ -634,29 +461,3 @@ def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> 
     if settings.metric is None and why is not None:
         events.warn(why)
     return settings.metric or metric
-
-
-def verified(
-    plan: Plan, table: SensitivityTable, meter: PlanMeter, events: Events | None = None, factor: float = 1.0
-) -> Plan:
-    """The plan with its measured loss on the meter's text. Prediction: the sum of its parts, times `factor`."""
-    learnt = meter.model.weights.learnt_by(parsed(plan.assignment).values(), plan.statistics)
-    result = meter.measure(plan.assignment)
-    measured = Measured(
-        result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
-    )
-    parts = planning.Predictor(table).total(plan.assignment)
-    if parts is None:
-        return replace(plan, measured=measured, statistics=learnt)
-    predicted = Estimate(factor * parts.value, factor * parts.standard_error)
-    verification = planning.verify(predicted, result.kl)
-    if verification.explained is False:
-        (events or Events()).warn(f"{plan.name}: {verification.message}")
-    return replace(
-        plan,
-        measured=measured,
-        notes=plan.notes | {"verification": verification.message},
-        predicted_kl=predicted.value,
-        interaction=factor,
-        statistics=learnt,
-    )

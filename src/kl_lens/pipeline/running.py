@@ -33,9 +33,10 @@ from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import ALL, USUAL, PlanSettings, check_held_out
+from kl_lens.pipeline.planning import PlanSettings, check_held_out
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
+from kl_lens.pipeline.rivals import ALL, USUAL
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
