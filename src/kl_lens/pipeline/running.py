@@ -210,7 +210,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
                     f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
                 )
         with going_on(folder):
-            plans, exported = _RunStages(settings, model, stages, events).run()
+            plans, exported = _RunStages(settings, model, stages, bench, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
@@ -247,8 +247,11 @@ def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEst
 
 
 class _RunStages:
-    def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, events: Events) -> None:
-        self.settings, self.model, self.stages, self.events = settings, model, stages, events
+    def __init__(
+        self, settings: RunSettings, model: LoadedModel, stages: Stages, bench: Workbench, events: Events
+    ) -> None:
+        self.settings, self.model, self.stages = settings, model, stages
+        self.bench, self.events = bench, events
         self.folder = stages.folder
         # For every stage that opens the run's model.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
@@ -376,7 +379,8 @@ class _RunStages:
         plan = planning.read_plan(self.folder / "plans" / f"{recommended(target)}.json", components)
         place = self.folder / RECIPES / f"{plan.name}.{tool}"
         with suppress(PlanError):
-            write_recipe(tool, self.model, plan, place, StoredStatistics.held_by(self.folder))
+            model = self.bench.in_run(self.model, self.folder)  # recipes learn from the run's statistics
+            write_recipe(tool, model, plan, place, StoredStatistics.held_by(self.folder))
 
     def _limit(self, target: str | None) -> dict[str, Any]:
         settings = self.settings
