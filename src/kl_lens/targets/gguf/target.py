@@ -147,8 +147,8 @@ class GGUFTarget(Target):
     def shipped_digests(self, place: Path) -> dict[str, str]:
         import numpy as np
 
+        from kl_lens.digests import bytes_digest
         from kl_lens.targets.gguf.header import check_file
-        from kl_lens.weights.store import bytes_digest
 
         info = check_file(self.weight_file(place))
         data = {path: np.memmap(path, np.uint8, "r") for path in info.paths}

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from kl_lens.checkpoints import Anatomy
+from kl_lens.digests import bytes_digest
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format, Quantized
 from kl_lens.formats.normal_float import NormalFloatFormat
@@ -28,7 +29,7 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component
 from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
-from kl_lens.weights import WeightStore, bytes_digest
+from kl_lens.weights import WeightStore
 from kl_lens.weights.store import moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
