@@ -38,7 +38,7 @@ plans = pytest.mark.parametrize(
         pytest.param("jamba_experts", "unsigned", marks=pytest.mark.slow),
     ],
 )
-ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4"}
+ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4", "uint2": "u2", "mxfp4": "f4e2m1"}
 
 
 @plans
@@ -63,13 +63,13 @@ def test_saved_integers_and_scales_are_those_of_the_formats(
         zero_points = np.empty(0, np.uint8)
         if isinstance(fmt, ZeroPointFormat):
             element, zero_points, _ = stored[f"{tensor.runtime_name}/zero_point"]
-            assert element == "u4"
+            assert element == ELEMENTS[fmt.name.partition("-")[0]]
             np.testing.assert_array_equal(zero_points, fmt.pack_zero_points(quantized))
         # Four bits really take half a byte: integers, scales and zero points are the format's own count.
         size = data.nbytes + scales.nbytes + zero_points.nbytes
         assert size == fmt.bytes(component.shape) == tensor.bytes
         seen.add(fmt.name)
-    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32"}}
+    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"}}
     assert wanted[plan] <= seen
 
 
