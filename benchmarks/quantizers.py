@@ -3,7 +3,7 @@
     python benchmarks/quantizers.py --out FILE.jsonl [--models …] [--targets openvino,gguf] [--parts …] [--jobs N]
     python benchmarks/quantizers.py --out FILE.jsonl --write docs/results/quantizers.csv --only-write
 
-`methods`: every format of OpenVINO of 4 bits or less and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
+`methods`: every small format of OpenVINO and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
 llama.cpp does), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
 estimation and GPTQ on the same graph and text, with embedding and head at 8 bits as NNCF leaves them; our methods with
 the same formats beside them. `calibration`: how much of the gain remains with 3, 6 and 32 windows of WikiText-2 train,

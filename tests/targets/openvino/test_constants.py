@@ -15,9 +15,10 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.records import Plan
+from kl_lens.targets import describe_target
 from kl_lens.targets.openvino import constants, export, open_session
 from kl_lens.targets.openvino.graph import build_graph
-from kl_lens.targets.openvino.session import read_graph
+from kl_lens.targets.openvino.session import ON_ARM, read_graph
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, loaded, reference, untouched
 
@@ -71,6 +72,24 @@ def test_saved_integers_and_scales_are_those_of_the_formats(
         seen.add(fmt.name)
     wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"}}
     assert wanted[plan] <= seen
+
+
+def test_a_file_taken_apart_gives_the_same_values(exported: Callable) -> None:
+    case = exported("mamba", "unsigned")
+    apart = {tensor.name: tensor for tensor in describe_target("openvino").dissect(case.folder).tensors}
+    for tensor in case.artifact.tensors:
+        if tensor.realised in ("uint2-g64", "mxfp4", "uint4-g32"):
+            weight = case.model.model.get_parameter(case.model.anatomy.component(tensor.component).weight)
+            found = apart.pop(tensor.runtime_name)
+            assert torch.equal(
+                found.read().reshape(weight.shape), get_format(tensor.realised).roundtrip(weight)
+            )
+            assert (found.format, found.bytes) == (tensor.realised, tensor.bytes)
+
+
+def test_small_formats_say_what_this_processor_does_with_them(exported: Callable) -> None:
+    notes = exported("mamba", "unsigned").artifact.settings.get("notes", [])
+    assert any("expands mxfp4 and uint2-g64" in note for note in notes) == ON_ARM
 
 
 @plans
