@@ -17,7 +17,7 @@ import torch
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.pipeline.staging import MEASURED
 from kl_lens.quantizers import InputStatistics
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, plainest
 from kl_lens.sensitivity import screening
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
@@ -132,7 +132,7 @@ def job_estimate(
     every = {
         target: find_candidates(anatomy, [Recipe.parse(r) for r in menu])[0] for target, menu in menus.items()
     }
-    nearest = [Candidate(c.component, Recipe(c.recipe.grid.name)) for cs in every.values() for c in cs]
+    nearest = [Candidate(c.component, plainest(c.recipe.grid.name)) for cs in every.values() for c in cs]
     rates = timed_rates(model, [*(c for cs in every.values() for c in cs), *nearest], length)
     whole = rates.blocks + COMPARED * rates.head  # per token
     parts = max(work_of(model, c) for c in nearest)

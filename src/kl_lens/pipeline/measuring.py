@@ -13,7 +13,7 @@ from typing import ClassVar
 import psutil
 
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.cluster.processes import threads_here
 from kl_lens.cluster.worker import use_threads
 from kl_lens.errors import KLLensError, UnlearntError
@@ -21,6 +21,7 @@ from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.menus import menu_for
 from kl_lens.pipeline.planning import PlanSettings, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -53,7 +54,7 @@ from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.positions import PositionCurve, longest_window
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, POSITIONS, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
@@ -153,6 +154,11 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
             return self.formats
         return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
 
+    def menu_for(self, anatomy: Anatomy) -> tuple[str, ...]:
+        if self.formats is not None or self.target is None:
+            return self.menu
+        return menu_for(get_target(self.target), anatomy, self.max_bytes)
+
     @property
     def share(self) -> tuple[int, int] | None:
         return None if self.shard is None else share_of(self.shard)
@@ -222,7 +228,7 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
     begin = time.time()
     share = settings.share
     model = bench.model(here(settings))
-    recipes, unsuited = methods.crossed(settings.menu, settings.methods)
+    recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     if settings.positions and not model.task.generates:
         raise KLLensError("--positions needs a language model; this one classifies images")
@@ -326,7 +332,9 @@ def _estimated(
         events.warn(
             "the estimate leaves out gathering statistics and quantizing with methods that learn from text"
         )
-        candidates = [replace(c, recipe=Recipe(c.recipe.grid.name)) for c in candidates]
+        grids = [c.recipe.grid for c in candidates]  # measuring takes the same time in all of them
+        plain = [FP16 if grid.needs_importance else Recipe(grid.name) for grid in grids]
+        candidates = [replace(c, recipe=recipe) for c, recipe in zip(candidates, plain, strict=True)]
     started = psutil.Process().create_time()
     before = begin - started, time.time() - begin
     rates, layout = measured_rates(engine, candidates, windows.ids, *before)
