@@ -45,7 +45,9 @@ class Cut(nn.Module):
     def __init__(self, whole: nn.Linear, sizes: dict[str, int]) -> None:
         super().__init__()
         weights = whole.weight.detach().split(list(sizes.values()))
-        biases = [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(list(sizes.values()))
+        biases = (
+            [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(list(sizes.values()))
+        )
         for name, weight, bias in zip(sizes, weights, biases, strict=True):
             part = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
             part.weight, part.bias = nn.Parameter(weight.clone()), bias and nn.Parameter(bias.clone())
@@ -176,7 +178,9 @@ def main() -> None:
     )
     parser.add_argument("--models", default="reference:mamba2,reference:hybrid,reference:hymba")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--windows", type=int, default=16, help="of 512 tokens that sensitivity is measured on")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="of 512 tokens that sensitivity is measured on"
+    )
     parser.add_argument("--test-windows", type=int, default=32)
     parser.add_argument("--latency", action="store_true", help="only that")
     add_option(parser)
