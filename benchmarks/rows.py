@@ -88,7 +88,7 @@ def plans(model: LoadedModel, sizes: list[float], arguments: argparse.Namespace)
         text = evaluation_windows(
             "wikitext2:test", model.require_tokenizer(), length=512, limit=arguments.test_windows
         )
-        judge = PlanMeter(model, text)
+        judge = PlanMeter(study.bench.in_run(model, Path(folder)), text)
         found: list[list[Any]] = [[], []]
         for size in sizes:
             for results, how in zip(
@@ -148,7 +148,7 @@ def latency(rounds: int = 30) -> None:
             settings = deployment_settings({name for _, name in parts})
             compiled = compile_graph(read_graph(file), "CPU", threads=4, settings=settings)
         made = compiled.create_infer_request()
-        made.set_input_tensor(ov.Tensor(np.random.randn(1, 1, width).astype(np.float32)))
+        made.set_input_tensor(ov.Tensor(torch.randn(1, 1, width).numpy()))
         return made
 
     small = ("B", "C", "dt")
