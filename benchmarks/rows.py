@@ -45,7 +45,9 @@ class Cut(nn.Module):
     def __init__(self, whole: nn.Linear, sizes: dict[str, int]) -> None:
         super().__init__()
         weights = whole.weight.detach().split(list(sizes.values()))
-        biases = [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(list(sizes.values()))
+        biases = (
+            [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(list(sizes.values()))
+        )
         for name, weight, bias in zip(sizes, weights, biases, strict=True):
             part = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
             part.weight, part.bias = nn.Parameter(weight.clone()), bias and nn.Parameter(bias.clone())
@@ -86,7 +88,7 @@ def plans(model: LoadedModel, sizes: list[float], arguments: argparse.Namespace)
         text = evaluation_windows(
             "wikitext2:test", model.require_tokenizer(), length=512, limit=arguments.test_windows
         )
-        judge = PlanMeter(model, text)
+        judge = PlanMeter(study.bench.in_run(model, Path(folder)), text)
         found: list[list[Any]] = [[], []]
         for size in sizes:
             for results, how in zip(
@@ -146,7 +148,7 @@ def latency(rounds: int = 30) -> None:
             settings = deployment_settings({name for _, name in parts})
             compiled = compile_graph(read_graph(file), "CPU", threads=4, settings=settings)
         made = compiled.create_infer_request()
-        made.set_input_tensor(ov.Tensor(np.random.randn(1, 1, width).astype(np.float32)))
+        made.set_input_tensor(ov.Tensor(torch.randn(1, 1, width).numpy()))
         return made
 
     small = ("B", "C", "dt")
@@ -176,7 +178,9 @@ def main() -> None:
     )
     parser.add_argument("--models", default="reference:mamba2,reference:hybrid,reference:hymba")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--windows", type=int, default=16, help="of 512 tokens that sensitivity is measured on")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="of 512 tokens that sensitivity is measured on"
+    )
     parser.add_argument("--test-windows", type=int, default=32)
     parser.add_argument("--latency", action="store_true", help="only that")
     add_option(parser)

@@ -90,7 +90,10 @@ def methods() -> Cells:
     table = [["files", "KL of", "over that of", *GROUPS]]
     k_quants = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
     kinds: dict[str, Callable[[Row], bool]] = {
-        "OpenVINO, 4 bits": lambda r: r["part"] == "methods" and r["target"] == "openvino",
+        "OpenVINO, 4 bits": lambda r: (
+            r["part"] == "methods" and r["target"] == "openvino" and r["grid"] != "uint2-g64"
+        ),
+        "OpenVINO, uint2-g64": lambda r: r["grid"] == "uint2-g64",
         "OpenVINO, int4-g64, embedding and head INT8": lambda r: r["part"] == "nncf",
         "llama.cpp, K-quants": lambda r: r["part"] == "methods" and r["grid"] in k_quants,
         "llama.cpp, Q4_0, IQ4_NL, IQ4_XS": lambda r: (
