@@ -1,20 +1,25 @@
 """Our files against the quantization recipes that everybody knows, file against file.
 
     python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
-                                [--write docs/results/rivals.csv]
+                                [--files FOLDER] [--write docs/results/rivals.csv]
+    python benchmarks/rivals.py --below-four --targets gguf [--write docs/results/below_four.csv]
 
 For each model and target, the target's menu is measured on WikiText-2 train, with the target's own arithmetic. For
 every stock recipe of the runtime (llama.cpp's quantization types, NNCF's modes) we make our exact plan that is no
 larger *on disk*. Both are written by the same exporter and judged by the runtime on the same WikiText-2 test windows:
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
-run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. A folder of models stands for all
-models in it. With `--write`, models that the file already has from this commit are not judged again.
+run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
+of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
+plans with IQ2 and IQ3. `--files`: also the files FOLDER/MODEL/RIVAL.gguf that another tool made (auto_round_files.py).
+A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
+not judged again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -25,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bits_rule import BitsRule
 from common import machine
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
@@ -45,6 +51,7 @@ from nncf_methods import put_file
 from result_files import Row, add_option, provenance, read, write
 from stress import plant
 
+BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
 STRESSED_PREFIX = "stressed:"
 
@@ -107,7 +114,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         model=name.removeprefix(STRESSED_PREFIX),
         run=str(folder),
         target=target.name,
-        formats=menu_of(target, full=not arguments.short),
+        formats=menu_of(target, full=not arguments.short, small=arguments.below_four),
         windows=arguments.windows,
     )
     model = bench.model(measured)
@@ -129,6 +136,10 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         planner = TargetPlanner(settings, run, bench)
         known: dict[str, Judged] = {}
 
+        def bits_of(size: int) -> float:
+            """Of each weight that may be quantized."""
+            return 8 * (size - planner.fixed_bytes) / sum(c.parameters for c in model.anatomy.candidates)
+
         def judged(plan: Plan) -> Judged:
             key = json.dumps(sorted(plan.assignment.items()))
             if key not in known:
@@ -138,7 +149,16 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         rivals: dict[str, Callable[[], Judged]] = {
             rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
             for rival in rival_plans(planner, table, None, everything=True)
+            if is_wanted(rival.name.removeprefix("stock."), arguments)
         }
+        if arguments.below_four:
+            rule = BitsRule(model, statistics)
+            rivals |= {f"pr15550-{bits}": lambda bits=bits: judged(rule.plan(bits)) for bits in BITS}
+        for file in sorted(
+            (arguments.files or Path()).glob(f"{shown(name).replace(':', '-')}/*{target.loads[0]}")
+        ):
+            size = file.stat().st_size
+            rivals[file.stem] = lambda file=file, size=size: judge_files(target, file, size, text, teacher)
         if target.name == "openvino" and not arguments.data_free:
             ids = bench.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
@@ -156,6 +176,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 "target": target.name,
                 "model": shown(name),
                 "rival": rival,
+                **({"rival_bits": f"{bits_of(theirs.bytes):.2f}"} if arguments.below_four else {}),
                 "rival_mb": f"{theirs.bytes / 1e6:.3f}",
                 "rival_kl": f"{theirs.mean:.5f}",
                 "rival_kl_se": f"{theirs.error:.0e}",
@@ -172,6 +193,12 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             rows.append(row)
             print(", ".join(row.values()), flush=True)
     return rows
+
+
+def is_wanted(rival: str, arguments: argparse.Namespace) -> bool:
+    """Recipes of 2 and 3 bits, or the others; those of 2 and 3 bits only with an importance matrix."""
+    below = re.match("i?q[23]", rival) is not None
+    return below and rival.endswith(".imatrix") if arguments.below_four else not below
 
 
 def with_data(
@@ -218,6 +245,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="short menus")
+    parser.add_argument("--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight")
+    parser.add_argument("--files", type=Path, help="folder with files of other tools: MODEL/RIVAL.gguf")
     parser.add_argument(
         "--data-free", action="store_true", help="leave out recipes that NNCF learns from text"
     )
