@@ -49,11 +49,9 @@ class BitsRule:
         self._weights = {c.name: c.parameters for c in anatomy.candidates}
 
     def plan(self, bits: float) -> Plan:
-        every = sum(c.parameters for c in self._model.anatomy.components)
-        others = 4 * (every - sum(self._weights.values()))  # in F32
-        room = round(bits * every / 8) - others
-        each = 8 * room / sum(self._weights.values())
-        hulls = {name: _hull(self._favoured(name, each)) for name in self._choices}
+        """`bits`: of each weight that may be quantized. (Theirs counts norms and the like, in F32, as well.)"""
+        room = round(bits * sum(self._weights.values()) / 8)
+        hulls = {name: _hull(self._favoured(name, bits)) for name in self._choices}
         chosen = {name: hull[0] for name, hull in hulls.items()}
         room -= sum(choice.bytes for choice in chosen.values())
         steps = [
@@ -66,7 +64,9 @@ class BitsRule:
                 room -= after.bytes - before.bytes
                 chosen[name] = after
         assignment = {name: choice.recipe for name, choice in chosen.items()}
-        return Plan(f"bits-{bits}", assignment, f"the rule of llama.cpp's pull request 15550 at {bits} bits")
+        return Plan(
+            f"pr15550-{bits}", assignment, f"the rule of llama.cpp's pull request 15550 at {bits} bits"
+        )
 
     def _errors(self, component: Component, statistics: StoredStatistics) -> list[Choice]:
         """Every type that fits, as ggml rounds it."""

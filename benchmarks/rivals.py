@@ -52,6 +52,7 @@ from result_files import Row, add_option, provenance, read, write
 from stress import plant
 
 BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
+SMALL = 4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
 STRESSED_PREFIX = "stressed:"
 
@@ -136,9 +137,12 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         planner = TargetPlanner(settings, run, bench)
         known: dict[str, Judged] = {}
 
+        weights = sum(c.parameters for c in model.anatomy.candidates)
+        others = target.file_bytes(model, Plan("fp16", {}, "fp16")) - 2 * weights
+
         def bits_of(size: int) -> float:
-            """Of each weight that may be quantized."""
-            return 8 * (size - planner.fixed_bytes) / sum(c.parameters for c in model.anatomy.candidates)
+            """Of each weight that may be quantized: without header, norms and the like."""
+            return 8 * (size - others) / weights
 
         def judged(plan: Plan) -> Judged:
             key = json.dumps(sorted(plan.assignment.items()))
@@ -146,14 +150,19 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 known[key] = judge(model, target, plan, text, teacher)
             return known[key]
 
-        rivals: dict[str, Callable[[], Judged]] = {
-            rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
+        plans = [
+            replace(rival, name=rival.name.removeprefix("stock."))
             for rival in rival_plans(planner, table, None, everything=True)
             if is_wanted(rival.name.removeprefix("stock."), arguments)
-        }
+        ]
         if arguments.below_four:
             rule = BitsRule(model, statistics)
-            rivals |= {f"pr15550-{bits}": lambda bits=bits: judged(rule.plan(bits)) for bits in BITS}
+            plans += [rule.plan(bits) for bits in BITS]
+            plans = [plan for plan in plans if bits_of(target.file_bytes(model, plan)) < SMALL]
+        different = {json.dumps(sorted(plan.assignment.items())): plan for plan in reversed(plans)}
+        rivals: dict[str, Callable[[], Judged]] = {
+            plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
+        }
         for file in sorted(
             (arguments.files or Path()).glob(f"{shown(name).replace(':', '-')}/*{target.loads[0]}")
         ):
