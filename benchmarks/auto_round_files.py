@@ -12,9 +12,11 @@ influence on the result.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from kl_lens.checkpoints import load
 from kl_lens.text import draw_windows
@@ -22,9 +24,21 @@ from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant
 
 
+def name_tokenizers() -> None:
+    exporting = importlib.import_module("auto_round.export.export_to_gguf.export")
+    get_conversion = exporting.get_conversion
+
+    def with_names(*words: Any, **more: Any) -> Any:
+        found = get_conversion(*words, **more)
+        base = importlib.import_module(f"{found.module.__name__}.base")
+        base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+        return found
+
+    exporting.get_conversion = with_names
+
+
 def main() -> None:
     from auto_round import AutoRound
-    from auto_round.export.export_to_gguf.conversion import base
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -36,7 +50,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=128)
     arguments = parser.parse_args()
-    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    name_tokenizers()
     for name in models(arguments.models):
         for scheme in arguments.schemes.split(","):
             model = load(name.removeprefix(STRESSED_PREFIX))
