@@ -150,7 +150,7 @@ def job_estimate(
         sizes = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates)
         if screening.is_worth_it(candidates, with_a_limit=True) and not exhaustive:
             screen = screening.Screen(candidates)
-            few = max(1, windows // screening.WINDOWS)
+            few = max(1, windows // screening.PART)
             seconds += sum(measuring(c, few) + rates.quantizing(c) for c in screen.first)
             seconds += sum(rates.quantizing(c, screening.ROWS) for c in screen.needed)
             measured = min(measured, MEASURED * len({c.component.name for c in candidates}))
