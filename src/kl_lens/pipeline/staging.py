@@ -29,6 +29,7 @@ SCREENING = "screening"  # role of the first measurements, on little text
 # Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
 # range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
 OF_LOSS, OF_BYTES = ((1.0,), (0.9, 1.0)), ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
+UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
 MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 
 
@@ -66,15 +67,18 @@ class StagedSearch:
     def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
         """Measures what plans within the limits choose; also returns these candidates."""
         self._sweep.progress = _as_one(self._sweep.progress, self._expected_work())
-        few = _part(self._windows)
-        role = f"{SCREENING} {few.length}"
-        results = [self._sweep.measure(self._screen.first, few, role, noise=False)]
-        first = self._values(self._screen.first, role, len(few))
+        few = self._windows.first(max(1, len(self._windows) // PART))
+        results = [self._sweep.measure(self._screen.first, few, SCREENING, noise=False)]
+        first = self._values(self._screen.first, SCREENING, len(few))
         chosen: list[Candidate] = []
 
-        def known() -> SensitivityTable:
+        def known(unsure: float = 1.0) -> SensitivityTable:
+            """`unsure`: times what is only predicted, once something is measured."""
             measured = self._values(chosen, CALIBRATION, len(self._windows))
-            return self._with(self._screen.predicted(self._errors, first, measured))
+            values = self._screen.predicted(self._errors, first, measured)
+            return self._with(
+                {k: v * unsure ** (k not in measured and bool(measured)) for k, v in values.items()}
+            )
 
         def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
             wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
@@ -88,14 +92,14 @@ class StagedSearch:
                 plans = []
                 for share in shares:
                     with suppress(BudgetError) if share < 1 else nullcontext():
-                        plans.append(self._plan(known(), max_bytes=share * limits.max_bytes))
+                        plans.append(self._plan(known(UNSURE), max_bytes=share * limits.max_bytes))
                 measure(plans, self._stock(known(), plans[-1].predicted_kl or 0.0, limits.max_bytes))
         else:
             assert limits.loss is not None
             room = limits.loss
             for shares in OF_LOSS:
                 room = self._room(known(), room, limits)
-                measure([self._plan(known(), max_kl=share * room) for share in shares])
+                measure([self._plan(known(UNSURE), max_kl=share * room) for share in shares])
         return _together(results, len(chosen)), chosen
 
     def _expected_work(self) -> float:
@@ -151,14 +155,6 @@ class StagedSearch:
     def _values(self, candidates: Sequence[Candidate], role: str, windows: int) -> dict[Key, float]:
         found = {key_of(c): self._sweep.kl(c, windows, role) for c in candidates}
         return {key: value for key, value in found.items() if value is not None}
-
-
-def _part(windows: Windows) -> Windows:
-    """One of so many windows; of few windows, part of the first."""
-    if len(windows) >= PART:
-        return windows.first(len(windows) // PART)
-    first = windows.first(1)
-    return replace(first, ids=first.ids[:, : max(1, windows.length * len(windows) // PART)])
 
 
 def _as_one(progress: Progress, expected: float) -> Progress:
