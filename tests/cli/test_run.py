@@ -411,3 +411,22 @@ def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
     assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
     assert len(begun) == 3, "weights alone, their damage on held-out text, the menu as deployed"
     assert found_by(folder) == alone
+
+
+def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
+    little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
+    words = [
+        "run",
+        "reference:mamba",
+        "--run",
+        str(tmp_path),
+        "--targets",
+        "gguf",
+        "--budget",
+        "45%",
+        *little,
+    ]
+    words += ["--formats", "q8_0,q4_0+imatrix", "--without", "evaluate,benchmark,report"]
+    assert main(words) == 0
+    recipe = tmp_path / "recipes" / "recommended-gguf.llama.cpp"
+    assert {path.name for path in recipe.iterdir()} == {"tensor-types.txt", "imatrix.gguf"}

@@ -149,7 +149,7 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "recipes"),
     [
-        ("openvino", ("int8", "int4-g32", "uint4-g64")),
+        ("openvino", ("int8", "int4-g32", "uint4-g64", "uint2-g64", "mxfp4")),
         ("gguf", ("q8_0", "q4_k", "iq4_xs")),
         ("mlx", ("affine3-g64",)),
     ],
@@ -176,7 +176,13 @@ def test_sizes_are_known_before_a_file_is_written(
 
 @pytest.mark.parametrize(
     ("target", "recipe"),
-    [("openvino", "int4-g32"), ("openvino", "uint4-g32"), ("gguf", "q8_0"), ("mlx", "affine4-g32")],
+    [
+        ("openvino", "int4-g32"),
+        ("openvino", "uint2-g64"),
+        ("openvino", "mxfp4"),
+        ("gguf", "q8_0"),
+        ("mlx", "affine4-g32"),
+    ],
 )
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path

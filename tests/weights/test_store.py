@@ -132,7 +132,7 @@ class Known:
     def __init__(self, digest: str, first: float) -> None:
         self.digest, self._first = digest, first
 
-    def of(self, component: str) -> InputStatistics:
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         moments = torch.eye(256)
         moments[0, 0] = self._first
         return InputStatistics(moments, (10,))
@@ -196,7 +196,7 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
     class Seen:
         digest = "seen"
 
-        def of(self, component: str) -> InputStatistics:
+        def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
             return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
 
     stacked = torch.stack([weight, 2 * weight])

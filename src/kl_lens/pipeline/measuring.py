@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import KLLensError, UnlearntError
 from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.estimating import Estimator, JobEstimate
 from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.menus import menu_for
 from kl_lens.pipeline.planning import PlanSettings, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
@@ -146,6 +147,11 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
             return self.formats
         return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
 
+    def menu_for(self, anatomy: Anatomy) -> tuple[str, ...]:
+        if self.formats is not None or self.target is None:
+            return self.menu
+        return menu_for(get_target(self.target), anatomy, self.max_bytes)
+
     @property
     def share(self) -> tuple[int, int] | None:
         return None if self.shard is None else share_of(self.shard)
@@ -203,7 +209,7 @@ class MeasureResult:
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | JobEstimate:
     share = settings.share
     model = bench.model(here(settings))
-    recipes, unsuited = methods.crossed(settings.menu, settings.methods)
+    recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     if settings.positions and not model.task.generates:
         raise KLLensError("--positions needs a language model; this one classifies images")

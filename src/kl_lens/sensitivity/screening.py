@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, plainest
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 
@@ -57,10 +57,10 @@ class Screen:
 
     @cached_property
     def _menus(self) -> dict[str, list[Candidate]]:
-        """Component → its formats rounded to nearest, from the smallest to the largest."""
+        """Component → its formats rounded plainly, from the smallest to the largest."""
         menus: dict[str, dict[Candidate, None]] = {}
         for each in self.candidates:
-            nearest = Candidate(each.component, Recipe(each.recipe.grid.name))
+            nearest = Candidate(each.component, plainest(each.recipe.grid.name))
             menus.setdefault(each.component.name, {})[nearest] = None
         return {
             name: sorted(menu, key=lambda c: c.recipe.grid.bytes(c.component.shape))

@@ -6,17 +6,15 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from kl_lens.digests import bytes_digest, tensor_digest
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
 from kl_lens.quantizers import InputStatistics
@@ -52,7 +50,7 @@ class Statistics(Protocol):
     def digest(self) -> str:
         """Of text, model and version; identifies what a recipe learned from."""
 
-    def of(self, component: str) -> InputStatistics:
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         """Raises FormatError if there are no usable statistics of the component."""
 
 
@@ -164,9 +162,7 @@ class WeightStore:
         """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
         if self._last is None or self._last[0] != (component, statistics):
             self._last = None  # two would not fit
-            found = statistics.of(component)
-            moments = found.second_moments.to(self._source.device)
-            self._last = (component, statistics), replace(found, second_moments=moments)
+            self._last = (component, statistics), statistics.of(component, self._source.device)
         return self._last[1]
 
     def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
@@ -238,12 +234,11 @@ class WeightStore:
         key = (component, self._source.state(component))
         if key not in self._originals:
             weight = self._source.weight(component).detach()
-            total = hashlib.blake2b(str(tuple(weight.shape)).encode(), digest_size=16)
+            total = str(tuple(weight.shape))
             step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
-            # As float32: quantizers see nothing else.
             for rows in weight.reshape(-1, weight.shape[-1]).split(step):
-                total.update(rows.float().cpu().contiguous().numpy().data)
-            self._originals[key] = total.hexdigest()
+                total = tensor_digest(rows.float(), about=total)  # as float32: quantizers see nothing else
+            self._originals[key] = total
         return self._originals[key]
 
 
@@ -288,13 +283,6 @@ def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
         joined([part.scales for part in parts]),
         joined([part.zero_points for part in parts]),
     )
-
-
-def bytes_digest(*parts: npt.NDArray[Any]) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        total.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return total.hexdigest()
 
 
 class GivenWeights:
