@@ -27,7 +27,7 @@ from kl_lens.handover import write_recipe
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
-from kl_lens.pipeline.estimating import JobEstimate, job_estimate
+from kl_lens.pipeline.estimating import Estimator, JobEstimate
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
@@ -243,20 +243,19 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
     usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
-    if model.residency is not None or not model.task.generates or not usable:
-        raise KLLensError(
-            "--estimate needs a language model that fits into memory, and a target that supports it"
-        )
-    return job_estimate(
+    if not usable:
+        raise KLLensError("--estimate needs a target that supports the model")
+    menus = {t: map(Recipe.parse, settings.menu_of(t, model.anatomy)) for t in usable}
+    estimator = Estimator(
         model,
-        {target: settings.menu_of(target, model.anatomy) for target in usable},
+        {target: find_candidates(model.anatomy, [*menu])[0] for target, menu in menus.items()},
         windows=windows,
         length=settings.window_length or model.task.window_length,
         held_out=settings.held_out_windows,
-        judged=settings.evaluation_windows,
-        repeats=settings.repeats,
-        exhaustive=settings.exhaustive,
-        without=settings.without,
+        staged=not settings.exhaustive,
+    )
+    return estimator.run(
+        judged=settings.evaluation_windows, repeats=settings.repeats, without=settings.without
     )
 
 

@@ -11,9 +11,10 @@ all components of a kind, relative to their errors. So one pilot of each kind is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.recipes import Recipe, plainest
@@ -24,9 +25,10 @@ SMALL_MENU = 3  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
 ALIKE = 4  # components of a kind that are worth a pilot
 TOLERANCE = 0.15  # of predictions
-WINDOWS = 8  # one of so many windows is used for anchors and pilots
+PART = 8  # anchors and pilots are measured on one of so many parts of the text
 
 Key = tuple[str, Recipe]  # component and recipe
+Name = TypeVar("Name", bound=Hashable)
 
 
 def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
@@ -124,14 +126,18 @@ class Screen:
 
             sensitivity = max(first.get(key_of(anchor), 0.0), 0.0) / max(whole(anchor), 1e-30)
             raw[key_of(candidate)] = sensitivity * whole(candidate)
-        ratios: dict[str, list[float]] = {}
-        for key in measured:
-            if raw[key] > 0:
-                ratios.setdefault(key[0], []).append(measured[key] / raw[key])
-        usual = _median([ratio for each in ratios.values() for ratio in each], 1.0)
+        # What was measured differs from its prediction by a factor of its kind and recipe and one of the component.
+        ratios = {key: value / raw[key] for key, value in measured.items() if raw[key] > 0}
+        kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
+        usual = statistics.median(ratios.values()) if ratios else 1.0
+        alike = _medians(((kinds[name], recipe), ratio) for (name, recipe), ratio in ratios.items())
+
+        def of_kind(key: Key) -> float:
+            return alike.get((kinds[key[0]], key[1]), usual)
+
+        own = _medians((key[0], ratio / of_kind(key)) for key, ratio in ratios.items())
         return {
-            key: measured.get(key, value * _median(ratios.get(key[0], []), usual))
-            for key, value in raw.items()
+            key: measured.get(key, value * of_kind(key) * own.get(key[0], 1.0)) for key, value in raw.items()
         }
 
     def _activations(
@@ -146,8 +152,7 @@ class Screen:
             scale = errors[smallest] / first[smallest]
             for each in map(key_of, self._menus[name]):
                 known[kind, each[1]] = max(0.0, scale * first.get(each, 0.0) - errors[each]) / unit
-        formats = {grid for _, grid in known}
-        usual = {grid: _median([v for (_, g), v in known.items() if g == grid], 0.0) for grid in formats}
+        usual = _medians((grid, value) for (_, grid), value in known.items())
 
         def of(candidate: Candidate) -> float:
             grid = candidate.recipe.grid.name
@@ -156,5 +161,8 @@ class Screen:
         return of
 
 
-def _median(values: Sequence[float], default: float) -> float:
-    return statistics.median(values) if values else default
+def _medians(pairs: Iterable[tuple[Name, float]]) -> dict[Name, float]:
+    found: dict[Name, list[float]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
