@@ -24,20 +24,21 @@ from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
+from kl_lens.checkpoints.kernels.tracked_scan import tracked_scan
 from kl_lens.checkpoints.patching import has_own_forward, patched, with_globals
 
 Function = Callable[..., Any]
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:
-    """Our kernels have no gradients; autograd uses the library's own functions."""
+    """Our compiled kernels have no gradients; under autograd scans are made of torch's operations."""
     return not (torch.is_grad_enabled() and tensor.requires_grad)
 
 
 def _scan_for(tensor: torch.Tensor, states: int) -> Function | None:
     """The selective scan for this device, or None."""
     if not _is_inference(tensor):
-        return None
+        return tracked_scan
     if tensor.device.type == "cpu":
         return selective_scan
     if not runs_triton(tensor.device):
@@ -102,13 +103,8 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not _is_inference(hidden_states):
-            return original(
-                hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
-                initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
-                return_final_states=return_final_states, **kwargs,
-            )  # fmt: skip
-        if runs_triton(hidden_states.device):
+        inference = _is_inference(hidden_states)
+        if inference and runs_triton(hidden_states.device):
             from triton.runtime.errors import OutOfResources
 
             from kl_lens.checkpoints.kernels import triton_scan
@@ -126,7 +122,7 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         if dt_softplus:
             step = functional.softplus(step)
         step = step.clamp(*dt_limit)
-        if x.device.type == "cpu":
+        if inference and x.device.type == "cpu":
             y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
         else:
             y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
