@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant
 
 
-def compare(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]:
+def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     bench, given = Workbench(), name.removeprefix(STRESSED_PREFIX)
     loading = CalibrateSettings(model=given, run=str(folder), device=arguments.device)
     model = bench.model(loading)
@@ -43,7 +44,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]
     apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]
     ids = windows.ids[torch.tensor(apart)]
     test = model.task.from_start("wikitext2:test", length=512, limit=arguments.test_windows)
-    meter, rows = PlanMeter(model, test), []
+    meter = PlanMeter(model, test)
     for grid in arguments.grids.split(","):
         ends = "q6_k" if isinstance(get_format(grid), GGUFFormat) else "int8"
         recipes: dict[str, Recipe] = {}
@@ -65,7 +66,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]
                 model.weights.keep_tuned(component, after[component], quantized)
             result = meter.measure(after)
             difference = paired_difference(result.windows, before.windows)
-            row = {
+            yield {
                 "model": shown(name),
                 "grid": grid,
                 "bits": str(get_format(grid).bits),
@@ -80,9 +81,6 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> list[Row]
                 "seconds": f"{seconds:.0f}",
                 "test_windows": str(len(test)),
             }
-            rows.append(row)
-            print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return rows
 
 
 def main() -> None:
@@ -104,9 +102,10 @@ def main() -> None:
     rows: list[Row] = []
     for name in models(arguments.models):
         with tempfile.TemporaryDirectory() as folder:
-            new = compare(name, arguments, Path(folder) / "run")
-        write(arguments.write, new, ("model", "grid", "tuned", "rates", "windows", "epochs"))
-        rows += new
+            for row in compare(name, arguments, Path(folder) / "run"):
+                rows.append(row)
+                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                write(arguments.write, [row], ("model", "grid", "tuned", "rates", "windows", "epochs"))
     for grid, what in dict.fromkeys((row["grid"], row["rates"]) for row in rows):
         ratios = [float(row["ratio"]) for row in rows if (row["grid"], row["rates"]) == (grid, what)]
         print(
