@@ -6,6 +6,7 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ import torch
 from kl_lens.digests import bytes_digest, tensor_digest
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
-from kl_lens.quantizers import InputStatistics
+from kl_lens.formats.parts import scales_of, with_scales
+from kl_lens.quantizers import TUNED, InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.weights.disk import DiskCache
 
@@ -77,6 +79,7 @@ class WeightStore:
         self._statistics = statistics
         self._in_order = in_order
         self._disk = None if folder is None else DiskCache(folder, disk_budget)
+        self._tuned = None if folder is None else DiskCache(folder.parent / TUNED, sys.maxsize)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
@@ -86,6 +89,7 @@ class WeightStore:
     def keep_in(self, folder: Path) -> None:
         """Caches expensive results in this folder."""
         self._disk = DiskCache(folder, DISK_BUDGET)
+        self._tuned = DiskCache(folder.parent / TUNED, sys.maxsize)
 
     def learn_from(self, statistics: Statistics) -> None:
         """Sets the statistics for methods that learn."""
@@ -204,7 +208,30 @@ class WeightStore:
         device = self._source.device
         return kept if kept.data.device == device else moved(kept, device)
 
+    def keep_tuned(self, component: str, recipe: Recipe, quantized: Quantized) -> None:
+        """Stores what a tuned recipe stands for, beside the folder of the cache."""
+        if self._tuned is None:
+            raise FormatError(f"{component}: tuned weights are kept in a run folder, and this store has none")
+        self._tuned.put(f"{recipe} {component}", quantized)
+
+    def has_tuned(self, component: str, recipe: Recipe) -> bool:
+        return self._tuned is not None and self._tuned.take(f"{recipe} {component}") is not None
+
+    def _taken(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+        """A tuned weight. Its scales take the factors, so its codes are the same with and without them."""
+        kept = None if self._tuned is None else self._tuned.take(f"{recipe} {component}")
+        if kept is None:
+            raise FormatError(f"{component}: {recipe} is not in this run; tune the plan: kl-lens plan --tune")
+        kept = moved(kept, self._source.device)
+        if isinstance(factors, float) and factors == 1.0:
+            return kept
+        spread = factors if isinstance(factors, float) else factors.to(kept.data.device)
+        scales = [scale.float() * spread for scale in scales_of(recipe.grid, kept)]
+        return with_scales(recipe.grid, kept, scales)
+
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+        if recipe.is_tuned:
+            return self._taken(component, recipe, factors)
         weight = self._source.weight(component).detach()
         statistics = self._of(self._learnt_from(recipe), component) if recipe.quantizer.learns else None
         if statistics is not None and statistics.correction is not None:
