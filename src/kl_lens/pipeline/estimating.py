@@ -33,7 +33,7 @@ LEARNT_WINDOWS = 32  # of `calibrate`
 FILES = 6  # per target: FP16, four stock recipes, the plan
 PLANS = 14  # whole plans that `plan` measures, on half of the held-out text each
 WRITING = 6e7  # bytes of weights per second: quantized, packed, written, read back and compared
-FILE = 2.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
+FILE = 1.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
 DECODING = 8  # generating a token takes as long as reading so many
 
 
