@@ -228,7 +228,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
         if new:
             with suppress(KLLensError):  # it cannot be estimated
                 expected = _estimate(settings, model, windows)
-                stages.forecast = list(expected.stages)
+                stages.expect(expected.stages)
                 events.heading(
                     f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
                 )

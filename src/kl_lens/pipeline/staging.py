@@ -107,7 +107,7 @@ class StagedSearch:
         model, windows, candidates = self._sweep.model, self._windows, self._screen.candidates
         names = {candidate.component.name for candidate in candidates}
         each = [work_of(model, c) * len(windows) + quantizing_work(c, windows.length) for c in candidates]
-        return MEASURED * len(names) / len(candidates) * sum(each)
+        return (MEASURED + 1 / PART) * len(names) / len(candidates) * sum(each)
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
