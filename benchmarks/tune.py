@@ -3,9 +3,9 @@
     python benchmarks/tune.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--device cuda]
                               [--grids int4-g64,q4_k,q3_k,q2_k] [--windows 2048] [--write docs/results/tune.csv]
 
-Every linear layer gets the grid with error feedback, embedding and head 8 bits (Q6_K for GGUF types). Then scales, or
-codes and scales, are tuned on windows of WikiText-2 train that the statistics were not taken from. KL from the original
-is measured on WikiText-2 test, weights only, before and after.
+Every linear layer gets the grid with error feedback, embedding and head 8 bits (Q6_K for GGUF types). Then the scales
+are tuned on windows of WikiText-2 train that the statistics were not taken from. KL from the original is measured on
+WikiText-2 test, weights only, before and after.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from result_files import Row, add_option, write
 from rivals import REFERENCES, STRESSED_PREFIX, models, shown
 from stress import plant
 
+KEY = ("model", "grid", "rate", "windows", "epochs")
+
 
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     bench, given = Workbench(), name.removeprefix(STRESSED_PREFIX)
@@ -53,34 +55,32 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
             wanted = preferred(ends if outside else grid, ("gptq",))
             recipes[component.name] = fitting_recipe(wanted, component.shape)[0]
         before = meter.measure(recipes)
-        for codes in map(float, arguments.codes.split(",")):
-            rates = TuningRates(arguments.scales, codes, arguments.epochs, arguments.batch)
-            began = time.perf_counter()
-            made = tuned(model, recipes, ids, rates)
-            seconds = time.perf_counter() - began
-            after = {
-                component: Recipe(recipe.grid.name, f"tuned-{grid}{codes}") if component in made else recipe
-                for component, recipe in recipes.items()
-            }
-            for component, quantized in made.items():
-                model.weights.keep_tuned(component, after[component], quantized)
-            result = meter.measure(after)
-            difference = paired_difference(result.windows, before.windows)
-            yield {
-                "model": shown(name),
-                "grid": grid,
-                "bits": str(get_format(grid).bits),
-                "tuned": "scales and codes" if codes else "scales",
-                "rates": f"{arguments.scales:g} {codes:g}",
-                "windows": str(len(ids)),
-                "epochs": str(arguments.epochs),
-                "kl_before": f"{before.kl.value:.5f}",
-                "kl_after": f"{result.kl.value:.5f}",
-                "ratio": f"{result.kl.value / before.kl.value:.3f}",
-                "difference_se": f"{difference.standard_error:.0e}",
-                "seconds": f"{seconds:.0f}",
-                "test_windows": str(len(test)),
-            }
+        rates = TuningRates(arguments.rate, arguments.epochs, arguments.batch)
+        began = time.perf_counter()
+        made = tuned(model, recipes, ids, rates)
+        seconds = time.perf_counter() - began
+        after = {
+            component: Recipe(recipe.grid.name, f"tuned-{grid}") if component in made else recipe
+            for component, recipe in recipes.items()
+        }
+        for component, quantized in made.items():
+            model.weights.keep_tuned(component, after[component], quantized)
+        result = meter.measure(after)
+        difference = paired_difference(result.windows, before.windows)
+        yield {
+            "model": shown(name),
+            "grid": grid,
+            "bits": str(get_format(grid).bits),
+            "rate": f"{arguments.rate:g}",
+            "windows": str(len(ids)),
+            "epochs": str(arguments.epochs),
+            "kl_before": f"{before.kl.value:.5f}",
+            "kl_after": f"{result.kl.value:.5f}",
+            "ratio": f"{result.kl.value / before.kl.value:.3f}",
+            "difference_se": f"{difference.standard_error:.0e}",
+            "seconds": f"{seconds:.0f}",
+            "test_windows": str(len(test)),
+        }
 
 
 def main() -> None:
@@ -92,10 +92,9 @@ def main() -> None:
     parser.add_argument("--grids", default="int4-g64,q4_k,q3_k,q2_k")
     parser.add_argument("--windows", type=int, default=2048, help="of 512 tokens to tune on")
     parser.add_argument("--test-windows", type=int, default=32)
-    parser.add_argument("--scales", type=float, default=2e-3, help="rate of the scales")
-    parser.add_argument("--codes", default="0,0.02", help="rates of the codes; 0: they stay")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=TuningRates.rate, help="of Adam")
+    parser.add_argument("--epochs", type=int, default=TuningRates.epochs)
+    parser.add_argument("--batch", type=int, default=TuningRates.batch)
     add_option(parser)
     arguments = parser.parse_args()
     print(machine())
@@ -105,12 +104,10 @@ def main() -> None:
             for row in compare(name, arguments, Path(folder) / "run"):
                 rows.append(row)
                 print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-                write(arguments.write, [row], ("model", "grid", "tuned", "rates", "windows", "epochs"))
-    for grid, what in dict.fromkeys((row["grid"], row["rates"]) for row in rows):
-        ratios = [float(row["ratio"]) for row in rows if (row["grid"], row["rates"]) == (grid, what)]
-        print(
-            f"{grid}, rates {what}: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
-        )
+                write(arguments.write, [row], KEY)
+    for grid in dict.fromkeys(row["grid"] for row in rows):
+        ratios = [float(row["ratio"]) for row in rows if row["grid"] == grid]
+        print(f"{grid}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
 
 
 if __name__ == "__main__":

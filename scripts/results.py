@@ -123,6 +123,11 @@ def methods() -> Cells:
             same = [row for row in rows if (row["method"], row["ratio_to"]) == (method, beside)]
             cells = [spread(float(r["ratio"]) for r in same if has(r["model"])) for has in GROUPS.values()]
             table.append([kind, method, beside, *cells])
+    tuning = chosen("tune.csv", rate="0.003")
+    for grid in dict.fromkeys(row["grid"] for row in tuning):
+        same = [row for row in tuning if row["grid"] == grid]
+        cells = [spread(float(r["ratio"]) for r in same if has(r["model"])) for has in GROUPS.values()]
+        table.append([f"weights alone, {grid}", "tuned", "gptq", *cells])
     return table
 
 

@@ -30,7 +30,7 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
     assert main([*measure_arguments, "--formats", "q4_0"]) == 0
     plan = [
         "plan", "--run", str(run), "--max-bpw", "6", "--name", "small", "--held-out", "wikitext2:test",
-        "--held-out-windows", "4", "--tune", "64", "--verify",
+        "--held-out-windows", "4", "--tune", "16", "--verify",
     ]  # fmt: skip
     capsys.readouterr()
     assert main(plan) == 0

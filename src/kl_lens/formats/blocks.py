@@ -176,13 +176,6 @@ def with_scales(
     return blocks
 
 
-def read_codes(quantized: Quantized, block_size: int, block_bytes: int) -> torch.Tensor:
-    """The codes as float32, (…, rows, columns)."""
-    layout = LAYOUTS[quantized.format]
-    blocks = quantized.data.reshape(-1, block_bytes)
-    return _read(blocks, layout.codes, layout.zero, block_size).float().reshape(quantized.shape)
-
-
 def with_codes(quantized: Quantized, codes: torch.Tensor, block_size: int, block_bytes: int) -> Quantized:
     """The same blocks with other codes, (…, rows, columns)."""
     layout = LAYOUTS[quantized.format]

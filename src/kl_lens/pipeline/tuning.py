@@ -12,7 +12,7 @@ from kl_lens.calibration import StoredStatistics
 from kl_lens.calibration.tuning import TuningRates, tuned
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TextError
-from kl_lens.formats.parts import scales_of
+from kl_lens.formats.scales import scales_of
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.pipeline.workbench import Workbench
@@ -23,7 +23,7 @@ from kl_lens.runs import Run
 from kl_lens.text import Windows
 
 VERSION = 1  # raise it when the same plan and text give other weights
-WINDOWS = 1024
+WINDOWS = 2048
 
 
 def with_tuning(

@@ -18,7 +18,7 @@ import torch
 from kl_lens.digests import bytes_digest, tensor_digest
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
-from kl_lens.formats.parts import scales_of, with_scales
+from kl_lens.formats.scales import scales_of, with_scales
 from kl_lens.quantizers import TUNED, InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.weights.disk import DiskCache

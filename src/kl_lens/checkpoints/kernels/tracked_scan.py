@@ -1,11 +1,13 @@
 """The selective scan of Mamba-1 for autograd, on any device.
 
 torch would keep a copy of the whole text's gradient for every step that reads one token of it. Here the recurrence is
-one operation with its own backward pass: two loops of one small operation per token.
+one operation, whose backward pass is the same recurrence from the end. It runs in chunks side by side, and what leaves
+a chunk is then added to the next: 45 small operations for 512 tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,26 +15,35 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
-class _Recurrence(torch.autograd.Function):
+def _states(decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
     """h[t] = decay[t] · h[t-1] + inflow[t] over the first axis; h[-1] is zero."""
+    time = len(inflow)
+    length = math.isqrt(time - 1) + 1
+    padding = [0, 0] * (inflow.dim() - 1) + [0, -time % length]
+    # (chunks, length, …)
+    factors, states = (functional.pad(t, padding).unflatten(0, (-1, length)) for t in (decay, inflow.clone()))
+    for t in range(1, length):
+        states[:, t].addcmul_(factors[:, t], states[:, t - 1])
+    reach = factors.cumprod(1)  # of what enters a chunk, at every step of it
+    for before, now, factor in zip(states, states[1:], reach[1:], strict=False):
+        now.addcmul_(factor, before[-1])
+    return states.flatten(0, 1)[:time]
 
+
+class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decay: torch.Tensor, inflow: torch.Tensor) -> torch.Tensor:
-        states = inflow.clone()
-        for before, now, factor in zip(states, states[1:], decay[1:], strict=False):
-            now.addcmul_(factor, before)
+        states = _states(decay, inflow)
         ctx.save_for_backward(decay, states)
         return states
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         decay, states = ctx.saved_tensors
-        flowing = gradients[0].clone()
-        for t in range(len(flowing) - 1, 0, -1):
-            flowing[t - 1].addcmul_(decay[t], flowing[t])
-        of_decay = torch.zeros_like(flowing)
-        torch.mul(flowing[1:], states[:-1], out=of_decay[1:])
-        return of_decay, flowing
+        later = functional.pad(decay[1:], [0, 0] * (decay.dim() - 1) + [0, 1])
+        flowing = _states(later.flip(0), gradients[0].flip(0)).flip(0)
+        before = functional.pad(states[:-1], [0, 0] * (decay.dim() - 1) + [1, 0])
+        return flowing * before, flowing
 
 
 def tracked_scan(
