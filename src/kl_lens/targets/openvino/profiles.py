@@ -19,8 +19,8 @@ _EXPANDED = ("uint2-g64", "mxfp4")
 
 
 def expanded(machine: str) -> tuple[str, ...]:
-    """Formats that OpenVINO 2026.4 turns into floats on loading. x86-64 multiplies with them as stored; ARM does not
-    (both seen). Other processors were not tried."""
+    """Formats that OpenVINO turns into floats on loading. Seen with 2026.4.1 on single matrices: x86-64 multiplies with
+    them as stored, ARM does not. Other processors were not tried."""
     return () if machine.lower() in ("x86_64", "amd64") else _EXPANDED
 
 
