@@ -12,12 +12,21 @@ import torch
 import transformers
 
 from kl_lens import planning
+from kl_lens.checkpoints import load
 from kl_lens.errors import BudgetError
-from kl_lens.pipeline import CalibrateSettings, MeasureSettings, PlanSettings, Workbench, perform
+from kl_lens.pipeline import (
+    CalibrateSettings,
+    ExportSettings,
+    MeasureSettings,
+    PlanSettings,
+    Workbench,
+    perform,
+)
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.planning import plan_within_budget
 from kl_lens.pipeline.rivals import rival_plans
 from kl_lens.pipeline.target_planner import TargetPlanner
+from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
 from tests.byte_level import save_tokenizer
@@ -48,20 +57,23 @@ OTHERS = {
 }
 
 
+def opened(config: transformers.PretrainedConfig, tiny_folder: Path, place: Path) -> dict[str, Any]:
+    """A random model with a tokenizer and a text; what `calibrate` and `measure` need of it."""
+    folder = place / "model"
+    shutil.copytree(tiny_folder, folder)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder, [(folder / "text.txt").read_text()])
+    text = str(folder / "text.txt")
+    return {"model": str(folder), "run": str(place / "run"), "text": text, "window_length": 32}
+
+
 def require_never_worse(
     config: transformers.PretrainedConfig, target_name: str, tiny_folder: Path, place: Path
 ) -> None:
     pytest.importorskip(target_name, reason=f"needs the extra {target_name}")
-    folder, target = place / "model", get_target(target_name)
-    shutil.copytree(tiny_folder, folder)
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    text = str(folder / "text.txt")
-    save_tokenizer(folder, [(folder / "text.txt").read_text()])
-    bench, few = (
-        Workbench(),
-        {"model": str(folder), "run": str(place / "run"), "text": text, "window_length": 32},
-    )
+    target = get_target(target_name)
+    bench, few = Workbench(), opened(config, tiny_folder, place)
     perform(CalibrateSettings(**few, windows=8), bench)
     perform(MeasureSettings(**few, windows=8, target=target_name), bench)
     settings = PlanSettings(
@@ -101,3 +113,23 @@ def test_our_plan_is_never_worse_on_other_shapes(
     shape: str, target: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     require_never_worse(OTHERS[shape], target, tiny_folder, tmp_path)
+
+
+@pytest.mark.slow  # ggml prepares its tables for every IQ type
+def test_a_size_below_four_bits_is_met_with_smaller_types(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    bench, few = Workbench(), opened(mamba(256, 2, tie_word_embeddings=True), tiny_folder, tmp_path)
+    weights = sum(c.parameters for c in load(few["model"]).anatomy.components)
+    limit = int(3 * weights / 8) + 30_000  # the file's header, and matrices that do not fit, besides
+    perform(CalibrateSettings(**few, windows=8), bench)
+    perform(MeasureSettings(**few, windows=8, target="gguf", max_bytes=limit), bench)
+    (plan,) = perform(
+        PlanSettings(model=few["model"], run=few["run"], target="gguf", name="small", max_bytes=limit), bench
+    ).plans
+    assert {Recipe.parse(recipe).grid.bits for recipe in plan.assignment.values()} & {2, 3}
+    settings = ExportSettings(
+        model=few["model"], run=few["run"], target="gguf", plan="small", options={"include_tokenizer": False}
+    )
+    ((_, artifact),) = perform(settings, bench).artifacts  # llama.cpp has opened it
+    assert artifact.realised_bytes <= limit
+    assert {t.component: t.realised for t in artifact.tensors}.items() >= plan.assignment.items()
