@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from kl_lens.accelerators import free_memory
+from kl_lens.calibration.tuning import TuningRates, tuned
 from kl_lens.checkpoints import States, load
 from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
@@ -15,7 +16,7 @@ from kl_lens.formats import get_format
 from kl_lens.formats.blocks import LAYOUTS
 from kl_lens.quantizers import InputStatistics, get_quantizer
 from kl_lens.quantizers.block_scales import searched_blocks
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
@@ -394,3 +395,18 @@ def test_a_model_on_a_gpu_is_exported_as_from_the_cpu(tmp_path, family, target, 
     else:
         here, there = ([t.digest for t in each.tensors] for each in exported)
     assert here == there
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1"])
+def test_on_a_gpu_tuning_gives_what_it_gives_on_a_cpu(tmp_path, family) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    scales = []
+    for device in ("cpu", "cuda"):
+        model = load(tmp_path / "model", device=device)
+        plan = {c.name: fitting_recipe(Recipe("int8"), c.shape)[0] for c in model.anatomy.candidates}
+        made = tuned(model, plan, token_ids(8, 40), TuningRates(epochs=1, batch=4, steps=1))
+        scales.append({name: quantized.scales.cpu().float() for name, quantized in made.items()})
+    assert scales[0].keys() == scales[1].keys()
+    for name, here in scales[0].items():
+        torch.testing.assert_close(scales[1][name], here, rtol=5e-3, atol=0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from kl_lens import formats
 from kl_lens.errors import FormatError
 from kl_lens.formats import Format, fitting_format, get_format
-from kl_lens.quantizers import Quantizer, get_quantizer, known_quantizers
+from kl_lens.quantizers import TUNED, Quantizer, get_quantizer, known_quantizers
 
 NEAREST = "rtn"
 
@@ -35,7 +35,7 @@ class Recipe(str):
         fmt, quantizer = get_format(name), get_quantizer(method or NEAREST)
         if reason := quantizer.suits(fmt):
             raise FormatError(f"recipe {text!r}: {reason}")
-        return cls(fmt.name, quantizer.name)
+        return cls(fmt.name, method.lower() or NEAREST)
 
     @property
     def grid(self) -> Format:
@@ -44,6 +44,10 @@ class Recipe(str):
     @property
     def method(self) -> str:
         return self.partition("+")[2] or NEAREST
+
+    @property
+    def is_tuned(self) -> bool:
+        return self.quantizer.name == TUNED
 
     @property
     def quantizer(self) -> Quantizer:

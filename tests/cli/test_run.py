@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from kl_lens import planning
+from kl_lens.checkpoints import load
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.pipeline import RunSettings, command_of
+from kl_lens.pipeline import MeasureSettings, RunSettings, command_of
 from kl_lens.profiling import in_use
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.memory import MemoryUse
@@ -367,6 +368,29 @@ def test_formats_go_to_the_targets_that_hold_them() -> None:
     settings = RunSettings(model="m", formats=("int8", "q4_k+imatrix", "int4-g64"))
     assert settings.menu_of("openvino") == ["int8", "int4-g64"]
     assert settings.menu_of("gguf") == ["q4_k+imatrix"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "smallest"),
+    [
+        ({"budget": 0.3}, "iq4_xs+gptq"),
+        ({"budget": 0.25}, "iq2_xxs+gptq"),
+        ({"max_bytes": 3_200_000}, "iq4_xs+gptq"),
+        ({"max_bytes": 2_700_000}, "iq2_xxs+gptq"),
+        ({"max_bytes": 2_700_000, "menu": "short"}, "iq4_xs+gptq"),
+        ({"menu": "small"}, "iq2_xxs+gptq"),
+        ({"max_loss": 1.0}, "iq4_xs+gptq"),
+    ],
+)
+def test_a_small_size_offers_formats_below_four_bits(asked: dict[str, Any], smallest: str) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    anatomy = load(
+        "reference:mamba2"
+    ).anatomy  # 5.35 million weights that can be quantized: 2.84 MB in IQ4_XS
+    assert RunSettings(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
+    limit = {name: value for name, value in asked.items() if name in ("max_bytes", "max_loss")}
+    if "menu" not in asked and "budget" not in asked:
+        assert MeasureSettings(model="m", target="gguf", **limit).menu_for(anatomy)[0] == smallest
 
 
 def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,11 @@ def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
 
 
+def test_formats_that_need_importance_are_screened_with_it(candidates: list[Candidate]) -> None:
+    small = [Candidate(c.component, Recipe("iq2_xxs", "gptq")) for c in candidates if c.recipe == MENU[0]]
+    assert {c.recipe for c in Screen(small).first} == {Recipe("iq2_xxs", "imatrix")}
+
+
 def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:
     screen = Screen(candidates)
     errors = {key_of(c): error(c) for c in screen.needed}

@@ -267,7 +267,7 @@ def _written(
             extra["tokenizer"] = load_tokenizer(model, settings.tokenizer, settings.trust_remote_code)
         if any(_learns(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
-            extra["weights_folder"] = run.folder / WEIGHTS
+        extra["weights_folder"] = run.folder / WEIGHTS
     artifact = write_files(model, plan, settings.target, folder, **extra)
     about = {
         "folder": str(folder.resolve()),

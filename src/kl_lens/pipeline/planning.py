@@ -29,6 +29,7 @@ from kl_lens.pipeline.settings import (
     option,
 )
 from kl_lens.pipeline.target_planner import TargetPlanner, verified
+from kl_lens.pipeline.tuning import WINDOWS as TUNING_WINDOWS, with_tuning
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.records import Plan, SensitivityTable, checked_plan_name
 from kl_lens.runs import RECIPES, SCREENED, Run
@@ -122,6 +123,15 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         nargs="?",
         bare=ALL,
     )
+    tune: int | None = _proof(
+        None,
+        "also move the stored weights so that the KL on calibration text falls, with gradients; kept if it falls on "
+        f"held-out text too (default: {TUNING_WINDOWS} windows)",
+        kind=COUNT,
+        nargs="?",
+        bare=TUNING_WINDOWS,
+        metavar="WINDOWS",
+    )
     held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
     held_out_windows: int = _proof(32, "number of windows", kind=COUNT)
     target: str | None = option(
@@ -187,7 +197,9 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
             )
         if self.rivals and self.target is None:
             raise PlanError("--rivals compares with the stock recipes of a target: name it with --target")
-        if losses or gammas or self.verify or self.rivals:
+        if self.tune and (silent := self._given("frontier", "compare", "dry_run")):
+            raise PlanError(f"--tune changes a plan's weights, and {silent[0]} writes none: leave one out")
+        if losses or gammas or self.verify or self.rivals or self.tune:
             check_held_out(self.held_out_windows, searches=bool(losses))
 
     @property
@@ -223,6 +235,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             run.note_command(["kl-lens", *command_of(settings)])
         _warn_of_another_limit(settings, run, events)
         plans = _made(settings, run, table, planner, events)
+        if settings.tune:
+            plans = [with_tuning(each, settings.tune, run, planner, bench, events) for each in plans]
         if settings.rivals:
             plans = with_rivals(settings, table, plans, planner, events)
         elif settings.verify:

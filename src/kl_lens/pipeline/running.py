@@ -55,6 +55,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
+from kl_lens.pipeline.tuning import WINDOWS as TUNING_WINDOWS
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, RECIPES, Run
@@ -123,6 +124,14 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
     evaluation_windows: int = _proof(8, "number of windows for rank and evaluate", kind=COUNT)
+    tune: int | None = _proof(
+        None,
+        f"tune the recommended plans, as kl-lens plan --tune does (default: {TUNING_WINDOWS} windows)",
+        kind=COUNT,
+        nargs="?",
+        bare=TUNING_WINDOWS,
+        metavar="WINDOWS",
+    )
     held_out: str = _proof("wikitext2:valid", "text that plans are measured on", metavar="TEXT")
     held_out_windows: int = _proof(8, "number of windows", kind=COUNT)
     tasks: tuple[str, ...] | None = _proof(
@@ -376,7 +385,7 @@ class _RunStages:
         name = recommended(target)
         self.stages.do(
             PlanSettings(
-                name=name, target=target, rivals=rivals, verify=True,
+                name=name, target=target, rivals=rivals, verify=True, tune=self.settings.tune,
                 **self._limit(target), **self.held_out, **self.of_run,
             ),
             key=f"plan {name}",

@@ -4,7 +4,7 @@ To add one, write a file that ends in `register(…)` and import it here.
 """
 
 from kl_lens.quantizers.base import InputStatistics, Quantizer
-from kl_lens.quantizers.registry import get_quantizer, known_quantizers, register
+from kl_lens.quantizers.registry import TUNED, get_quantizer, known_quantizers, register
 
 # Importing a module registers its quantizers, in the order in which they are listed for users.
 # isort: off
@@ -12,6 +12,7 @@ from kl_lens.quantizers import nearest as nearest
 from kl_lens.quantizers import search as search
 from kl_lens.quantizers import importance as importance
 from kl_lens.quantizers import gptq as gptq
+from kl_lens.quantizers import tuned as tuned
 # isort: on
 
-__all__ = ["InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]
+__all__ = ["TUNED", "InputStatistics", "Quantizer", "get_quantizer", "known_quantizers", "register"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kl_lens.errors import FormatError
 from kl_lens.quantizers.base import Quantizer
 
+TUNED = "tuned"  # recipes spell it with the digest of a tuning: `q4_k+tuned-1f2e3d4c`
 QUANTIZERS: dict[str, Quantizer] = {}
 
 
@@ -22,6 +23,6 @@ def known_quantizers() -> tuple[str, ...]:
 
 def get_quantizer(name: str) -> Quantizer:
     try:
-        return QUANTIZERS[name.lower()]
+        return QUANTIZERS[TUNED if name.lower().startswith(f"{TUNED}-") else name.lower()]
     except KeyError:
         raise FormatError(f"unknown method {name!r}; known: {', '.join(QUANTIZERS)}") from None

@@ -6,6 +6,7 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -17,12 +18,14 @@ import torch
 from kl_lens.digests import bytes_digest, tensor_digest
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
-from kl_lens.quantizers import InputStatistics
+from kl_lens.formats.scales import scales_of, with_scales
+from kl_lens.quantizers import TUNED, InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.weights.disk import DiskCache
 
 DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
+_EXPERTS = 4  # that show what all lose
 _ROWS_AT_ONCE = 1 << 24  # weights converted to float32 at a time
 
 
@@ -77,6 +80,7 @@ class WeightStore:
         self._statistics = statistics
         self._in_order = in_order
         self._disk = None if folder is None else DiskCache(folder, disk_budget)
+        self._tuned = None if folder is None else DiskCache(folder.parent / TUNED, sys.maxsize)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
         self._recent_bytes = 0
         self._originals: dict[tuple[str, Hashable], str] = {}
@@ -86,6 +90,7 @@ class WeightStore:
     def keep_in(self, folder: Path) -> None:
         """Caches expensive results in this folder."""
         self._disk = DiskCache(folder, DISK_BUDGET)
+        self._tuned = DiskCache(folder.parent / TUNED, sys.maxsize)
 
     def learn_from(self, statistics: Statistics) -> None:
         """Sets the statistics for methods that learn."""
@@ -118,20 +123,22 @@ class WeightStore:
     def output_error(self, component: str, recipe: Recipe, rows: int | None = None) -> float:
         """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs.
 
-        `rows`: estimated from so many rows of each matrix, evenly spread. All quantizers treat rows independently.
+        `rows`: estimated from so many rows, evenly spread, of a few experts. All quantizers treat rows independently.
         """
         if self._statistics is None:
             raise FormatError(f"{component}: there are no statistics of its inputs")
         weight = self._source.weight(component).detach()
-        share = 1.0
+        every, experts = weight.numel(), None
         if rows is not None and rows < weight.shape[-2]:
-            share = rows / weight.shape[-2]
-            taken = torch.arange(rows, device=weight.device) * weight.shape[-2] // rows
-            weight = weight[..., taken, :].float()
-            values = recipe.grid.dequantize(self._rounded(weight, component, recipe))
+            if weight.dim() == 3:
+                experts = _spread(_EXPERTS, weight, 0)
+                weight = weight[experts]
+            weight = weight[..., _spread(rows, weight, -2), :].float()
+            values = recipe.grid.dequantize(self._rounded(weight, component, recipe, experts))
         else:
             values = self.values(component, recipe)
-        moments = self._of(self._statistics, component).second_moments
+        share = weight.numel() / every
+        moments = _some(self._of(self._statistics, component), experts).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
         for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
@@ -204,7 +211,30 @@ class WeightStore:
         device = self._source.device
         return kept if kept.data.device == device else moved(kept, device)
 
+    def keep_tuned(self, component: str, recipe: Recipe, quantized: Quantized) -> None:
+        """Stores what a tuned recipe stands for, beside the folder of the cache."""
+        if self._tuned is None:
+            raise FormatError(f"{component}: tuned weights are kept in a run folder, and this store has none")
+        self._tuned.put(f"{recipe} {component}", quantized)
+
+    def has_tuned(self, component: str, recipe: Recipe) -> bool:
+        return self._tuned is not None and self._tuned.take(f"{recipe} {component}") is not None
+
+    def _taken(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+        """A tuned weight. Its scales take the factors, so its codes are the same with and without them."""
+        kept = None if self._tuned is None else self._tuned.take(f"{recipe} {component}")
+        if kept is None:
+            raise FormatError(f"{component}: {recipe} is not in this run; tune the plan: kl-lens plan --tune")
+        kept = moved(kept, self._source.device)
+        if isinstance(factors, float) and factors == 1.0:
+            return kept
+        spread = factors if isinstance(factors, float) else factors.to(kept.data.device)
+        scales = [scale.float() * spread for scale in scales_of(recipe.grid, kept)]
+        return with_scales(recipe.grid, kept, scales)
+
     def _computed(self, component: str, recipe: Recipe, factors: Factors) -> Quantized:
+        if recipe.is_tuned:
+            return self._taken(component, recipe, factors)
         weight = self._source.weight(component).detach()
         statistics = self._of(self._learnt_from(recipe), component) if recipe.quantizer.learns else None
         if statistics is not None and statistics.correction is not None:
@@ -213,10 +243,12 @@ class WeightStore:
             weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
         return self._rounded(weight, component, recipe)
 
-    def _rounded(self, weight: torch.Tensor, component: str, recipe: Recipe) -> Quantized:
-        """The component's weight, or some rows of it, on the recipe's grid."""
+    def _rounded(
+        self, weight: torch.Tensor, component: str, recipe: Recipe, experts: torch.Tensor | None = None
+    ) -> Quantized:
+        """The component's weight, or some rows of it, on the recipe's grid; `experts`: only of these."""
         if recipe.quantizer.learns:
-            statistics = self._of(self._learnt_from(recipe), component)
+            statistics = _some(self._of(self._learnt_from(recipe), component), experts)
             return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
         rows = weight.shape[-2] if weight.dim() == 2 else 0
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
@@ -240,6 +272,20 @@ class WeightStore:
                 total = tensor_digest(rows.float(), about=total)  # as float32: quantizers see nothing else
             self._originals[key] = total
         return self._originals[key]
+
+
+def _spread(count: int, weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """So many indices of a dimension, evenly spread."""
+    count = min(count, weight.shape[dim])
+    return torch.arange(count, device=weight.device) * weight.shape[dim] // count
+
+
+def _some(statistics: InputStatistics, experts: torch.Tensor | None) -> InputStatistics:
+    """The statistics of some experts; all may share one."""
+    if experts is None or statistics.second_moments.dim() == 2:
+        return statistics
+    tokens = tuple(statistics.tokens[expert] for expert in experts.tolist())
+    return replace(statistics, second_moments=statistics.second_moments[experts], tokens=tokens)
 
 
 def _matrices(weight: torch.Tensor) -> torch.Tensor:

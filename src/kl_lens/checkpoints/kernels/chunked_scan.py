@@ -69,7 +69,9 @@ def chunked_scan(
     damping = difference.masked_fill_(future, -torch.inf).exp_()
     scores = c @ b.transpose(-1, -2)  # (batch·chunks, groups, chunk, chunk)
     damping = damping.view(batch * chunks, groups, heads_per_group, chunk, chunk)
-    weights = (damping.mul_(scores[:, :, None])).view(batch * chunks, heads, chunk, chunk)
+    tracked = torch.is_grad_enabled() and damping.requires_grad  # exp's backward needs its result
+    weights = damping * scores[:, :, None] if tracked else damping.mul_(scores[:, :, None])
+    weights = weights.view(batch * chunks, heads, chunk, chunk)
     by_head = inflow.reshape(batch * chunks, chunk, heads, width).transpose(1, 2)
     within = weights @ by_head  # (batch·chunks, heads, chunk, width)
 

@@ -24,20 +24,21 @@ from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan
+from kl_lens.checkpoints.kernels.tracked_scan import tracked_scan
 from kl_lens.checkpoints.patching import has_own_forward, patched, with_globals
 
 Function = Callable[..., Any]
 
 
-def _is_inference(tensor: torch.Tensor) -> bool:
-    """Our kernels have no gradients; autograd uses the library's own functions."""
-    return not (torch.is_grad_enabled() and tensor.requires_grad)
+def _is_inference(*tensors: torch.Tensor | None) -> bool:
+    """Our compiled kernels have no gradients; under autograd scans are made of torch's operations."""
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
 
 
-def _scan_for(tensor: torch.Tensor, states: int) -> Function | None:
+def _scan_for(tensor: torch.Tensor, states: int, *others: torch.Tensor | None) -> Function | None:
     """The selective scan for this device, or None."""
-    if not _is_inference(tensor):
-        return None
+    if not _is_inference(tensor, *others):
+        return tracked_scan
     if tensor.device.type == "cpu":
         return selective_scan
     if not runs_triton(tensor.device):
@@ -62,7 +63,7 @@ def _mamba_selective_scan(original: Function) -> Function:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        kernel = _scan_for(hidden_states, A.shape[-1])
+        kernel = _scan_for(hidden_states, A.shape[-1], dt, A, B, C, D, z, delta_bias)
         if kernel is None:
             return original(
                 hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs
@@ -102,13 +103,8 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if not _is_inference(hidden_states):
-            return original(
-                hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
-                initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
-                return_final_states=return_final_states, **kwargs,
-            )  # fmt: skip
-        if runs_triton(hidden_states.device):
+        inference = _is_inference(hidden_states, dt, A, B, C, D, dt_bias)
+        if inference and runs_triton(hidden_states.device):
             from triton.runtime.errors import OutOfResources
 
             from kl_lens.checkpoints.kernels import triton_scan
@@ -126,7 +122,7 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         if dt_softplus:
             step = functional.softplus(step)
         step = step.clamp(*dt_limit)
-        if x.device.type == "cpu":
+        if inference and x.device.type == "cpu":
             y, state = head_scan(x, step, A, B, C, initial_states, skip=D)
         else:
             y, state = chunked_scan(x, step, A.float(), B.float(), C.float(), initial_states)
@@ -148,7 +144,7 @@ def _causal_conv1d_fn(original: Function) -> Function:
         **kwargs: Any,
     ) -> Any:
         on_gpu = runs_triton(hidden_states.device)
-        fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states)
+        fits = (on_gpu or hidden_states.device.type == "cpu") and _is_inference(hidden_states, weight, bias)
         if not fits or activation not in (None, "silu", "swish") or kwargs.get("seq_idx") is not None:
             return original(hidden_states, weight, bias=bias, activation=activation, **kwargs)
         kernel: Function = causal_convolution
@@ -183,7 +179,7 @@ def _causal_or(original: Function) -> Function:
             causal
             and attention_mask is None
             and not unusual
-            and _is_inference(query)
+            and _is_inference(query, key, value)
             and is_faster(query, key)
         ):
             return causal_attention(query, key, value, scaling), None
@@ -281,7 +277,7 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
     original = module.forward
 
     def forward(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states):
+        if hidden_states.dtype != torch.float32 or not _is_inference(hidden_states, gate):
             return original(hidden_states) if gate is None else original(hidden_states, gate)
         return rms_norm_gpu(hidden_states, module.weight, _epsilon(module), gate)  # type: ignore[arg-type]
 

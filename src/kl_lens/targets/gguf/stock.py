@@ -63,7 +63,7 @@ _MANY = 4  # queries per key, or experts; from here on, values are few and get m
 
 
 def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
-    recipes, file = [], _File(model)
+    recipes, file = [], FileTensors(model)
     for name, base in _BASES.items():
         origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
         if name not in _ONLY_WITH_IMPORTANCE:
@@ -76,7 +76,7 @@ def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A tensor among those of its part, in llama.cpp's order."""
 
     part: str
@@ -84,7 +84,7 @@ class _Place:
     layer: int  # its block, or `count` in a model without experts
 
 
-class _File:
+class FileTensors:
     """The tensors that llama.cpp chooses types for."""
 
     def __init__(self, model: LoadedModel) -> None:
@@ -101,14 +101,14 @@ class _File:
                     "q2_k" if name in _TINY else "iq3_s" if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
                 )
             else:
-                place = self._places.get(component.name)
+                place = self.places.get(component.name)
                 raised = place and self._raised(name, place, with_importance=bool(methods))
                 wanted = raised or _BASES[name]
             recipe = preferred(wanted, () if ends else methods)
             chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
         return chosen
 
-    def _raised(self, name: str, place: _Place, *, with_importance: bool) -> str | None:
+    def _raised(self, name: str, place: Place, *, with_importance: bool) -> str | None:
         """The type of a component that does not get the recipe's own."""
         part, layer, blocks = place.part, place.layer, self._blocks
         first = layer < blocks // 8
@@ -156,7 +156,7 @@ class _File:
         return found.get(part, {}).get(name)
 
     @cached_property
-    def _places(self) -> dict[str, _Place]:
+    def places(self) -> dict[str, Place]:
         model = self._model
         on_disk = model.residency is not None
         tensors = CheckpointTensors(model.folder, model.config) if on_disk else ModelTensors(model.model)
@@ -169,20 +169,20 @@ class _File:
             for rule in self._architecture.tensors(model.config, shapes)
             if rule.parameter is not None
         }
-        places: dict[str, _Place] = {}
+        places: dict[str, Place] = {}
         counts = Counter[str]()
         for tensor in sorted(named, key=lambda name: (_block(name), name)):
             part = next((part for piece, part in _PARTS.items() if piece in tensor), None)
             if part is not None:
                 count = counts[part]
                 layer = _block(tensor) if self._experts > 1 else count
-                places.setdefault(named[tensor], _Place(part, count, layer))
+                places.setdefault(named[tensor], Place(part, count, layer))
                 counts[part] += 1
         return places
 
     @property
     def _values(self) -> int:
-        return max((place.count + 1 for place in self._places.values() if place.part == "values"), default=0)
+        return max((place.count + 1 for place in self.places.values() if place.part == "values"), default=0)
 
     @cached_property
     def _metadata(self) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""What tuning on KL gains: the same file before and after, on text that chose nothing.
+
+    python benchmarks/tune.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--device cuda]
+                              [--grids int4-g64,q4_k,q3_k,q2_k] [--windows 2048] [--write docs/results/tune.csv]
+
+Every linear layer gets the grid with error feedback, embedding and head 8 bits (Q6_K for GGUF types). Then the scales
+are tuned on windows of WikiText-2 train that the statistics were not taken from. KL from the original is measured on
+WikiText-2 test, weights only, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from common import machine
+from kl_lens.calibration.tuning import TuningRates, tuned
+from kl_lens.formats import get_format
+from kl_lens.formats.gguf_blocks import GGUFFormat
+from kl_lens.pipeline import CalibrateSettings, Workbench, perform
+from kl_lens.planning import paired_difference
+from kl_lens.recipes import Recipe, fitting_recipe, preferred
+from kl_lens.sensitivity.joint import PlanMeter
+from result_files import Row, add_option, write
+from rivals import REFERENCES, STRESSED_PREFIX, models, shown
+from stress import plant
+
+KEY = ("model", "grid", "rate", "windows", "epochs")
+
+
+def compare(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    bench, given = Workbench(), name.removeprefix(STRESSED_PREFIX)
+    loading = CalibrateSettings(model=given, run=str(folder), device=arguments.device)
+    model = bench.model(loading)
+    if name != given:
+        plant(model, given)
+    learnt = perform(loading, bench).statistics.identity["text"]
+    model = bench.in_run(model, folder)
+    windows = model.task.drawn("wikitext2:train", windows=arguments.windows, length=512, seed=7)
+    apart = [all(abs(start - other) >= 512 for other in learnt["starts"]) for start in windows.starts]
+    ids = windows.ids[torch.tensor(apart)]
+    test = model.task.from_start("wikitext2:test", length=512, limit=arguments.test_windows)
+    meter = PlanMeter(model, test)
+    for grid in arguments.grids.split(","):
+        ends = "q6_k" if isinstance(get_format(grid), GGUFFormat) else "int8"
+        recipes: dict[str, Recipe] = {}
+        for component in model.anatomy.candidates:
+            outside = component.name in (model.anatomy.embedding, model.anatomy.head)
+            wanted = preferred(ends if outside else grid, ("gptq",))
+            recipes[component.name] = fitting_recipe(wanted, component.shape)[0]
+        before = meter.measure(recipes)
+        rates = TuningRates(arguments.rate, arguments.epochs, arguments.batch)
+        began = time.perf_counter()
+        made = tuned(model, recipes, ids, rates)
+        seconds = time.perf_counter() - began
+        after = {
+            component: Recipe(recipe.grid.name, f"tuned-{grid}") if component in made else recipe
+            for component, recipe in recipes.items()
+        }
+        for component, quantized in made.items():
+            model.weights.keep_tuned(component, after[component], quantized)
+        result = meter.measure(after)
+        difference = paired_difference(result.windows, before.windows)
+        yield {
+            "model": shown(name),
+            "grid": grid,
+            "bits": str(get_format(grid).bits),
+            "rate": f"{arguments.rate:g}",
+            "windows": str(len(ids)),
+            "epochs": str(arguments.epochs),
+            "kl_before": f"{before.kl.value:.5f}",
+            "kl_after": f"{result.kl.value:.5f}",
+            "ratio": f"{result.kl.value / before.kl.value:.3f}",
+            "difference_se": f"{difference.standard_error:.0e}",
+            "seconds": f"{seconds:.0f}",
+            "test_windows": str(len(test)),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(REFERENCES), help="names, or folders of models")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--grids", default="int4-g64,q4_k,q3_k,q2_k")
+    parser.add_argument("--windows", type=int, default=2048, help="of 512 tokens to tune on")
+    parser.add_argument("--test-windows", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=TuningRates.rate, help="of Adam")
+    parser.add_argument("--epochs", type=int, default=TuningRates.epochs)
+    parser.add_argument("--batch", type=int, default=TuningRates.batch)
+    add_option(parser)
+    arguments = parser.parse_args()
+    print(machine())
+    rows: list[Row] = []
+    for name in models(arguments.models):
+        with tempfile.TemporaryDirectory() as folder:
+            for row in compare(name, arguments, Path(folder) / "run"):
+                rows.append(row)
+                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                write(arguments.write, [row], KEY)
+    for grid in dict.fromkeys(row["grid"] for row in rows):
+        ratios = [float(row["ratio"]) for row in rows if row["grid"] == grid]
+        print(f"{grid}: median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The FP16 scales of a stored weight, which its values are linear in: read, and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kl_lens.formats.base import Format, Quantized
+from kl_lens.formats.blocks import LAYOUTS
+from kl_lens.formats.gguf_blocks import GGUFFormat
+
+
+def scales_of(fmt: Format, quantized: Quantized) -> tuple[torch.Tensor, ...]:
+    """Its scales and, where the format has them, its FP16 offsets or minima, each (…, rows, blocks); () if its values
+    are not linear in FP16 scales."""
+    if isinstance(fmt, GGUFFormat):
+        blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes))
+        return tuple(blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0] for at in _places(fmt))
+    parts = (quantized.scales, quantized.zero_points)
+    return tuple(part for part in parts if part is not None and part.dtype == torch.float16)
+
+
+def with_scales(fmt: Format, quantized: Quantized, scales: Sequence[torch.Tensor]) -> Quantized:
+    """The same codes with other scales, in the order of `scales_of`."""
+    if isinstance(fmt, GGUFFormat):
+        blocks = quantized.data.unflatten(-1, (-1, fmt.block_bytes)).clone()
+        for at, values in zip(_places(fmt), scales, strict=True):
+            blocks[..., at : at + 2] = values.half()[..., None].view(torch.uint8)
+        return replace(quantized, data=blocks.flatten(-2))
+    halves = [part.half() for part in scales]
+    zero_points = halves[1] if len(halves) > 1 else quantized.zero_points
+    return replace(quantized, scales=halves[0], zero_points=zero_points)
+
+
+def _places(fmt: GGUFFormat) -> tuple[int, ...]:
+    """The bytes of a block where its FP16 numbers begin."""
+    if fmt.name not in LAYOUTS:  # IQ2 and IQ3
+        return (0,)
+    layout = LAYOUTS[fmt.name]
+    return (layout.scale,) if layout.minimum is None else (layout.scale, layout.minimum)

@@ -1,0 +1,87 @@
+"""`plan --tune`: the weights of a finished plan, tuned on text. Kept if the KL on the first held-out half falls; the
+second half confirms, as for every plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+from kl_lens import planning
+from kl_lens.calibration import StoredStatistics
+from kl_lens.calibration.tuning import TuningRates, tuned
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import TextError
+from kl_lens.formats.scales import scales_of
+from kl_lens.pipeline.events import Events, going_on
+from kl_lens.pipeline.target_planner import TargetPlanner
+from kl_lens.pipeline.workbench import Workbench
+from kl_lens.quantizers import TUNED
+from kl_lens.recipes import FP16, Recipe, parsed
+from kl_lens.records import Plan
+from kl_lens.runs import Run
+from kl_lens.text import Windows
+
+VERSION = 1  # raise it when the same plan and text give other weights
+WINDOWS = 2048
+
+
+def with_tuning(
+    plan: Plan, windows: int, run: Run, planner: TargetPlanner, bench: Workbench, events: Events
+) -> Plan:
+    """The plan with tuned weights, or the plan itself if its KL did not fall."""
+    model, meter = planner.model, planner.halves[0]
+    recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
+    model.weights.learnt_by(recipes.values(), plan.statistics)
+    text = _text(windows, run, model, bench)
+    rates = TuningRates()
+    facts = [VERSION, model.fingerprint, model.weights.digests(recipes), text.fingerprint, asdict(rates)]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
+    spelled = {
+        name: Recipe(recipe.grid.name, f"{TUNED}-{digest}")
+        for name, recipe in recipes.items()
+        if scales_of(recipe.grid, model.weights.quantized(name, recipe))
+    }
+    if not all(model.weights.has_tuned(name, recipe) for name, recipe in spelled.items()):
+        events.note(f"tuning {plan.name} on {text.label}, {len(text)} windows of {text.length}")
+        with going_on(run.folder), events.progress(f"tuning {plan.name}") as shown:
+
+            def advance(done: int, steps: int) -> None:
+                if done == 1:
+                    shown.started(steps, 0)
+                shown.advanced(1, f"step {done}")
+
+            for name, quantized in tuned(model, recipes, text.ids, rates, advance).items():
+                model.weights.keep_tuned(name, spelled[name], quantized)
+    assignment = plan.assignment | spelled
+    before, after = meter.measure(plan.assignment), meter.measure(assignment)
+    gain = planning.paired_difference(after.windows, before.windows)
+    change = f"KL {before.kl.value:.4g} before and {after.kl.value:.4g} after, on {meter.text.label}"
+    if gain.mean >= 0:
+        events.note(f"{plan.name}: tuning did not help ({change}); the plan stays as it was")
+        return plan
+    events.note(f"{plan.name}: tuned, {change}")
+    return replace(
+        plan, assignment=assignment, made_by=f"{plan.made_by}, tuned", predicted_kl=None, measured=None,
+        statistics=None, notes=plan.notes | {"tuned": change},
+    )  # fmt: skip
+
+
+def _text(windows: int, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+    """Windows of the run's calibration text that neither measured nor taught methods."""
+    measured = bench.calibration(run, model.task)
+    learnt = StoredStatistics.held_by(run.folder)
+    used = [measured, *([bench.drawn_again(learnt.identity["text"], model.task)] if learnt else [])]
+    assert measured.seed is not None
+    drawn = bench.drawn(
+        measured.source, model.task, split=measured.split, length=measured.length, seed=measured.seed + 2,
+        windows=min(windows, measured.stream_tokens // measured.length),
+    )  # fmt: skip
+    taken = [start for text in used if text.label == drawn.label for start in text.starts]
+    apart = [i for i, start in enumerate(drawn.starts) if all(abs(start - t) >= drawn.length for t in taken)]
+    if not apart:
+        raise TextError(f"{drawn.label}: measuring used all of it; --tune needs more text")
+    return replace(
+        drawn, ids=drawn.ids[apart], starts=tuple(drawn.starts[i] for i in apart),
+        documents=tuple(drawn.documents[i] for i in apart),
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Tuning: the KL falls, the file stays as large, and the model stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kl_lens.calibration.tuning import TuningRates, tuned
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import FormatError
+from kl_lens.formats.scales import scales_of, with_scales
+from kl_lens.recipes import Recipe, fitting_recipe
+from tests.calibration.test_gathering import _opened, _windows
+from tests.calibration.test_in_order import _loss
+
+RATES = TuningRates(rate=5e-3, epochs=4, batch=4, steps=1)
+
+
+def _in_folder(family: str, folder: Path) -> LoadedModel:
+    return _opened(family).with_store(folder=folder / "weights")
+
+
+def _spelled(plan: dict[str, Recipe], made: dict, tag: str = "0a") -> dict[str, Recipe]:  # type: ignore[type-arg]
+    return {n: Recipe(r.grid.name, f"tuned-{tag}") if n in made else r for n, r in plan.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("mamba", "int4"), ("mamba2", "uint4-g32"), ("falcon_h1", "q4_1"), ("jamba_experts", "int4"),
+     ("llama", "affine3-g32")],
+)  # fmt: skip
+def test_the_kl_falls_and_codes_and_model_stay(family: str, recipe: str, tmp_path: Path) -> None:
+    model, windows = _in_folder(family, tmp_path), _windows(12)
+    before = {name: p.clone() for name, p in model.model.named_parameters()}
+    plan = {c.name: fitting_recipe(Recipe(recipe), c.shape)[0] for c in model.anatomy.candidates}
+    done: list[int] = []
+    made = tuned(model, plan, windows.ids, RATES, lambda step, steps: done.append(step))
+    assert done == list(range(1, 13))
+    assert all(torch.equal(p, before[name]) for name, p in model.model.named_parameters())
+    assert not any(p.requires_grad for p in model.model.parameters())
+    recipes = _spelled(plan, made)
+    for name, quantized in made.items():
+        grid, plain = plan[name].grid, model.weights.quantized(name, plan[name])
+        assert with_scales(grid, quantized, scales_of(grid, plain)).digest == plain.digest  # the same codes
+        model.weights.keep_tuned(name, recipes[name], quantized)
+        assert model.weights.digest(name, recipes[name]) == quantized.digest != plain.digest
+    assert _loss(model, recipes, windows.ids) < _loss(model, plan, windows.ids)
+
+
+def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(tmp_path: Path) -> None:
+    model = _in_folder("mamba", tmp_path)
+    component = model.anatomy.candidates[1].name
+    recipe = Recipe.parse("INT4+tuned-0a")
+    assert (recipe, recipe.is_tuned, recipe.grid.name) == ("int4+tuned-0a", True, "int4")
+    with pytest.raises(FormatError, match="is not in this run; tune the plan: kl-lens plan --tune"):
+        model.weights.quantized(component, recipe)
+    plain = model.weights.quantized(component, Recipe("int4"))
+    model.weights.keep_tuned(component, recipe, plain)
+    assert model.weights.has_tuned(component, recipe)
+    doubled = model.weights.quantized(component, recipe, 2.0)
+    assert torch.equal(doubled.data, plain.data)
+    assert torch.equal(scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0])
+    with pytest.raises(FormatError, match="this store has none"):
+        _opened("mamba").weights.keep_tuned(component, recipe, plain)

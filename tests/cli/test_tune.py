@@ -1,0 +1,58 @@
+"""`plan --tune`: the tuned weights are in the plan, in the run folder and in the file; without gain nothing changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kl_lens import planning
+from kl_lens.checkpoints import load
+from kl_lens.cli.main import main
+from kl_lens.recipes import Recipe
+from kl_lens.targets import read_artifact
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
+    helps: bool,
+    measure_arguments: list[str],
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    if not helps:
+        worse = planning.PairedDifference(1.0, 0.1)
+        monkeypatch.setattr("kl_lens.planning.paired_difference", lambda ours, theirs: worse)
+    assert main([*measure_arguments, "--formats", "q4_0"]) == 0
+    plan = [
+        "plan", "--run", str(run), "--max-bpw", "6", "--name", "small", "--held-out", "wikitext2:test",
+        "--held-out-windows", "4", "--tune", "16", "--verify",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert main(plan) == 0
+    said = capsys.readouterr()
+    assert ("tuning did not help" in said.out + said.err) is not helps
+    written = json.loads((run / "plans/small.json").read_text())
+    tuned = {name: Recipe.parse(r) for name, r in written["assignment"].items() if "+tuned-" in r}
+    assert bool(tuned) is helps
+    if not helps:
+        return
+    assert written["measured"]["kl"]["value"] > 0
+    assert main(plan) == 0  # nothing is tuned twice
+    assert "tuning small" not in "".join(capsys.readouterr())
+    export = ["export", "--run", str(run), "--plan", "small", "--target", "gguf", "--without-tokenizer"]
+    assert main(export) == 0
+    assert main([*export, "--stream", "--out", str(tmp_path / "streamed")]) == 0
+    store = load(str(tiny_folder)).with_store(folder=run / "weights").weights
+    for place in (run / "artifacts/gguf/small", tmp_path / "streamed/small"):
+        shipped = {
+            tensor.component: tensor for tensor in read_artifact(place).tensors if tensor.component in tuned
+        }
+        assert shipped.keys() == tuned.keys()
+        for name, tensor in shipped.items():
+            assert tensor.weights == store.digest(name, tuned[name])
+            assert tensor.weights != store.digest(name, Recipe(tuned[name].grid.name))
