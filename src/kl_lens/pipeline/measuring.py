@@ -18,7 +18,7 @@ from kl_lens.pipeline.calibrating import CalibrateSettings
 from kl_lens.pipeline.estimating import Estimator, JobEstimate
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.menus import menu_for
-from kl_lens.pipeline.planning import PlanSettings, check_held_out
+from kl_lens.pipeline.plan_settings import PlanSettings, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,

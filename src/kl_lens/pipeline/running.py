@@ -34,10 +34,9 @@ from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
 from kl_lens.pipeline.menus import menu_for
-from kl_lens.pipeline.planning import PlanSettings, check_held_out
+from kl_lens.pipeline.plan_settings import ALL, TUNING_WINDOWS, USUAL, PlanSettings, check_held_out
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
-from kl_lens.pipeline.rivals import ALL, USUAL
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -55,7 +54,6 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
-from kl_lens.pipeline.tuning import WINDOWS as TUNING_WINDOWS
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, RECIPES, Run

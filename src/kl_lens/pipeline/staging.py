@@ -14,7 +14,7 @@ from typing import Any
 
 from kl_lens import planning
 from kl_lens.errors import BudgetError
-from kl_lens.pipeline.planning import KL
+from kl_lens.pipeline.plan_settings import KL
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
