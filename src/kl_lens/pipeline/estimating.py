@@ -28,7 +28,7 @@ from kl_lens.sensitivity.sweep import work_of
 from kl_lens.sensitivity.teacher import batch_tokens, window_bytes
 
 BLOCKS = 3  # that are timed
-ROWS, GPU_ROWS = 128, 1 << 14  # that are timed; a GPU takes as long for few rows as for many
+ROWS, GPU_ROWS = 64, 1 << 14  # that are timed; a GPU takes as long for few rows as for many
 LEARNT_WINDOWS = 32  # of `calibrate`
 FILES = 6  # per target: FP16, four stock recipes, the plan
 PLANS = 14  # whole plans that `plan` measures, on half of the held-out text each
@@ -78,6 +78,8 @@ class Estimator:
         self.model, self.every, self.windows, self.length = model, every, windows, length
         self.held_out, self.staged = held_out, staged
         self._device = model.chain.device
+        self._rows: dict[tuple[Recipe, int, int], float] = {}  # seconds, as timed
+        self._inputs: dict[int, InputStatistics] = {}
         self._time_model()
 
     # -- timing -------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ class Estimator:
                 seconds += self._seconds(partial(chain.run, states, calls, index, index + 1))
                 parameters += sum(c.parameters for c in anatomy.candidates if c.block == index)
                 states = after
-            rows = calls.hidden.flatten(0, -2)[: GPU_ROWS // 4 if self._device.type == "cuda" else ROWS]
+            rows = calls.hidden.flatten(0, -2)[: GPU_ROWS // 4 if self._device.type == "cuda" else 2 * ROWS]
             logits = chain.logits(rows)
             teacher = TeacherRows.of(logits, logits.argmax(-1))
             compare(teacher, logits)
@@ -108,19 +110,20 @@ class Estimator:
         inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
         self.blocks = seconds / ids.numel() * inside / max(1, parameters)
         self.whole = self.blocks + head
-        self._rows: dict[tuple[Recipe, int, int], float] = {}
 
     def _quantizing(self, candidate: Candidate, rows: int | None = None) -> float:
         """Seconds for a candidate's weight, or so many of its rows; of random values, which take as long."""
         *several, height, columns = candidate.component.shape
         wanted = min(height, rows or height)
-        timed = min(wanted, GPU_ROWS if self._device.type == "cuda" else ROWS)
+        timed = min(wanted, GPU_ROWS) if self._device.type == "cuda" else min(height, ROWS)
         if (key := (candidate.recipe, timed, columns)) not in self._rows:
             weight = torch.randn(timed, columns, generator=torch.Generator().manual_seed(0)).to(self._device)
             quantizer, grid, given = candidate.recipe.quantizer, candidate.recipe.grid, None
             if quantizer.learns:
-                moments = torch.eye(columns, device=self._device) + 0.1
-                given = InputStatistics(moments, (LEARNT_WINDOWS * self.length,))
+                if columns not in self._inputs:  # the same for all recipes: quantizers factorise them once
+                    moments = torch.eye(columns, device=self._device) + 0.1
+                    self._inputs[columns] = InputStatistics(moments, (LEARNT_WINDOWS * self.length,))
+                given = self._inputs[columns]
             quantizer.quantize(
                 weight[:8], grid, "rows", given
             )  # compiles kernels, and factorises the moments
