@@ -35,11 +35,16 @@ SHAPES = {  # hidden size, layers, heads of Mamba-2
 }
 
 
+EXPERTS = "granite-4.0-h-tiny"  # 40 blocks, four of them attention; 64 experts; 7 billion parameters
+
+
 def shape(name: str) -> LoadedModel:
     """A model of a published shape with random weights: for speed, never for sensitivity."""
     torch.manual_seed(0)
+    if name == EXPERTS:
+        return LoadedModel(name, Path(), _experts().eval().requires_grad_(False), None, source=name)
     if name not in SHAPES:
-        raise SystemExit(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
+        raise SystemExit(f"no shape is called {name!r}; there are {', '.join((*SHAPES, EXPERTS))}")
     hidden, layers, heads = SHAPES[name]
     if heads is None:
         config = transformers.MambaConfig(hidden_size=hidden, num_hidden_layers=layers, vocab_size=50280)
@@ -51,6 +56,18 @@ def shape(name: str) -> LoadedModel:
         )  # fmt: skip
         model = transformers.Mamba2ForCausalLM(config2)
     return LoadedModel(name, Path(), model.eval().requires_grad_(False), None, source=name)
+
+
+def _experts() -> torch.nn.Module:
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=100352, hidden_size=1536, intermediate_size=512, shared_intermediate_size=1024,
+        num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4, num_local_experts=64,
+        num_experts_per_tok=6, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1,
+        mamba_expand=2, tie_word_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22,
+        attention_multiplier=0.0078125, logits_scaling=6.0, position_embedding_type="nope",
+        layer_types=["attention" if block in (5, 15, 25, 35) else "mamba" for block in range(40)],
+    )  # fmt: skip
+    return transformers.GraniteMoeHybridForCausalLM(config)
 
 
 def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

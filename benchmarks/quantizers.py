@@ -3,7 +3,7 @@
     python benchmarks/quantizers.py --out FILE.jsonl [--models …] [--targets openvino,gguf] [--parts …] [--jobs N]
     python benchmarks/quantizers.py --out FILE.jsonl --write docs/results/quantizers.csv --only-write
 
-`methods`: every 4-bit format of OpenVINO and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
+`methods`: every small format of OpenVINO and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
 llama.cpp does), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
 estimation and GPTQ on the same graph and text, with embedding and head at 8 bits as NNCF leaves them; our methods with
 the same formats beside them. `calibration`: how much of the gain remains with 3, 6 and 32 windows of WikiText-2 train,
@@ -57,6 +57,7 @@ PARTS = ("methods", "nncf", "calibration", "time", "whole")
 GRIDS = {
     "openvino": (
         "int4", "int4-g128", "int4-g64", "int4-g32", "uint4-g128", "uint4-g64", "uint4-g32", "nf4-g64",
+        "uint2-g64", "mxfp4",
     ),
     "gguf": (
         "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "iq4_xs",

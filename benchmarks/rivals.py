@@ -1,20 +1,25 @@
 """Our files against the quantization recipes that everybody knows, file against file.
 
     python benchmarks/rivals.py [--models reference:mamba,stressed:reference:mamba,FOLDER,…] [--targets gguf,openvino]
-                                [--write docs/results/rivals.csv]
+                                [--files FOLDER] [--write docs/results/rivals.csv]
+    python benchmarks/rivals.py --below-four --targets gguf [--write docs/results/below_four.csv]
 
 For each model and target, the target's menu is measured on WikiText-2 train, with the target's own arithmetic. For
 every stock recipe of the runtime (llama.cpp's quantization types, NNCF's modes) we make our exact plan that is no
 larger *on disk*. Both are written by the same exporter and judged by the runtime on the same WikiText-2 test windows:
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
-run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. A folder of models stands for all
-models in it. With `--write`, models that the file already has from this commit are not judged again.
+run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
+of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
+plans with IQ2 and IQ3. `--files`: also the files FOLDER/MODEL/RIVAL.gguf that another tool made (auto_round_files.py).
+A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
+not judged again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -25,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bits_rule import BitsRule
 from common import machine
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
@@ -45,6 +51,8 @@ from nncf_methods import put_file
 from result_files import Row, add_option, provenance, read, write
 from stress import plant
 
+BITS = (2.25, 2.5, 3.0, 3.5, 4.0)  # per weight, for the rule of pull request 15550
+SMALL = 4.5  # bits per weight; where few matrices fit, mixtures of 2 and 3 bits are larger
 REFERENCES = ("reference:mamba", "reference:mamba2", "reference:hybrid")
 STRESSED_PREFIX = "stressed:"
 
@@ -107,7 +115,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         model=name.removeprefix(STRESSED_PREFIX),
         run=str(folder),
         target=target.name,
-        formats=menu_of(target, full=not arguments.short),
+        formats=menu_of(target, full=not arguments.short, small=arguments.below_four),
         windows=arguments.windows,
     )
     model = bench.model(measured)
@@ -129,16 +137,37 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         planner = TargetPlanner(settings, run, bench)
         known: dict[str, Judged] = {}
 
+        weights = sum(c.parameters for c in model.anatomy.candidates)
+        others = target.file_bytes(model, Plan("fp16", {}, "fp16")) - 2 * weights
+
+        def bits_of(size: int) -> float:
+            """Of each weight that may be quantized: without header, norms and the like."""
+            return 8 * (size - others) / weights
+
         def judged(plan: Plan) -> Judged:
             key = json.dumps(sorted(plan.assignment.items()))
             if key not in known:
                 known[key] = judge(model, target, plan, text, teacher)
             return known[key]
 
-        rivals: dict[str, Callable[[], Judged]] = {
-            rival.name.removeprefix("stock."): lambda rival=rival: judged(rival)
+        plans = [
+            replace(rival, name=rival.name.removeprefix("stock."))
             for rival in rival_plans(planner, table, None, everything=True)
+            if is_wanted(rival.name.removeprefix("stock."), arguments)
+        ]
+        if arguments.below_four:
+            rule = BitsRule(model, statistics)
+            plans += [rule.plan(bits) for bits in BITS]
+            plans = [plan for plan in plans if bits_of(target.file_bytes(model, plan)) < SMALL]
+        different = {json.dumps(sorted(plan.assignment.items())): plan for plan in reversed(plans)}
+        rivals: dict[str, Callable[[], Judged]] = {
+            plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
         }
+        for file in sorted(
+            (arguments.files or Path()).glob(f"{shown(name).replace(':', '-')}/*{target.loads[0]}")
+        ):
+            size = file.stat().st_size
+            rivals[file.stem] = lambda file=file, size=size: judge_files(target, file, size, text, teacher)
         if target.name == "openvino" and not arguments.data_free:
             ids = bench.drawn_again(statistics.identity["text"], model.task).ids
             rivals |= with_data(model, target, ids, text, teacher)
@@ -156,6 +185,7 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
                 "target": target.name,
                 "model": shown(name),
                 "rival": rival,
+                **({"rival_bits": f"{bits_of(theirs.bytes):.2f}"} if arguments.below_four else {}),
                 "rival_mb": f"{theirs.bytes / 1e6:.3f}",
                 "rival_kl": f"{theirs.mean:.5f}",
                 "rival_kl_se": f"{theirs.error:.0e}",
@@ -172,6 +202,12 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
             rows.append(row)
             print(", ".join(row.values()), flush=True)
     return rows
+
+
+def is_wanted(rival: str, arguments: argparse.Namespace) -> bool:
+    """Recipes of 2 and 3 bits, or the others; those of 2 and 3 bits only with an importance matrix."""
+    below = re.match("i?q[23]", rival) is not None
+    return below and rival.endswith(".imatrix") if arguments.below_four else not below
 
 
 def with_data(
@@ -218,6 +254,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="short menus")
+    parser.add_argument("--below-four", action="store_true", help="GGUF at 2 to 4 bits per weight")
+    parser.add_argument("--files", type=Path, help="folder with files of other tools: MODEL/RIVAL.gguf")
     parser.add_argument(
         "--data-free", action="store_true", help="leave out recipes that NNCF learns from text"
     )

@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kl_lens.digests import bytes_digest
 from kl_lens.errors import KLLensError
 from kl_lens.recipes import FP16, parsed
 from kl_lens.records import ORIGINAL, Artifact, Subject, checked_plan_name
@@ -59,8 +62,7 @@ def file_digest(path: Path) -> str:
             known = json.loads(memory.read_text(encoding="utf-8"))
             if known["stamp"] == stamp:
                 return str(known["digest"])
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    digest = bytes_digest(np.memmap(path, np.uint8, "r")) if status.st_size else bytes_digest()
     if remembers:
         with suppress(OSError):  # read-only folder: computed again next time
             write_text(memory, json.dumps({"stamp": stamp, "digest": digest}))

@@ -20,7 +20,10 @@ from tests.autopsy import planting
 from tests.autopsy.conftest import Examine, Exported, only_fault
 
 
-@pytest.mark.parametrize(("name", "fmt"), [("mamba", "q4_0"), ("mamba2", "q8_0"), ("hybrid", "q4_k")])
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [("mamba", "q4_0"), pytest.param("mamba2", "q8_0", marks=pytest.mark.slow), ("hybrid", "q4_k")],
+)
 def test_sound_files(exported: Exported, examine: Examine, name: str, fmt: str) -> None:
     found = examine(exported(name, "gguf", fmt), name)
     assert not found.faults, found.faults

@@ -116,6 +116,7 @@ def test_layers_give_a_table_that_planning_uses(used: Path, capsys: pytest.Captu
     assert min(point["predicted_latency"] for point in surface) >= fastest * (1 - 1e-6)
 
 
+@pytest.mark.slow
 def test_gguf_gets_a_table_from_copies_in_one_format_each(
     used: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("kl-lens mea", "measure"),
         ("kl-lens --comp", "--completion"),
         ("kl-lens run --men", "--menu"),
-        ("kl-lens run --menu s", "short"),
+        ("kl-lens run --menu s", "short small"),
         ("kl-lens export --target g", "gguf"),
         ("kl-lens run --run r", ""),  # any name: bash offers files
         ("kl-lens --debug plan --max-b", "--max-bytes --max-bpw"),
@@ -51,7 +51,7 @@ def test_fish_completes(scripts: Path) -> None:
         pytest.skip("needs fish")
     asked = f'source {scripts / "fish"}; complete -C"kl-lens run --menu "'
     answer = subprocess.run(["fish", "-c", asked], capture_output=True, text=True, check=True)
-    assert [line.split("\t")[0] for line in answer.stdout.splitlines()] == ["full", "short"]
+    assert [line.split("\t")[0] for line in answer.stdout.splitlines()] == ["full", "short", "small"]
 
 
 def test_zsh_reads_its_script(scripts: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from kl_lens import planning
+from kl_lens.checkpoints import load
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.pipeline import RunSettings, command_of
+from kl_lens.pipeline import MeasureSettings, RunSettings, command_of
 from kl_lens.profiling import in_use
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.memory import MemoryUse
@@ -369,6 +370,29 @@ def test_formats_go_to_the_targets_that_hold_them() -> None:
     assert settings.menu_of("gguf") == ["q4_k+imatrix"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "smallest"),
+    [
+        ({"budget": 0.3}, "iq4_xs+gptq"),
+        ({"budget": 0.25}, "iq2_xxs+gptq"),
+        ({"max_bytes": 3_200_000}, "iq4_xs+gptq"),
+        ({"max_bytes": 2_700_000}, "iq2_xxs+gptq"),
+        ({"max_bytes": 2_700_000, "menu": "short"}, "iq4_xs+gptq"),
+        ({"menu": "small"}, "iq2_xxs+gptq"),
+        ({"max_loss": 1.0}, "iq4_xs+gptq"),
+    ],
+)
+def test_a_small_size_offers_formats_below_four_bits(asked: dict[str, Any], smallest: str) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    anatomy = load(
+        "reference:mamba2"
+    ).anatomy  # 5.35 million weights that can be quantized: 2.84 MB in IQ4_XS
+    assert RunSettings(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
+    limit = {name: value for name, value in asked.items() if name in ("max_bytes", "max_loss")}
+    if "menu" not in asked and "budget" not in asked:
+        assert MeasureSettings(model="m", target="gguf", **limit).menu_for(anatomy)[0] == smallest
+
+
 def test_wrong_words_are_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["run", "--run", str(tmp_path / "new")]
     assert main([*run, "--without", "measure"]) != 0
@@ -411,3 +435,22 @@ def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
     assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
     assert len(begun) == 3, "weights alone, their damage on held-out text, the menu as deployed"
     assert found_by(folder) == alone
+
+
+def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
+    little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
+    words = [
+        "run",
+        "reference:mamba",
+        "--run",
+        str(tmp_path),
+        "--targets",
+        "gguf",
+        "--budget",
+        "45%",
+        *little,
+    ]
+    words += ["--formats", "q8_0,q4_0+imatrix", "--without", "evaluate,benchmark,report"]
+    assert main(words) == 0
+    recipe = tmp_path / "recipes" / "recommended-gguf.llama.cpp"
+    assert {path.name for path in recipe.iterdir()} == {"tensor-types.txt", "imatrix.gguf"}

@@ -13,6 +13,7 @@ CELLS = json.loads((ROOT / "examples/tour.ipynb").read_text(encoding="utf-8"))["
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_code_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_file_with_other_weights_is_flagged(
     assert agreement.verdict == DISAGREES
 
 
+@pytest.mark.slow
 def test_a_file_computed_in_half_precision_agrees_in_float32(reference: LoadedModel, tmp_path: Path) -> None:
     """The plugin's own arithmetic moves the distribution more than the rule allows; the weights are right."""
     export(reference, Plan("fp16", {}, made_by="a test"), "openvino", tmp_path / "file")

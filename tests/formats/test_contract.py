@@ -16,10 +16,11 @@ NEEDS_TEXT = ["iq2_xs", "iq2_xxs"]  # ggml aborts without the importance of colu
 FROM_2024 = ["q4_1", "iq4_nl", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s"]
 GGUF = ["q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "q5_0", "q5_1", *FROM_2024]
 GROUPED = ["int4-g128", "int4-g64", "int4-g32", "int8-g128"]
-ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32"]
+ZERO_POINTS = ["uint4", "uint4-g128", "uint4-g64", "uint4-g32", "uint2-g64"]
 NORMAL = ["nf4", "nf4-g128", "nf4-g64", "nf4-g32"]
 AFFINE = [f"affine{bits}-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (128, 64, 32)]
-ALL = ["fp16", "int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, *AFFINE, *GGUF]
+OPENVINO = ["int8", "int4", "int8-absmax", "int4-absmax", *GROUPED, *ZERO_POINTS, *NORMAL, "mxfp4"]
+ALL = ["fp16", *OPENVINO, *AFFINE, *GGUF]
 # ggml builds tables for IQ2_S, six seconds long.
 every_format = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "iq2_s" else name for name in ALL]
@@ -66,6 +67,8 @@ def test_a_name_is_registered_once() -> None:
         ("q6_k", (10, 512), 10 * 2 * 210),
         ("uint4", (3, 5), 8 + 3 * 2 + 2),  # three zero points in two bytes
         ("uint4-g32", (768, 1536), 768 * 1536 // 2 + 768 * 48 * 2 + 768 * 24),
+        ("uint2-g64", (3, 64), 3 * 16 + 3 * 2 + 1),
+        ("mxfp4", (768, 1536), 768 * 1536 // 2 + 768 * 48),  # a byte for every 32 columns
         ("nf4-g64", (768, 1536), 768 * 1536 // 2 + 768 * 24 * 2),
         ("affine3-g64", (768, 1536), 768 * 1536 * 3 // 8 + 768 * 24 * 4),  # a scale and a bias
         ("iq4_xs", (10, 512), 10 * 2 * 136),
@@ -99,6 +102,16 @@ def test_an_odd_number_of_nibbles_packs_low_half_first() -> None:
     assert fmt.pack(stored).tolist() == [0x18, 0x0D]
 
 
+def test_two_bits_pack_four_numbers_to_the_byte() -> None:
+    fmt = get_format("uint2-g64")
+    weight = torch.tensor([-1.0, 0.0, 1.0, 2.0]).repeat(16)[None]
+    stored = fmt.quantize(weight)
+    assert fmt.pack(stored).tolist() == [0b11100100] * 16
+    assert isinstance(fmt, ZeroPointFormat)
+    assert fmt.pack_zero_points(stored).tolist() == [1]
+    assert torch.equal(fmt.dequantize(stored), weight)
+
+
 def test_fits_gives_the_reason() -> None:
     assert get_format("q8_0").fits((768, 48)) == "48 columns do not divide into blocks of 32"
     assert get_format("q8_0").fits((768, 64)) is None
@@ -123,6 +136,8 @@ def test_fits_gives_the_reason() -> None:
         ("affine4-g64", 48, "fp16"),
         ("nf4-g128", 96, "nf4-g32"),
         ("nf4-g32", 48, "int8"),
+        ("uint2-g64", 96, "int4-g32"),
+        ("mxfp4", 48, "int8"),
         ("q4_k", 256, "q4_k"),
         ("q4_k", 96, "q5_0"),
         ("q5_k", 96, "q5_1"),

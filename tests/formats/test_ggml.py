@@ -217,6 +217,8 @@ def test_values_equal_ggml_s(name: str) -> None:
         ("uint4-g32", 0.0809),
         ("nf4", 0.105),
         ("nf4-g64", 0.092),
+        ("uint2-g64", 0.463),
+        ("mxfp4", 0.115),
     ],
 )
 def test_error_on_gaussian_weights(name: str, expected: float) -> None:

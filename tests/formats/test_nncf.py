@@ -119,6 +119,23 @@ def test_integers_and_scales_equal_nncf(name: str, tmp_path: Path) -> None:
         assert len(their_integers) + their_scales.nbytes + len(their_zero_points) == fmt.bytes(w.shape)
 
 
+def test_mxfp4_has_nncf_s_values() -> None:
+    """By its numpy form, for small matrices: the other adds its epsilon before dividing by 6."""
+    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_float_quantization
+    from nncf.tensor import Tensor
+
+    config, fmt = WeightCompressionConfig(nncf.CompressWeightsMode.MXFP4, group_size=32), get_format("mxfp4")
+    for w in awkward_matrices(seed=3):
+        w = w.reshape(-1, w.shape[-1]).clip(
+            -49152, 49152
+        )  # beyond, ours saturates and NNCF's is infinite in FP16
+        for part in np.array_split(w, w.size // 8000 + 1):
+            theirs = do_float_quantization(Tensor(part), config, reduction_axes=1)
+            values = (theirs.tensor * theirs.scale).data.reshape(part.shape)
+            assert np.array_equal(values, fmt.roundtrip(torch.from_numpy(part)).numpy())
+
+
 @pytest.mark.parametrize("name", ["int4", "uint4", "nf4"])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 9), (5, 64)])
 def test_the_file_is_as_large_as_we_say(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
@@ -149,11 +166,10 @@ def stored_model(stored: Quantized, fmt: Format) -> Any:
     assert stored.scales is not None
     rows, groups = stored.scales.shape
     shape = [rows, groups, stored.shape[-1] // groups]
-    kind = {"int8": ov.Type.i8, "uint4": ov.Type.u4, "nf4": ov.Type.nf4}.get(
-        fmt.name.partition("-")[0], ov.Type.i4
-    )
+    kinds = {"int8": "i8", "uint4": "u4", "nf4": "nf4", "uint2": "u2", "mxfp4": "f4e2m1"}
+    own = getattr(ov.Type, kinds.get(fmt.name.partition("-")[0], "i4"))
 
-    def constant(packed: np.ndarray, shape: list[int]) -> Any:
+    def constant(packed: np.ndarray, shape: list[int], kind: Any = own) -> Any:
         tensor = ov.Tensor(kind, ov.Shape(shape))
         tensor.data.view(np.uint8).reshape(-1)[:] = packed
         return op.convert(op.constant(tensor), np.float16)
@@ -161,13 +177,16 @@ def stored_model(stored: Quantized, fmt: Format) -> Any:
     integers = constant(fmt.pack(stored), shape)
     if isinstance(fmt, ZeroPointFormat):
         integers = op.subtract(integers, constant(fmt.pack_zero_points(stored), [rows, groups, 1]))
-    weight = op.multiply(integers, op.constant(stored.scales.unsqueeze(-1).numpy()))
+    scales = op.constant(stored.scales.unsqueeze(-1).numpy())
+    if fmt.name == "mxfp4":
+        scales = constant(stored.scales.numpy().reshape(-1), [rows, groups, 1], ov.Type.f8e8m0)
+    weight = op.multiply(integers, scales)
     weight = op.convert(op.reshape(weight, list(stored.shape), False), np.float32)
     x = op.parameter([-1, stored.shape[-1]], np.float32)
     return ov.Model([op.result(op.matmul(x, weight, False, True))], [x])
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "int8-g128"])
+@pytest.mark.parametrize("name", [*FORMATS, "int8-g128", "uint2-g64", "mxfp4"])
 def test_openvino_computes_with_our_values(name: str) -> None:
     """A product with the identity shows the weights that the plugin uses: (q − z) · fp16(s) in float32, exactly.
 

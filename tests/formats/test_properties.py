@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from kl_lens.errors import FormatError
 from kl_lens.formats import get_format, known_formats
+from kl_lens.formats.microscaling import LEVELS as MICROSCALED, MicroscalingFormat
 from kl_lens.formats.normal_float import LEVELS
 
 # Kinds, not sizes: what differs in the group alone, or costs ggml seconds of tables, has its tests elsewhere.
@@ -107,7 +108,7 @@ def test_nncf_is_idempotent(name: str, data: st.DataObject) -> None:
     assert torch.equal(once.scales[stable], twice.scales[stable])
 
 
-@pytest.mark.parametrize("name", ["uint4", "uint4-g32"])
+@pytest.mark.parametrize("name", ["uint4", "uint4-g32", "uint2-g64"])
 @given(data=st.data())
 @quick
 def test_zero_points_bound_the_error_by_half_a_step(name: str, data: st.DataObject) -> None:
@@ -117,10 +118,11 @@ def test_zero_points_bound_the_error_by_half_a_step(name: str, data: st.DataObje
     stored = fmt.quantize(weight)
     groups = weight.double().unflatten(-1, (-1, fmt.group_size or weight.shape[-1]))
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
-    step = ((high - low) / 15).clamp(min=2.0**-23)
+    top = 2**fmt.bits - 1
+    step = ((high - low) / top).clamp(min=2.0**-23)
     scale_rounding = torch.maximum(step * 2.0**-11, torch.tensor(2.0**-25).double())
     error = (fmt.dequantize(stored).double() - weight.double()).abs().unflatten(-1, groups.shape[-2:])
-    assert (error <= step * (0.5 + 1e-5) + 15 * scale_rounding).all()
+    assert (error <= step * (0.5 + 1e-5) + top * scale_rounding).all()
 
 
 @given(data=st.data())
@@ -136,6 +138,25 @@ def test_normal_floats_are_the_nearest_level(data: st.DataObject) -> None:
     again = fmt.quantize(fmt.dequantize(stored))  # the largest element is a level: the scale is found again
     assert torch.equal(again.data, stored.data)
     assert torch.equal(again.scales, stored.scales)
+
+
+@given(data=st.data())
+@quick
+def test_microscaled_floats_are_the_nearest_level(data: st.DataObject) -> None:
+    fmt = get_format("mxfp4")
+    assert isinstance(fmt, MicroscalingFormat)
+    weight = data.draw(weights(st.just(64))).clamp(-49152, 49152)
+    stored = fmt.quantize(weight)
+    assert stored.scales is not None
+    scales = fmt.scale_values(stored.scales).double()
+    groups = weight.double().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1)
+    assert (largest <= 6 * scales).all()
+    assert ((largest > 3 * scales) | (scales == 2.0**-23)).all()  # half of it would not do
+    distances = ((groups / scales[..., None])[..., None] - torch.from_numpy(MICROSCALED).double()).abs()
+    chosen = distances.gather(-1, stored.data.long().unflatten(-1, (-1, 32))[..., None])[..., 0]
+    assert torch.equal(chosen, distances.amin(-1))
+    assert torch.equal(fmt.roundtrip(fmt.dequantize(stored)), fmt.dequantize(stored))
 
 
 @pytest.mark.parametrize("name", ["int8-absmax", "int4-absmax"])

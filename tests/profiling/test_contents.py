@@ -11,6 +11,7 @@ import pytest
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import TargetError
+from kl_lens.formats import get_format
 from kl_lens.profiling.subjects import read_timed
 from kl_lens.records import Plan
 from kl_lens.targets import export, target_of
@@ -90,6 +91,13 @@ def test_quantized_weights_count_at_their_size_on_disk(exported: Exported) -> No
     sizes = binaries[0] - binaries[1]
     assert saved == pytest.approx(sizes, rel=0.02)  # what else is in the files is the same in both
     assert half.head_parameters == eighth.head_parameters
+
+
+def test_a_head_with_zero_points(tmp_path: Path) -> None:
+    model = opened("mamba")
+    export(model, Plan("two", {model.anatomy.head: "uint2-g64"}, "test"), "openvino", tmp_path / "two")
+    (head,) = [w for w in read_contents(tmp_path / "two").weights if w.role == HEAD]
+    assert head.bytes == get_format("uint2-g64").bytes((VOCABULARY, 64))
 
 
 def test_which_artifact_stands_for_fp16_and_which_is_damaged(exported: Exported, tmp_path: Path) -> None:

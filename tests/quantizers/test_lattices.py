@@ -61,7 +61,9 @@ def test_ggml_decodes_the_codes_and_signs_that_were_written(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [n if n == "iq3_xxs" else pytest.param(n, marks=pytest.mark.slow) for n in LATTICES]
+)
 def test_error_feedback_loses_less_than_importance_alone(name: str) -> None:
     weight, statistics, fmt = _weight(), _statistics(), get_format(name)
     plain = get_quantizer("imatrix").quantize(weight, fmt, "w", statistics)

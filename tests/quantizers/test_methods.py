@@ -29,7 +29,9 @@ GROUPED = (
     "int8",
     "int8-g128",
     "uint4-g64",
+    "uint2-g64",
     "nf4-g32",
+    "mxfp4",
     "affine3-g32",
     "affine4-g64",
 )

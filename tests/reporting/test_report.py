@@ -427,6 +427,7 @@ def test_a_plan_that_was_not_verified_is_not_called_good(make_page: MakePage) ->
     assert "not measured yet" in words
 
 
+@pytest.mark.slow
 def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run: Path) -> None:
     with Run.open(large_run) as run:
         path = write_report(run)

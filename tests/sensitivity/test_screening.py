@@ -32,17 +32,13 @@ def error(candidate: Candidate) -> float:
 
 
 def kl(candidate: Candidate) -> float:
-    """A sensitivity of each component times its error and that of its activations."""
-    block, kind = candidate.component.block or 0, candidate.component.kind
-    activations = (
-        {"in_proj": 0.0, "out_proj": 0.3}[kind] * (1 + block) * (candidate.recipe.grid.name != "q4_k")
-    )
-    return 1e-4 * (3 + block) ** 2 * (error(candidate) + activations)
+    """A sensitivity of each component times its error."""
+    return 1e-4 * (3 + (candidate.component.block or 0)) ** 2 * error(candidate)
 
 
-def test_predictions_follow_errors_and_rounded_activations(candidates: list[Candidate]) -> None:
+def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     screen = Screen(candidates)
-    assert len(screen.first) == 10 + 2 * 3  # one anchor each, and two pilots in all formats
+    assert len(screen.first) == 10  # one anchor each
     assert not any(c.recipe.quantizer.learns for c in screen.first)
     errors = {key_of(c): error(c) for c in screen.needed}
     first = {key_of(c): kl(c) for c in screen.first}
@@ -50,14 +46,25 @@ def test_predictions_follow_errors_and_rounded_activations(candidates: list[Cand
     assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
 
 
-def test_what_was_measured_counts_and_corrects_its_component(candidates: list[Candidate]) -> None:
+def test_formats_that_need_importance_are_screened_with_it(candidates: list[Candidate]) -> None:
+    small = [Candidate(c.component, Recipe("iq2_xxs", "gptq")) for c in candidates if c.recipe == MENU[0]]
+    assert {c.recipe for c in Screen(small).first} == {Recipe("iq2_xxs", "imatrix")}
+
+
+def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:
     screen = Screen(candidates)
     errors = {key_of(c): error(c) for c in screen.needed}
     first = {key_of(c): kl(c) for c in screen.first}
-    some = candidates[0]
-    predicted = screen.predicted(errors, first, {key_of(some): 3 * kl(some)})
-    assert predicted[key_of(some)] == 3 * kl(some)
-    assert predicted[key_of(candidates[1])] == pytest.approx(3 * kl(candidates[1]))
+
+    def truth(candidate: Candidate) -> float:
+        """Activations add to q6_k in `out_proj`, and one component is more sensitive than its anchor says."""
+        name, recipe = key_of(candidate)
+        rounded = 3.0 if recipe.grid.name == "q6_k" and candidate.component.kind == "out_proj" else 1.0
+        return kl(candidate) * rounded * (2.0 if name == "layers.1.out_proj" else 1.0)
+
+    some = [c for c in candidates if c.recipe.grid.name in ("q5_k", "q6_k") and c.component.block != 4]
+    predicted = screen.predicted(errors, first, {key_of(c): truth(c) for c in some})
+    assert predicted == pytest.approx({key_of(c): truth(c) for c in candidates})
 
 
 def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candidate]) -> None:
@@ -69,7 +76,7 @@ def test_only_clear_losers_of_no_fewer_bytes_are_left_out(candidates: list[Candi
 
 
 def test_small_menus_are_not_screened(candidates: list[Candidate]) -> None:
-    small = [c for c in candidates if c.recipe.grid.name != "q8_0"]
+    small = [c for c in candidates if c.recipe.grid.name in ("q4_k", "q8_0")]
     assert not is_worth_it(small, with_a_limit=True)
     assert is_worth_it(candidates, with_a_limit=True)
     assert not is_worth_it(candidates, with_a_limit=False)  # one recipe per format: none can lose to another

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from kl_lens.checkpoints import LoadedModel, load
-from kl_lens.quantizers import known_quantizers
 from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.targets import TARGETS, describe_target, export, read_artifact, target_of
 from kl_lens.targets.openvino import stock
 from kl_lens.targets.openvino.target import OpenVINOTarget
-from tests.families import tiny_model
+from tests.families import _ATTENTION, _COMMON, tiny_model
+from tests.targets.gguf.support import _falcon_h1, _granite, tiny
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,16 @@ def test_every_recipe_is_one_that_the_target_holds(
 def test_llama_cpp_treats_state_space_matrices_alike(mamba: LoadedModel) -> None:
     found = recipes("gguf", mamba)
     plain = [name for name in found if not name.endswith(".imatrix")]
-    assert plain == ["Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+    below = [
+        "Q2_K",
+        "IQ3_XS",
+        "IQ3_S",
+        "IQ3_M",
+        "Q3_K_S",
+        "Q3_K_M",
+        "Q3_K_L",
+    ]  # the others need an importance matrix
+    assert plain == [*below, "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     # 64 and 128 columns hold no K-quant: what llama.cpp puts there instead. 5 columns of dt_proj hold no block.
     assert Counter(found["Q4_K_M"].values()) == {"q5_0": 12, "q8_0": 1, "fp16": 4}
     assert Counter(found["Q4_0"].values()) == {"q4_0": 12, "q8_0": 1, "fp16": 4}
@@ -69,10 +82,12 @@ def test_llama_cpp_raises_some_values_and_feed_forwards(jamba: LoadedModel) -> N
 def test_an_importance_matrix_is_for_all_but_the_head(mamba: LoadedModel) -> None:
     found = recipes("gguf", mamba)
     weighed = [name for name in found if name.endswith(".imatrix")]
-    assert weighed == ([f"{n}.imatrix" for n in ("Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")]
-                       if "imatrix" in known_quantizers() else [])  # fmt: skip
+    only = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K_S", "IQ3_XXS")
+    assert {*weighed} == {f"{n}.imatrix" for n in found if not n.endswith(".imatrix") and n != "Q8_0"} | {
+        f"{n}.imatrix" for n in only
+    }
     for name in weighed:
-        plain = found[name.removesuffix(".imatrix")]
+        plain = found.get(name.removesuffix(".imatrix"), found[name])
         for component, recipe in found[name].items():
             assert recipe.grid.name == plain[component].grid.name
             weighs = component != mamba.anatomy.head and recipe.grid.name not in ("fp16", "q8_0")
@@ -90,6 +105,64 @@ def test_three_bits_are_raised_where_llama_cpp_raises_them(jamba: LoadedModel) -
     assert kinds["v_proj"] <= {"q5_0", "q5_1"}
     assert kinds["down_proj"] <= {"q5_0", "q5_1"}
     assert kinds["in_proj"] == {"q4_0"}
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize("model", ["jamba", "granite", "falcon_h1", "narrow"])
+def test_types_are_those_of_llama_quantize(model: str, tmp_path: Path) -> None:
+    """Against `llama-quantize --dry-run` itself."""
+    if shutil.which("llama-quantize") is None:
+        pytest.skip("needs llama.cpp's llama-quantize on PATH")
+    gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+    made = {
+        "jamba": lambda: transformers.JambaConfig(
+            **_COMMON | _ATTENTION | WIDE, num_hidden_layers=16, attn_layer_period=4, attn_layer_offset=1,
+            expert_layer_period=2, expert_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=8,
+            mamba_dt_rank=8,
+        ),
+        "granite": lambda: _granite(
+            **WIDE, mamba_d_head=64, num_hidden_layers=16, layer_types=["mamba", "attention"] * 8,
+            shared_intermediate_size=256,
+        ),
+        "falcon_h1": lambda: _falcon_h1(
+            **WIDE, num_hidden_layers=16, head_dim=32, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64,
+        ),
+        "narrow": lambda: _falcon_h1(tie_word_embeddings=True),
+    }  # fmt: skip
+    opened = tiny(made[model]())
+    artifact = export(opened, Plan("fp16", {}, "test"), "gguf", tmp_path / "file")
+    names: dict[str, str] = {}
+    for tensor in artifact.tensors:
+        names.setdefault(tensor.component, tensor.runtime_name)
+    writer = gguf.GGUFWriter(tmp_path / "imatrix", "imatrix")  # for a tensor that is not there
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["none"])
+    writer.add_uint32("imatrix.chunk_count", 1)
+    writer.add_uint32("imatrix.chunk_size", 1)
+    writer.add_tensor("none.in_sum2", np.ones((1, 32), np.float32))
+    writer.add_tensor("none.counts", np.ones((1, 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for recipe in describe_target("gguf").stock_recipes(opened):
+        name, weighed, _ = recipe.name.partition(".imatrix")
+        importance = ["--imatrix", str(tmp_path / "imatrix")] if weighed else []
+        command = [
+            "llama-quantize",
+            *importance,
+            "--dry-run",
+            str(tmp_path / "file" / artifact.files[0]),
+            name,
+        ]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True)
+        theirs = dict(re.findall(r"^\[.*?\]\s+(\S+) .*\((\w+)\)$", shown.stdout + shown.stderr, re.MULTILINE))
+        ours = {names[c]: r.grid.name for c, r in recipe.assignment.items() if r != "fp16"}
+        assert {tensor: kind.lower() for tensor, kind in theirs.items() if tensor in ours} == ours, (
+            recipe.name
+        )
 
 
 @pytest.mark.parametrize("mode", ["INT4_SYM", "INT4_ASYM"])
@@ -139,7 +212,7 @@ def test_nncf_keeps_the_outer_layers_in_eight_bits(jamba: LoadedModel) -> None:
 def test_menus_are_formats_that_the_target_holds(target: str) -> None:
     found = describe_target(target)
     assert {recipe.grid.name for recipe in found.short_menu} < set(found.formats)
-    for recipe in found.menu:
+    for recipe in (*found.menu, *found.recipes(found.small_formats)):
         assert found.holds(recipe.grid, (256, 256)) is None
     assert describe_target(target).unsupported("mamba") is None
     if target == "gguf":  # OpenVINO's graphs are proven, or refused, on the model itself
@@ -149,7 +222,7 @@ def test_menus_are_formats_that_the_target_holds(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "recipes"),
     [
-        ("openvino", ("int8", "int4-g32", "uint4-g64")),
+        ("openvino", ("int8", "int4-g32", "uint4-g64", "uint2-g64", "mxfp4")),
         ("gguf", ("q8_0", "q4_k", "iq4_xs")),
         ("mlx", ("affine3-g64",)),
     ],
@@ -176,7 +249,13 @@ def test_sizes_are_known_before_a_file_is_written(
 
 @pytest.mark.parametrize(
     ("target", "recipe"),
-    [("openvino", "int4-g32"), ("openvino", "uint4-g32"), ("gguf", "q8_0"), ("mlx", "affine4-g32")],
+    [
+        ("openvino", "int4-g32"),
+        ("openvino", "uint2-g64"),
+        ("openvino", "mxfp4"),
+        ("gguf", "q8_0"),
+        ("mlx", "affine4-g32"),
+    ],
 )
 def test_digests_are_those_of_the_bytes_in_the_file(
     target: str, recipe: str, mamba: LoadedModel, tmp_path: Path

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from kl_lens.cli.main import main
+from kl_lens.digests import bytes_digest
 from kl_lens.errors import TargetError, UnsupportedError
 from kl_lens.formats import Format
 from kl_lens.profiling.benchmark import profile_from
@@ -24,7 +25,6 @@ from kl_lens.targets import SessionSettings, Target, describe_target, get_target
 from kl_lens.targets.contents import BODY, HEAD, Contents, StoredWeight
 from kl_lens.targets.registry import TARGETS
 from kl_lens.targets.session import Logits
-from kl_lens.weights.store import bytes_digest
 from tests.cli.conftest import tiny_folder as tiny_folder
 
 NAME = "toy"

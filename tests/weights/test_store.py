@@ -132,7 +132,7 @@ class Known:
     def __init__(self, digest: str, first: float) -> None:
         self.digest, self._first = digest, first
 
-    def of(self, component: str) -> InputStatistics:
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         moments = torch.eye(256)
         moments[0, 0] = self._first
         return InputStatistics(moments, (10,))
@@ -196,7 +196,7 @@ def test_the_error_of_a_components_own_outputs(weight: torch.Tensor, monkeypatch
     class Seen:
         digest = "seen"
 
-        def of(self, component: str) -> InputStatistics:
+        def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
             return InputStatistics(inputs.T @ inputs / len(inputs), (len(inputs),))
 
     stacked = torch.stack([weight, 2 * weight])
@@ -228,3 +228,20 @@ def test_state_follows_every_change() -> None:
     tensor[0] = 5
     states.append(state_of(tensor))
     assert len(set(states)) == 3
+
+
+def test_a_few_of_many_experts_show_what_all_lose(weight: torch.Tensor) -> None:
+    inputs = torch.randn(8, 600, 256, generator=torch.Generator().manual_seed(1))
+
+    class Own:
+        digest = "own"
+
+        def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
+            return InputStatistics(inputs.mT @ inputs / 600, (600,) * 8)
+
+    store = WeightStore(GivenWeights({"experts": torch.stack([weight.roll(i, 1) for i in range(8)])}), Own())
+    recipe = Recipe("int4-g64+gptq")
+    whole = store.output_error("experts", recipe)
+    some = store.output_error("experts", recipe, rows=weight.shape[0] // 2)
+    assert some == pytest.approx(whole, rel=0.2)
+    assert some != whole

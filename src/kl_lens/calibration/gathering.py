@@ -161,7 +161,7 @@ def mean_moments(moments: Moments) -> torch.Tensor:
     tokens = torch.tensor(moments.tokens, dtype=torch.float64, device=moments.sums.device)[:, None, None]
     overall = moments.sums.sum(0) / tokens.sum()
     lacking = (moments.columns - tokens).clamp_min(0) if moments.stacked else torch.zeros_like(tokens)
-    means = ((moments.sums + lacking * overall) / (tokens + lacking)).float().cpu()
+    means = ((moments.sums + lacking * overall) / (tokens + lacking)).float()
     return means if moments.stacked else means[0]
 
 

@@ -110,7 +110,7 @@ class StoredStatistics:
     def __contains__(self, component: str) -> bool:
         return component in self._components
 
-    def of(self, component: str) -> InputStatistics:
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         entry = self._components.get(component)
         if entry is None:
             raise FormatError(
@@ -120,7 +120,7 @@ class StoredStatistics:
         if entry["file"] is None:
             if entry["columns"] is None:
                 raise FormatError(f"{component}: {entry['note']}; use a method that needs no statistics")
-            return InputStatistics(torch.eye(entry["columns"]), tokens)
+            return InputStatistics(torch.eye(entry["columns"], device=device), tokens)
         try:
             with safe_open(self.folder / entry["file"], framework="pt") as file:
                 packed = file.get_tensor(entry["under"])
@@ -129,7 +129,7 @@ class StoredStatistics:
             raise FormatError(
                 f"{self.folder / entry['file']} is damaged; delete it and gather again"
             ) from error
-        return InputStatistics(_unpacked(packed, entry["columns"]), tokens, correction)
+        return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens, correction)
 
     def add(
         self,
@@ -235,8 +235,8 @@ class RunStatistics:
     def digest(self) -> str:
         return self._stored.digest
 
-    def of(self, component: str) -> InputStatistics:
-        return self._stored.of(component)
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
+        return self._stored.of(component, device)
 
 
 class RunOrder:
@@ -258,8 +258,8 @@ class RunOrder:
     def digest(self) -> str:
         return self._stored.digest
 
-    def of(self, component: str) -> InputStatistics:
-        return self._stored.of(component)
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
+        return self._stored.of(component, device)
 
 
 def identity_of(model: LoadedModel, windows: Windows) -> dict[str, Any]:
@@ -291,12 +291,12 @@ def _spread(weights: torch.Tensor, bars: int = 33, reach: float = 4.0) -> dict[s
 
 
 def _packed(moments: torch.Tensor) -> torch.Tensor:
-    row, column = torch.triu_indices(*moments.shape[-2:])
-    return moments[..., row, column].contiguous()
+    row, column = torch.triu_indices(*moments.shape[-2:], device=moments.device)
+    return moments[..., row, column].contiguous().cpu()
 
 
 def _unpacked(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    row, column = torch.triu_indices(columns, columns)
+    row, column = torch.triu_indices(columns, columns, device=packed.device)
     full = packed.new_empty(*packed.shape[:-1], columns, columns)
     full[..., row, column] = packed
     full[..., column, row] = packed

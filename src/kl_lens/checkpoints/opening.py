@@ -35,6 +35,7 @@ from kl_lens.checkpoints.residency import (
     without_weights,
 )
 from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
+from kl_lens.digests import tensor_digest
 from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
 from kl_lens.records import Component
@@ -116,8 +117,9 @@ class LoadedModel:
             return self.residency.fingerprint
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                tensor_digest(tensor, about=f"{name} {tuple(tensor.shape)} {tensor.dtype}").encode()
+            )
         return digest.hexdigest()
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -28,6 +28,7 @@ from kl_lens.accelerators import free_memory
 from kl_lens.checkpoints.files import check_weight_files, weight_files
 from kl_lens.checkpoints.patching import needs_no_weights
 from kl_lens.checkpoints.streaming import CheckpointTensors, assemblies_of
+from kl_lens.digests import tensor_digest
 from kl_lens.environment import available_memory, processors
 from kl_lens.errors import CheckpointError, one_line
 
@@ -309,8 +310,9 @@ class Residency:
             values = (
                 tensor.detach().cpu() if matrix is None else self.tensors.read(matrix.name).to(self.dtype)
             )
-            digest.update(f"{name} {tuple(values.shape)} {values.dtype}\n".encode())
-            digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                tensor_digest(values, about=f"{name} {tuple(values.shape)} {values.dtype}").encode()
+            )
             if values.is_floating_point() and values.numel():
                 low, high = (float(value) for value in values.aminmax())
                 if not (math.isfinite(low) and math.isfinite(high)):

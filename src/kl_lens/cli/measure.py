@@ -6,15 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.pipeline.measuring import EstimateResult, MeasureResult
+from kl_lens.cli.estimates import show_estimate
+from kl_lens.pipeline.estimating import JobEstimate
+from kl_lens.pipeline.measuring import MeasureResult
 from kl_lens.positions import GROWS
-from kl_lens.units import human_bytes, human_seconds
 
 
-def as_json(result: MeasureResult | EstimateResult) -> dict[str, Any]:
-    if isinstance(result, EstimateResult):
-        here = {"here": result.here[0].to_json() | {"threads": result.here[1]}} if result.here else {}
-        return {"estimates": [e.to_json() for e in result.estimates], **here, "rates": asdict(result.rates)}
+def as_json(result: MeasureResult | JobEstimate) -> dict[str, Any]:
+    if isinstance(result, JobEstimate):
+        return asdict(result) | {"seconds": result.seconds, "disk": result.disk}
     measured = {"noise_floor": result.noise, "measurements": [m.to_json() for m in result.measurements]}
     if not result.curves:
         return measured
@@ -26,9 +26,9 @@ def as_json(result: MeasureResult | EstimateResult) -> dict[str, Any]:
     }
 
 
-def show(result: MeasureResult | EstimateResult) -> None:
-    if isinstance(result, EstimateResult):
-        _show_estimate(result)
+def show(result: MeasureResult | JobEstimate) -> None:
+    if isinstance(result, JobEstimate):
+        show_estimate(result)
         return
     if result.curves:
         _show_positions(result)
@@ -96,32 +96,3 @@ def _show_positions(result: MeasureResult) -> None:
         f"Grows with 95 % confidence: {grown}. By chance alone about 2.5 % would. {sweep.windows} windows, "
         f"{sweep.tokens:,} {result.unit} in all."
     )
-
-
-def _show_estimate(result: EstimateResult) -> None:
-    numbers = (
-        "workers",
-        "time",
-        "start, load",
-        "original model",
-        "efficiency",
-        "memory each",
-        "disk",
-    )
-    title = f"Estimate for {result.candidates} candidates × {result.windows} windows"
-    table = new_table(title, (), numbers)
-    here, threads = result.here or (None, 0)
-    for e in [*([here] if here else []), *result.estimates]:
-        table.add_row(
-            f"{e.workers}, sharing this machine" if e is here else str(e.workers),
-            human_seconds(e.seconds),
-            human_seconds(e.starting),
-            human_seconds(e.teacher),
-            f"{e.efficiency:.0%}",
-            human_bytes(e.memory),
-            human_bytes(e.disk),
-        )
-    out = console()
-    out.print(table)
-    shared = f" Those that share it have {threads} threads each." if here else ""
-    out.print(f"For machines like this one, as busy as it is now.{shared} Nothing was measured.")

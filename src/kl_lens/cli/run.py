@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kl_lens.cli.console import console, new_table
-from kl_lens.cli.progress import TITLES, clock_time
+from kl_lens.cli.estimates import show_estimate
+from kl_lens.cli.progress import clock_time
 from kl_lens.pipeline.estimating import JobEstimate
 from kl_lens.pipeline.running import UNIFORM_FP16, RunResult
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Subject
@@ -31,7 +32,7 @@ RIVALS = 3  # shown beside each recommendation; the report has all
 
 def show(result: RunResult | JobEstimate) -> None:
     if isinstance(result, JobEstimate):
-        _show_estimate(result)
+        show_estimate(result)
         return
     with Run.open(result.folder) as run:
         view = collect(run)
@@ -53,20 +54,6 @@ def show(result: RunResult | JobEstimate) -> None:
     out.print()
     for part in [*answers, table, f"Done in {clock_time(result.seconds)}.", *lines]:
         out.print(part, soft_wrap=not isinstance(part, Table))
-
-
-def _show_estimate(result: JobEstimate) -> None:
-    table = new_table(f"Estimate for {result.windows} calibration windows", ("stage",), ("time", "disk"))
-    for stage in result.stages:
-        title = TITLES[stage.verb] + (f", {runtime_title(stage.target)}" if stage.target else "")
-        table.add_row(title, clock_time(stage.seconds), human_bytes(stage.disk) if stage.disk else "")
-    table.add_section()
-    table.add_row("in all", clock_time(result.seconds), human_bytes(result.disk), style="bold")
-    out = console()
-    out.print(table)
-    out.print(
-        f"Memory: about {human_bytes(result.memory)}. On this machine, as busy as it is now; nothing was measured."
-    )
 
 
 def _answer(view: RunView, name: str, target: str) -> list[str]:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
@@ -84,4 +84,4 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
 def _limit(change: Estimate, floor: float, windows: int) -> float:
     if math.isnan(change.standard_error):  # one window cannot tell scatter from a difference
         return SCATTER * floor
-    return min(max(floor, float(t.ppf(_THREE_SIGMA, windows - 1)) * change.standard_error), SCATTER * floor)
+    return min(max(floor, float(stdtrit(windows - 1, _THREE_SIGMA)) * change.standard_error), SCATTER * floor)

@@ -13,6 +13,7 @@ from kl_lens.formats import half as half
 from kl_lens.formats import integer as integer
 from kl_lens.formats import zero_points as zero_points
 from kl_lens.formats import normal_float as normal_float
+from kl_lens.formats import microscaling as microscaling
 from kl_lens.formats import affine as affine
 from kl_lens.formats import gguf_blocks as gguf_blocks
 # isort: on

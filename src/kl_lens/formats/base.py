@@ -6,7 +6,6 @@ blocks run along the columns, as in the runtimes' matrix products.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.digests import tensor_digest
 from kl_lens.errors import FormatError
+from kl_lens.host import on_host
 
 if TYPE_CHECKING:  # names and sizes of formats need no torch
     import torch
@@ -43,11 +44,8 @@ class Quantized:
     @cached_property
     def digest(self) -> str:
         """Equal digests mean equal weights, bit for bit."""
-        total = hashlib.blake2b(f"{self.format} {self.shape}".encode(), digest_size=16)
-        for part in (self.data, self.scales, self.zero_points):
-            if part is not None:
-                total.update(part.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8).data)
-        return total.hexdigest()
+        parts = (part for part in (self.data, self.scales, self.zero_points) if part is not None)
+        return tensor_digest(*parts, about=f"{self.format} {self.shape}")
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Format(ABC):
     def _dequantize(self, quantized: Quantized) -> torch.Tensor: ...
 
     def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        return quantized.data.cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+        return on_host(quantized.data).contiguous().numpy().reshape(-1).view(np.uint8)
 
     def _require_fit(self, shape: tuple[int, ...], name: str) -> None:
         if reason := self.fits(shape):

@@ -18,6 +18,7 @@ from kl_lens.errors import FormatError
 from kl_lens.formats.base import LARGEST_MAGNITUDE, Format, Quantized, checked_float32
 from kl_lens.formats.ggml import gguf_module, quantize_rows
 from kl_lens.formats.registry import FP16, register
+from kl_lens.host import on_host
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,7 @@ class GGUFFormat(Format):
         if importance is None and not self.searches:
             return nearest(self.name, whole, self.block_bytes)
         ggml_type = gguf_module().GGMLQuantizationType[self.gguf_type]
-        rows = whole.flatten(0, -2).cpu().numpy()
+        rows = on_host(whole.flatten(0, -2)).numpy()
         row_bytes = weight.shape[-1] // self.block_size * self.block_bytes
         if importance is None or importance.dim() == 1:
             weighed = None if importance is None else importance.numpy()

@@ -42,13 +42,17 @@ class GroupedFormat(Format):
 
         return torch.float16
 
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales in float32, as a file holds them."""
+        return scales.to(self.scale_dtype)
+
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        # Four-bit numbers are packed across rows: only the last byte can be half empty.
+        # Small numbers are packed across rows: only the last byte can be partly empty.
         numbers = (math.prod(shape) * self.bits + 7) // 8
         return numbers + self._groups(shape) * self.scale_dtype.itemsize
 
     def _pack(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        return super()._pack(quantized) if self.bits == 8 else pack_nibbles(quantized.data)
+        return super()._pack(quantized) if self.bits == 8 else pack_codes(quantized.data, self.bits)
 
     def _columns_per_group(self, shape: tuple[int, ...]) -> int:
         return self.group_size or shape[-1]
@@ -57,11 +61,16 @@ class GroupedFormat(Format):
         return math.prod(shape[:-1]) * (shape[-1] // self._columns_per_group(shape))
 
 
-def pack_nibbles(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """OpenVINO's i4, u4 and nf4: the first of two numbers in the low half of a byte."""
-    values = numbers.cpu().contiguous().numpy().reshape(-1).view(np.uint8)
-    nibbles = np.append(values, np.zeros(values.size % 2, np.uint8)) & np.uint8(0x0F)
-    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
+def pack_codes(numbers: torch.Tensor, bits: int) -> npt.NDArray[np.uint8]:
+    """OpenVINO's types of 2 and 4 bits: the first number in the lowest bits of a byte."""
+    import torch
+
+    values, each = numbers.cpu().to(torch.int8).numpy().reshape(-1).view(np.uint8), 8 // bits
+    codes = np.append(values, np.zeros(-values.size % each, np.uint8)) & np.uint8(2**bits - 1)
+    packed = codes[0::each].copy()
+    for place in range(1, each):
+        packed |= codes[place::each] << np.uint8(place * bits)
+    return packed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Unsigned integers with a scale and a zero point per row or group: NNCF's INT4_ASYM, bit for bit, in float32:
+"""Unsigned integers with a scale and a zero point per row or group: NNCF's INT4_ASYM, bit for bit, in float32,
+and the same rule with 2 bits (3 for 15), which NNCF lacks:
 
     low, high = min(w, 0), max(w, 0)                (zero is always a level)
     s = (high − low)/15, 2^−23 where it is smaller
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kl_lens.formats.base import Quantized
-from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_nibbles
+from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, pack_codes
 from kl_lens.formats.registry import register
 
 if TYPE_CHECKING:
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ZeroPointFormat(GroupedFormat):
-    """`Quantized.data` and `.zero_points` are uint8, 0 to 15; zero points have the shape of the scales."""
+    """`Quantized.data` and `.zero_points` are uint8, 0 to 15 or 3; zero points have the shape of the scales."""
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         return super()._bytes(shape) + (self._groups(shape) * self.bits + 7) // 8
 
     def pack_zero_points(self, quantized: Quantized) -> npt.NDArray[np.uint8]:
-        """The zero points as in a file: OpenVINO's u4."""
+        """The zero points as in a file: of the same type as the weights."""
         self._require_own(quantized)
         assert quantized.zero_points is not None
-        return pack_nibbles(quantized.zero_points)
+        return pack_codes(quantized.zero_points, self.bits)
 
     def _quantize(self, weight: torch.Tensor) -> Quantized:
         import torch
@@ -72,3 +73,4 @@ register(ZeroPointFormat("uint4", bits=4, group_size=None, symmetric=False))
 register(ZeroPointFormat("uint4-g128", 4, 128, False, fallback=("uint4-g64", "uint4-g32", "int8")))
 register(ZeroPointFormat("uint4-g64", 4, 64, False, fallback=("uint4-g32", "int8")))
 register(ZeroPointFormat("uint4-g32", 4, 32, False, fallback=("int8",)))
+register(ZeroPointFormat("uint2-g64", 2, 64, False, fallback=("int4-g32", "int8")))

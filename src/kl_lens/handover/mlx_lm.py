@@ -8,6 +8,7 @@ from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import Format
 from kl_lens.formats.integer import GroupedFormat
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.handover.base import (
     Handover,
@@ -49,9 +50,8 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
 
 
 def _settings(fmt: Format) -> Settings | None:
-    is_linear = isinstance(fmt, GroupedFormat) and not isinstance(
-        fmt, NormalFloatFormat
-    )  # evenly spaced levels
+    uneven = (NormalFloatFormat, MicroscalingFormat)
+    is_linear = isinstance(fmt, GroupedFormat) and not isinstance(fmt, uneven)
     if not is_linear or fmt.group_size not in GROUPS:
         return None
     return {"bits": fmt.bits, "group_size": fmt.group_size}

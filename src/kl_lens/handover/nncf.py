@@ -13,6 +13,7 @@ from pathlib import Path
 from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import Format
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.handover.base import Handover, Settings, components, grouped, is_integer, own_rounding
 from kl_lens.recipes import FP16
@@ -101,7 +102,9 @@ def _settings(fmt: Format) -> Settings | None:
     size = fmt.group_size or -1
     if isinstance(fmt, NormalFloatFormat):
         return {"mode": "nf4", "group_size": size, "type": "nf4"}
-    if not is_integer(fmt) or (fmt.bits == 8 and fmt.group_size):
+    if isinstance(fmt, MicroscalingFormat):
+        return {"mode": "mxfp4", "group_size": size, "type": "f4e2m1"}
+    if not is_integer(fmt) or fmt.bits == 2 or (fmt.bits == 8 and fmt.group_size):
         return None
     kind, letter = ("sym", "i") if fmt.symmetric else ("asym", "u")
     return {"mode": f"int{fmt.bits}_{kind}", "group_size": size, "type": f"{letter}{fmt.bits}"}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kl_lens.pipeline.inspecting import InspectSettings as InspectSettings
     from kl_lens.pipeline.measuring import MeasureSettings as MeasureSettings
     from kl_lens.pipeline.merging import MergeSettings as MergeSettings
-    from kl_lens.pipeline.planning import PlanSettings as PlanSettings
+    from kl_lens.pipeline.plan_settings import PlanSettings as PlanSettings
     from kl_lens.pipeline.ranking import RankSettings as RankSettings
     from kl_lens.pipeline.reporting import ReportSettings as ReportSettings
     from kl_lens.pipeline.running import RunSettings as RunSettings

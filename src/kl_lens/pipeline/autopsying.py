@@ -12,7 +12,8 @@ from kl_lens.errors import KLLensError, TargetError
 from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
 from kl_lens.pipeline.evaluating import DEFAULT_TEXT
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.planning import PlanSettings, plan
+from kl_lens.pipeline.plan_settings import PlanSettings
+from kl_lens.pipeline.planning import plan
 from kl_lens.pipeline.settings import (
     COUNT,
     THREADS,

@@ -1,36 +1,39 @@
-"""`run --estimate`: what the whole job takes, stage by stage.
+"""What a job takes, stage by stage: `run --estimate`, `measure --estimate`, and the forecast of `run`.
 
-A few blocks, the head and some rows in every recipe are timed; everything else is counted. Nothing is gathered, and the
-model's text is not opened.
+A few blocks, the head, comparing its logits, and some rows in every recipe are timed; everything else is counted.
+Nothing is gathered, and no text is opened.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import psutil
 import torch
 
 from kl_lens.checkpoints import LoadedModel, States
-from kl_lens.pipeline.staging import MEASURED
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline.staging import MEASURED, OF_LOSS
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
 from kl_lens.sensitivity import screening
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY
-from kl_lens.sensitivity.perturbation import Candidate, find_candidates
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, memory_on
+from kl_lens.sensitivity.metrics import TeacherRows, compare
+from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.sweep import work_of
-from kl_lens.sensitivity.teacher import window_bytes
+from kl_lens.sensitivity.teacher import batch_tokens, window_bytes
 
-BLOCKS, ROWS = 4, 128  # that are timed
+BLOCKS = 3  # that are timed
+ROWS, GPU_ROWS = 128, 1 << 14  # that are timed; a GPU takes as long for few rows as for many
 LEARNT_WINDOWS = 32  # of `calibrate`
-COMPARED = 1.5  # logits and their comparison, of logits alone
 FILES = 6  # per target: FP16, four stock recipes, the plan
 PLANS = 14  # whole plans that `plan` measures, on half of the held-out text each
 WRITING = 6e7  # bytes of weights per second: quantized, packed, written, read back and compared
-FILE = 2.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
+FILE = 1.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
 DECODING = 8  # generating a token takes as long as reading so many
 
 
@@ -57,128 +60,151 @@ class JobEstimate:
         return sum(stage.disk for stage in self.stages)
 
 
-@dataclass(frozen=True)
-class JobRates:
-    """Seconds, as timed here."""
+class Estimator:
+    """What stages take that measure these candidates (target → its own) on so many windows of this length."""
 
-    blocks: float  # per token, all blocks
-    head: float  # per token
-    rows: Mapping[tuple[Recipe, int], float]  # (recipe, columns) → per row
+    def __init__(
+        self,
+        model: LoadedModel,
+        every: Mapping[str | None, Sequence[Candidate]],
+        *,
+        windows: int,
+        length: int,
+        held_out: int,
+        staged: bool,
+    ) -> None:
+        if model.residency is not None or not model.task.generates:
+            raise KLLensError("--estimate needs a language model that fits into memory")
+        self.model, self.every, self.windows, self.length = model, every, windows, length
+        self.held_out, self.staged = held_out, staged
+        self._device = model.chain.device
+        self._time_model()
 
-    def quantizing(self, candidate: Candidate, rows: int | None = None) -> float:
+    # -- timing -------------------------------------------------------------------------------------------
+
+    def _time_model(self) -> None:
+        """Seconds per token of all blocks and of the head, and of the whole model with a comparison."""
+        chain, anatomy = self.model.chain, self.model.anatomy
+        together = 1
+        if self._device.type == "cuda":
+            together = max(1, batch_tokens(chain, memory_on(self._device, DEFAULT_MEMORY)) // self.length)
+        vocabulary = anatomy.component(anatomy.embedding).shape[-2]
+        ids = (torch.arange(self.length) % 1000 % vocabulary).repeat(together, 1)
+        calls = chain.calls(ids)
+        states, seconds, parameters = States(calls.hidden), 0.0, 0
+        with chain.kernels():
+            for index in range(min(BLOCKS, len(chain))):
+                after = chain.run(
+                    states, calls, index, index + 1
+                )  # compiles kernels, and enters the next block
+                seconds += self._seconds(partial(chain.run, states, calls, index, index + 1))
+                parameters += sum(c.parameters for c in anatomy.candidates if c.block == index)
+                states = after
+            rows = calls.hidden.flatten(0, -2)[: GPU_ROWS // 4 if self._device.type == "cuda" else ROWS]
+            logits = chain.logits(rows)
+            teacher = TeacherRows.of(logits, logits.argmax(-1))
+            compare(teacher, logits)
+            head = self._seconds(lambda: compare(teacher, chain.logits(rows))) / len(rows)
+        inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
+        self.blocks = seconds / ids.numel() * inside / max(1, parameters)
+        self.whole = self.blocks + head
+        self._rows: dict[tuple[Recipe, int, int], float] = {}
+
+    def _quantizing(self, candidate: Candidate, rows: int | None = None) -> float:
+        """Seconds for a candidate's weight, or so many of its rows; of random values, which take as long."""
         *several, height, columns = candidate.component.shape
-        matrices = several[0] if several else 1
-        return matrices * min(height, rows or height) * self.rows[candidate.recipe, columns]
+        wanted = min(height, rows or height)
+        timed = min(wanted, GPU_ROWS if self._device.type == "cuda" else ROWS)
+        if (key := (candidate.recipe, timed, columns)) not in self._rows:
+            weight = torch.randn(timed, columns, generator=torch.Generator().manual_seed(0)).to(self._device)
+            quantizer, grid, given = candidate.recipe.quantizer, candidate.recipe.grid, None
+            if quantizer.learns:
+                moments = torch.eye(columns, device=self._device) + 0.1
+                given = InputStatistics(moments, (LEARNT_WINDOWS * self.length,))
+            quantizer.quantize(
+                weight[:8], grid, "rows", given
+            )  # compiles kernels, and factorises the moments
+            self._rows[key] = self._seconds(lambda: quantizer.quantize(weight, grid, "rows", given))
+        return (several[0] if several else 1) * wanted / timed * self._rows[key]
 
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        wait = torch.cuda.synchronize if self._device.type == "cuda" else lambda: None
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        return time.perf_counter() - begin
 
-def timed_rates(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> JobRates:
-    """Takes a few seconds."""
-    chain, anatomy = model.chain, model.anatomy
-    ids = (torch.arange(length) % 1000 % anatomy.component(anatomy.embedding).shape[-2])[None]
-    calls = chain.calls(ids)
-    states, seconds, parameters = States(calls.hidden), 0.0, 0
-    with chain.kernels():
-        for index in range(min(BLOCKS, len(chain))):
-            after = chain.run(states, calls, index, index + 1)  # compiles kernels, and enters the next block
-            seconds += _seconds(model, lambda i=index, s=states: chain.run(s, calls, i, i + 1))  # type: ignore[misc]
-            parameters += sum(c.parameters for c in anatomy.candidates if c.block == index)
-            states = after
-        rows = calls.hidden.flatten(0, -2)[:ROWS]
-        head = _seconds(model, lambda: chain.logits(rows)) / len(rows)
-    every = sum(c.parameters for c in anatomy.candidates if c.block is not None)
-    shapes = {(c.recipe, c.component.shape[-1]) for c in candidates}
-    return JobRates(
-        blocks=seconds / length * every / max(1, parameters),
-        head=head,
-        rows={(recipe, columns): _row_seconds(model, recipe, columns) for recipe, columns in shapes},
-    )
+    # -- counting -----------------------------------------------------------------------------------------
 
+    @cached_property
+    def _all(self) -> list[Candidate]:
+        return [candidate for candidates in self.every.values() for candidate in candidates]
 
-def _row_seconds(model: LoadedModel, recipe: Recipe, columns: int) -> float:
-    """Of random rows: the time does not depend on the values."""
-    weight = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0)).to(model.chain.device)
-    given = None
-    if recipe.quantizer.learns:
-        moments = torch.eye(columns, device=weight.device) + 0.1
-        given = InputStatistics(moments, (LEARNT_WINDOWS * 512,))
-    quantize = recipe.quantizer.quantize
-    quantize(weight[:8], recipe.grid, "rows", given)  # compiles kernels, and factorises the moments
-    return _seconds(model, lambda: quantize(weight, recipe.grid, "rows", given)) / ROWS
+    def text(self, windows: float) -> float:
+        """Seconds of the whole model on so many windows."""
+        return windows * self.length * self.whole
 
+    def calibrate(self) -> list[StageCost]:
+        """Nothing if no recipe learns."""
+        if not any(c.recipe.quantizer.learns for c in self._all):
+            return []
+        moments = sum({c.component.name: c.component.shape[-1] ** 2 for c in self._all}.values())
+        inside = sum(c.parameters for c in self.model.anatomy.candidates if c.block is not None)
+        grown = 1 + moments / max(1, inside)  # the moments of every input besides the products
+        seconds = LEARNT_WINDOWS * self.length * self.blocks * grown
+        return [StageCost("calibrate", None, seconds, 4 * moments)]
 
-def _seconds(model: LoadedModel, work: Callable[[], Any]) -> float:
-    wait = torch.cuda.synchronize if model.chain.device.type == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
-
-
-def job_estimate(
-    model: LoadedModel,
-    menus: Mapping[str, Sequence[str]],
-    *,
-    windows: int,
-    length: int,
-    held_out: int,
-    judged: int,
-    repeats: int,
-    exhaustive: bool,
-    without: Sequence[str],
-) -> JobEstimate:
-    """`menus`: target → its recipes. `held_out`, `judged`: windows to plan and to evaluate with."""
-    anatomy = model.anatomy
-    every = {
-        target: find_candidates(anatomy, [Recipe.parse(r) for r in menu])[0] for target, menu in menus.items()
-    }
-    nearest = [Candidate(c.component, Recipe(c.recipe.grid.name)) for cs in every.values() for c in cs]
-    rates = timed_rates(model, [*(c for cs in every.values() for c in cs), *nearest], length)
-    whole = rates.blocks + COMPARED * rates.head  # per token
-    parts = max(work_of(model, c) for c in nearest)
-    weights = sum(c.parameters for c in anatomy.components)
-    inside = sum(c.parameters for c in anatomy.candidates if c.block is not None)
-    moments = {c.component.name: c.component.shape[-1] ** 2 for c in nearest}
-
-    def measuring(candidate: Candidate, count: int) -> float:
-        """On so many windows; the blocks before its own do not run."""
-        return count * length * whole * work_of(model, candidate) / parts
-
-    def measure(target: str) -> StageCost:
-        candidates = every[target]
-        seconds, measured = windows * length * whole * 3, float(len(candidates))
-        sizes = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates)
-        if screening.is_worth_it(candidates, with_a_limit=True) and not exhaustive:
+    def measure(self, target: str | None) -> StageCost:
+        candidates = self.every[target]
+        count = float(len(candidates))
+        seconds = self.text(3 * self.windows)  # the original, and the noise floor
+        if self.staged and screening.is_worth_it(candidates, with_a_limit=True):
             screen = screening.Screen(candidates)
-            few = max(1, windows // screening.WINDOWS)
-            seconds += sum(measuring(c, few) + rates.quantizing(c) for c in screen.first)
-            seconds += sum(rates.quantizing(c, screening.ROWS) for c in screen.needed)
-            measured = min(measured, MEASURED * len({c.component.name for c in candidates}))
-        share = measured / len(candidates)
-        seconds += share * sum(measuring(c, windows) + rates.quantizing(c) for c in candidates)
-        return StageCost("measure", target, seconds, int(share * sizes + measured * windows * length * 5))
+            few = max(1, self.windows // screening.PART)
+            seconds += sum(self._sweeping(c, few) + self._quantizing(c) for c in screen.first)
+            seconds += sum(self._quantizing(c, screening.ROWS) for c in screen.needed)
+            seconds += self.text((1 + len(OF_LOSS)) * self.held_out / 2)  # the original and whole plans
+            count = min(count, MEASURED * len({c.component.name for c in candidates}))
+        share = count / len(candidates)
+        seconds += share * sum(self._sweeping(c, self.windows) + self._quantizing(c) for c in candidates)
+        made = sum(c.recipe.grid.bytes(c.component.shape) for c in candidates if c.recipe.quantizer.learns)
+        return StageCost(
+            "measure", target, seconds, int(share * made + count * self.windows * self.length * 5)
+        )
 
-    def export(target: str, files: int, bytes_per_weight: float) -> StageCost:
-        size = files * bytes_per_weight * weights
+    def _sweeping(self, candidate: Candidate, windows: int) -> float:
+        """On so many windows; the blocks before its own do not run."""
+        return self.text(windows) * work_of(self.model, candidate) / self._most_work
+
+    @cached_property
+    def _most_work(self) -> float:
+        return max(work_of(self.model, candidate) for candidate in self._all)
+
+    def export(self, target: str | None, files: int, bytes_per_weight: float) -> StageCost:
+        size = files * bytes_per_weight * sum(c.parameters for c in self.model.anatomy.components)
         return StageCost("export", target, files * FILE + size / WRITING, int(size))
 
-    stages = [export(target, 1, 2.0) for target in every]
-    if any(c.recipe.quantizer.learns for cs in every.values() for c in cs):
-        grown = 1 + sum(moments.values()) / max(1, inside)  # the moments of every input besides the products
-        seconds = LEARNT_WINDOWS * length * rates.blocks * grown
-        stages.append(StageCost("calibrate", None, seconds, 4 * sum(moments.values())))
-    for target in every:
-        stages += [measure(target), StageCost("plan", target, PLANS * held_out / 2 * length * whole)]
-    stages += [export(target, FILES - 1, 0.8) for target in every]
-    files = FILES * len(every)
-    stages.append(StageCost("evaluate", None, (files + 1) * judged * length * whole))
-    turns = files * (repeats + 1)
-    stages.append(StageCost("benchmark", None, turns * (160 + 2 * 32 * DECODING) * whole))
-    stages.append(StageCost("report", None, 3.0))
-    stages = [stage for stage in stages if stage.verb not in without]
-    head = anatomy.component(anatomy.head)
-    window = window_bytes(model.chain, length, head.shape[-1], head.shape[-2])
-    states = min(DEFAULT_MEMORY, max(windows, held_out) * window)
-    largest = max(c.parameters for c in anatomy.candidates)
-    memory = psutil.Process().memory_info().rss + states + 12 * largest
-    return JobEstimate(tuple(stages), memory, windows)
+    def run(self, *, judged: int, repeats: int, without: Sequence[str]) -> JobEstimate:
+        """All stages; `judged`: windows to evaluate with."""
+        stages = [*(self.export(target, 1, 2.0) for target in self.every), *self.calibrate()]
+        for target in self.every:
+            stages += [self.measure(target), StageCost("plan", target, self.text(PLANS * self.held_out / 2))]
+        stages += [self.export(target, FILES - 1, 0.8) for target in self.every]
+        files = FILES * len(self.every)
+        # The original; every file in its runtime, in PyTorch, and once more with its runtime's rounding or in float32.
+        stages.append(StageCost("evaluate", None, self.text((3 * files + 1) * judged)))
+        timed = files * (repeats + 1) * (160 + 2 * 32 * DECODING)
+        stages.append(StageCost("benchmark", None, timed * self.whole))
+        stages.append(StageCost("report", None, 3.0))
+        return self.of(stage for stage in stages if stage.verb not in without)
+
+    def of(self, stages: Iterable[StageCost]) -> JobEstimate:
+        """These stages, and the most memory that any of them takes."""
+        anatomy = self.model.anatomy
+        head = anatomy.component(anatomy.head)
+        window = window_bytes(self.model.chain, self.length, head.shape[-1], head.shape[-2])
+        states = min(DEFAULT_MEMORY, max(self.windows, self.held_out // 2) * window)
+        largest = max(c.parameters for c in anatomy.candidates)
+        memory = psutil.Process().memory_info().rss + states + 12 * largest
+        return JobEstimate(tuple(stages), memory, self.windows)

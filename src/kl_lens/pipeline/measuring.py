@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
-
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
-from kl_lens.cluster.processes import threads_here
-from kl_lens.cluster.worker import use_threads
+from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import KLLensError, UnlearntError
 from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
+from kl_lens.pipeline.estimating import Estimator, JobEstimate
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.planning import PlanSettings, check_held_out
+from kl_lens.pipeline.menus import menu_for
+from kl_lens.pipeline.plan_settings import PlanSettings, check_held_out
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -47,7 +44,6 @@ from kl_lens.pipeline.spreading import (
     several,
     shard_name,
     share_of,
-    workers_here,
 )
 from kl_lens.pipeline.staging import Limits, StagedSearch
 from kl_lens.pipeline.target_planner import TargetPlanner
@@ -57,13 +53,11 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
 from kl_lens.runs import CALIBRATION, POSITIONS, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
-from kl_lens.sensitivity.cost import Rates, SweepCost, estimate, items_of, measured_rates
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES, Engine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
 from kl_lens.sensitivity.precision import PRECISIONS
-from kl_lens.sensitivity.sweep import Sweep, SweepResult, chosen_engine, work_of
+from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
-from kl_lens.text import Windows
 
 DEFAULT_FORMATS = ("int4", "int8")
 calibration_text, _what, _how = grouped("calibration text"), grouped("what to measure"), grouped("how")
@@ -141,7 +135,7 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
         bare=SLURM,
         metavar="3/16",
     )
-    estimate: bool = option(False, "only estimate time, memory and disk, here and with --workers")
+    estimate: bool = option(False, "only estimate time, memory and disk, with one process")
     legacy_json: Path | None = _how(
         None, "also write the paper's JSON layout, one file per bit width", metavar="FILE"
     )
@@ -152,6 +146,11 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
         if self.formats is not None:
             return self.formats
         return DEFAULT_FORMATS if self.target is None else menu_of(get_target(self.target))
+
+    def menu_for(self, anatomy: Anatomy) -> tuple[str, ...]:
+        if self.formats is not None or self.target is None:
+            return self.menu
+        return menu_for(get_target(self.target), anatomy, self.max_bytes)
 
     @property
     def share(self) -> tuple[int, int] | None:
@@ -207,25 +206,15 @@ class MeasureResult:
         return 1 if self.failures else 0
 
 
-@dataclass(frozen=True)
-class EstimateResult:
-    """The cost of a sweep with one process and with several."""
-
-    estimates: list[SweepCost]  # workers that each have a machine like this one
-    here: tuple[SweepCost, int] | None  # workers that share this machine, and the threads of each
-    rates: Rates
-    candidates: int
-    windows: int
-
-
-def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | EstimateResult:
-    begin = time.time()
+def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | JobEstimate:
     share = settings.share
     model = bench.model(here(settings))
-    recipes, unsuited = methods.crossed(settings.menu, settings.methods)
+    recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     if settings.positions and not model.task.generates:
         raise KLLensError("--positions needs a language model; this one classifies images")
+    if settings.estimate:
+        return _estimate(settings, model, candidates)
     text = POSITIONS if settings.positions else CALIBRATION
     windows = bench.drawn(
         settings.text,
@@ -236,12 +225,6 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         split=None,
     )
     target = None if settings.target is None else computed_as(get_target(settings.target))
-    if settings.estimate:
-        engine = chosen_engine(
-            model, candidates, windows.ids, settings.engine, settings.memory_budget,
-            deployed(target), settings.precision, say=events.note,
-        )  # fmt: skip
-        return _estimated(settings, engine, candidates, windows, begin, events)
     whole = new_run_folder(settings.run, model.name)
     folder = whole / SHARDS / shard_name(*share) if share else whole
     model = bench.in_run(model, folder, learn_from=whole)
@@ -311,41 +294,22 @@ def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: Me
     )
 
 
-def _estimated(
-    settings: MeasureSettings,
-    engine: Engine,
-    candidates: Sequence[Candidate],
-    windows: Windows,
-    begin: float,
-    events: Events,
-) -> EstimateResult:
-    """Times a few seconds of the sweep. Methods that learn are counted as plain rounding."""
-    if engine.model.residency is not None:
-        raise KLLensError("--estimate cannot time weights that stay on disk; add --weights memory")
-    if any(candidate.recipe.quantizer.learns for candidate in candidates):
-        events.warn(
-            "the estimate leaves out gathering statistics and quantizing with methods that learn from text"
-        )
-        candidates = [replace(c, recipe=Recipe(c.recipe.grid.name)) for c in candidates]
-    started = psutil.Process().create_time()
-    before = begin - started, time.time() - begin
-    rates, layout = measured_rates(engine, candidates, windows.ids, *before)
-    sizes = (len(windows), layout.batch, layout.slab)
-    items = items_of(engine.model, candidates)
-    shared = None
-    if not settings.ray and engine.chain.device.type == "cpu":
-        operations = (
-            2.0 * sum(work_of(engine.model, c, settings.engine) for c in candidates) * windows.ids.numel()
-        )
-        count, all_threads = workers_here(settings, engine.model, operations), threads_here()
-        if count > 1:
-            use_threads(threads := max(1, all_threads // count))
-            each, _ = measured_rates(engine, candidates, windows.ids, *before)
-            use_threads(all_threads)
-            shared = estimate(each, items, *sizes, workers=count), threads
-    counts = dict.fromkeys((1, 1 if shared else settings.workers) if settings.workers else (1, 2, 8, 64))
-    estimates = [estimate(rates, items, *sizes, workers=count) for count in counts]
-    return EstimateResult(estimates, shared, rates, len(candidates), len(windows))
+def _estimate(settings: MeasureSettings, model: LoadedModel, candidates: Sequence[Candidate]) -> JobEstimate:
+    """For one process; with `calibrate`, if that has to come first."""
+    length = longest_window(model.config) if settings.positions else model.task.window_length
+    estimator = Estimator(
+        model,
+        {settings.target: candidates},
+        windows=settings.positions or settings.windows,
+        length=settings.window_length or length,
+        held_out=settings.held_out_windows if settings.limits else 0,
+        staged=bool(settings.limits),
+    )
+    known = StoredStatistics.held_by(new_run_folder(settings.run, model.name)) is not None
+    stage = estimator.measure(settings.target)
+    if settings.share:
+        stage = replace(stage, seconds=stage.seconds / settings.share[1])
+    return estimator.of([*([] if known else estimator.calibrate()), stage])
 
 
 def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Path) -> screening.Screen | None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kl_lens import planning
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.plan_settings import ALL, PlanSettings
 from kl_lens.pipeline.target_planner import TargetPlanner, verified
 from kl_lens.records import Plan, SensitivityTable
-
-if TYPE_CHECKING:
-    from kl_lens.pipeline.planning import PlanSettings
-
-ALL, USUAL = "all", "usual"  # values of --rivals
 
 
 def with_rivals(

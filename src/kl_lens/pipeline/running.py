@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from kl_lens import planning
 from kl_lens.calibration import StoredStatistics
-from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints import Anatomy, LoadedModel
 from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
@@ -27,16 +27,16 @@ from kl_lens.handover import write_recipe
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
-from kl_lens.pipeline.estimating import JobEstimate, job_estimate
+from kl_lens.pipeline.estimating import Estimator, JobEstimate
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
-from kl_lens.pipeline.planning import PlanSettings, check_held_out
+from kl_lens.pipeline.menus import menu_for
+from kl_lens.pipeline.plan_settings import ALL, TUNING_WINDOWS, USUAL, PlanSettings, check_held_out
 from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
-from kl_lens.pipeline.rivals import ALL, USUAL
 from kl_lens.pipeline.settings import (
     COUNT,
     NAMES,
@@ -54,7 +54,6 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
-from kl_lens.pipeline.tuning import WINDOWS as TUNING_WINDOWS
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, RECIPES, Run
@@ -68,7 +67,7 @@ PAPER_FORMATS = ("int4", "int8")
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
-SHORT, FULL, NONE = "short", "full", "none"
+SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
 _proof = grouped("checking the result")
@@ -92,7 +91,12 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         "formats to choose from, for every target that supports them (default: each target's menu)",
         kind=NAMES,
     )
-    menu: str = option(SHORT, "formats of each target: the most useful, or all", choices=(SHORT, FULL))
+    menu: str | None = option(
+        None,
+        "formats of each target: the most useful, all, or the most useful and those below 4 bits (default: short, or "
+        "small if no file of the short menu is as small as --budget or --max-bytes)",
+        choices=(SHORT, FULL, SMALL),
+    )
     paper: bool = option(
         False,
         "also reproduce the paper: INT4 and INT8 weights, ranking of metrics, its points compared with ours",
@@ -152,13 +156,15 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     def named(self) -> tuple[str, ...]:
         return chosen_targets(self.targets or usual_targets())
 
-    def menu_of(self, target: str | None) -> Sequence[str]:
-        """The formats that a target's plans choose from."""
+    def menu_of(self, target: str | None, anatomy: Anatomy | None = None) -> Sequence[str]:
+        """The formats that a target's plans choose from; without `--menu`, the size asked of this model decides."""
         if target is None:
             return self.formats or PAPER_FORMATS
         chosen = get_target(target)
         if self.formats is None:
-            return menu_of(chosen, full=self.menu == FULL)
+            if self.menu is None and anatomy is not None:
+                return menu_for(chosen, anatomy, self._bytes_of(anatomy))
+            return menu_of(chosen, full=self.menu == FULL, small=self.menu == SMALL)
         held = [r for r in self.formats if chosen.holds(Recipe.parse(r).grid, _ANY_SHAPE) is None]
         if not held:
             raise PlanError(
@@ -166,6 +172,12 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
                 f"--targets, or add some of {', '.join(chosen.formats)}"
             )
         return held
+
+    def _bytes_of(self, anatomy: Anatomy) -> int | None:
+        """The size asked for, without what a file has besides weights."""
+        if self.budget is None:
+            return self.max_bytes
+        return int(self.budget * sum(2 * component.parameters for component in anatomy.components))
 
     def check(self) -> None:
         super().check()
@@ -214,12 +226,12 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
         if new:
             with suppress(KLLensError):  # it cannot be estimated
                 expected = _estimate(settings, model, windows)
-                stages.forecast = list(expected.stages)
+                stages.expect(expected.stages)
                 events.heading(
                     f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
                 )
         with going_on(folder):
-            plans, exported = _RunStages(settings, model, stages, events).run()
+            plans, exported = _RunStages(settings, model, stages, bench, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
     return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
@@ -230,7 +242,7 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
     if journal is not None and (known := journal.text_identity(CALIBRATION)):
         return int(known["windows"])
     length = settings.window_length or model.task.window_length
-    menus = [settings.menu_of(target) for target in settings.wanted]
+    menus = [settings.menu_of(target, model.anatomy) for target in settings.wanted]
     recipes = [Recipe.parse(recipe) for recipe in dict.fromkeys(r for menu in menus for r in menu)]
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
 
@@ -238,26 +250,28 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
     usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
-    if model.residency is not None or not model.task.generates or not usable:
-        raise KLLensError(
-            "--estimate needs a language model that fits into memory, and a target that supports it"
-        )
-    return job_estimate(
+    if not usable:
+        raise KLLensError("--estimate needs a target that supports the model")
+    menus = {t: map(Recipe.parse, settings.menu_of(t, model.anatomy)) for t in usable}
+    estimator = Estimator(
         model,
-        {target: settings.menu_of(target) for target in usable},
+        {target: find_candidates(model.anatomy, [*menu])[0] for target, menu in menus.items()},
         windows=windows,
         length=settings.window_length or model.task.window_length,
         held_out=settings.held_out_windows,
-        judged=settings.evaluation_windows,
-        repeats=settings.repeats,
-        exhaustive=settings.exhaustive,
-        without=settings.without,
+        staged=not settings.exhaustive,
+    )
+    return estimator.run(
+        judged=settings.evaluation_windows, repeats=settings.repeats, without=settings.without
     )
 
 
 class _RunStages:
-    def __init__(self, settings: RunSettings, model: LoadedModel, stages: Stages, events: Events) -> None:
-        self.settings, self.model, self.stages, self.events = settings, model, stages, events
+    def __init__(
+        self, settings: RunSettings, model: LoadedModel, stages: Stages, bench: Workbench, events: Events
+    ) -> None:
+        self.settings, self.model, self.stages = settings, model, stages
+        self.bench, self.events = bench, events
         self.folder = stages.folder
         # For every stage that opens the run's model.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
@@ -301,9 +315,12 @@ class _RunStages:
             self.stages.do(ReportSettings(run=str(self.folder)))
         return plans, exported
 
+    def _menu(self, target: str | None) -> Sequence[str]:
+        return self.settings.menu_of(target, self.model.anatomy)
+
     def _calibrate(self, targets: Sequence[str]) -> None:
         """Gathers statistics if any recipe of these targets, or any stock recipe, needs them."""
-        recipes = {recipe for target in targets for recipe in self.settings.menu_of(target)}
+        recipes = {recipe for target in targets for recipe in self._menu(target)}
         if self.settings.rivals != NONE:
             for stock in (one for target in targets for one in get_target(target).stock_recipes(self.model)):
                 recipes |= set(stock.assignment.values())
@@ -328,7 +345,7 @@ class _RunStages:
         limit = self._limit(target) if formats is None and not self.settings.exhaustive else {}
         self.stages.do(
             MeasureSettings(
-                formats=tuple(formats or self.settings.menu_of(target)),
+                formats=tuple(formats or self._menu(target)),
                 target=target,
                 **limit,
                 **self.held_out,
@@ -385,7 +402,8 @@ class _RunStages:
         plan = planning.read_plan(self.folder / "plans" / f"{recommended(target)}.json", components)
         place = self.folder / RECIPES / f"{plan.name}.{tool}"
         with suppress(PlanError):
-            write_recipe(tool, self.model, plan, place, StoredStatistics.held_by(self.folder))
+            model = self.bench.in_run(self.model, self.folder)  # recipes learn from the run's statistics
+            write_recipe(tool, model, plan, place, StoredStatistics.held_by(self.folder))
 
     def _limit(self, target: str | None) -> dict[str, Any]:
         settings = self.settings

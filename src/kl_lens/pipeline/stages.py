@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +30,12 @@ class Stages:
         self._bench, self._events = bench, events
         self.seconds: dict[str, float] = {}
         self.failures: list[str] = []
-        self.forecast: list[StageCost] = []  # what is still to come
-        self._paces = [1.0]  # times taken / times forecast
+        self._forecast: list[StageCost] = []  # what is still to come
+
+    def expect(self, forecast: Sequence[StageCost]) -> None:
+        """Sets what is to come. It counts as a tenth done on time, so that short stages say little about the rest."""
+        self._forecast = [*forecast]
+        self._taken = self._said = sum(stage.seconds for stage in forecast) / 10
 
     def do(
         self,
@@ -86,13 +89,13 @@ class Stages:
     def _came(self, settings: Settings, seconds: float | None) -> None:
         """Tells how long the rest takes, at the pace so far."""
         key = settings.verb, getattr(settings, "target", None)
-        stage = next((each for each in self.forecast if (each.verb, each.target) == key), None)
+        stage = next((each for each in self._forecast if (each.verb, each.target) == key), None)
         if stage is None:
             return
-        self.forecast.remove(stage)
-        if seconds is not None and stage.seconds > 0:
-            self._paces.append(seconds / stage.seconds)
-        self._events.left = sum(each.seconds for each in self.forecast) * statistics.median(self._paces)
+        self._forecast.remove(stage)
+        if seconds is not None:
+            self._taken, self._said = self._taken + seconds, self._said + stage.seconds
+        self._events.left = sum(each.seconds for each in self._forecast) * self._taken / self._said
 
     def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
         """Adds a digest of the outputs: if they were deleted or overwritten, the stage runs again."""

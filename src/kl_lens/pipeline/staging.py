@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kl_lens import planning
 from kl_lens.errors import BudgetError
-from kl_lens.pipeline.planning import KL
+from kl_lens.pipeline.plan_settings import KL
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measurement, Plan, SensitivityTable
 from kl_lens.runs import CALIBRATION
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
-from kl_lens.sensitivity.screening import WINDOWS, Key, Screen
+from kl_lens.sensitivity.screening import PART, Key, Screen
 from kl_lens.sensitivity.sweep import Progress, Sweep, SweepResult, quantizing_work, work_of
 from kl_lens.text import Windows
 
-SCREENING = "screening"  # role of the first measurements, on few windows
-# Shares of the limit to plan for: first one plan, then one at the limit that its measurement suggests, then two at the
-# limit that this one suggests. Below their range a plan would lack larger formats and lose much; above it, it would
-# only lack smaller ones.
-FIRST, THEN = 0.9, (0.85, 1.0)
-MEASURED = 1.5  # candidates per component, for forecasts; benchmarks/staged.py
-SMALLER = 0.985  # of the bytes: a file may need more than its parts
+SCREENING = "screening"  # role of the first measurements, on little text
+# Shares of the limit to plan for, round by round; every round plans with what the one before has measured. Below the
+# range of the last round a plan would lack larger formats and lose much; above it, it would only lack smaller ones.
+OF_LOSS, OF_BYTES = ((1.0,), (0.9, 1.0)), ((1.0,), (0.985, 1.0))  # a file may need more bytes than its parts
+UNSURE = 1.2  # predictions count so much more than measurements: only clear gains are worth measuring
+MEASURED = 1.3  # candidates per component, for forecasts; benchmarks/staged.py
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,18 @@ class StagedSearch:
     def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
         """Measures what plans within the limits choose; also returns these candidates."""
         self._sweep.progress = _as_one(self._sweep.progress, self._expected_work())
-        few = self._windows.first(max(1, len(self._windows) // WINDOWS))
-        results = [self._sweep.measure(self._screen.first, few, SCREENING)]
+        few = self._windows.first(max(1, len(self._windows) // PART))
+        results = [self._sweep.measure(self._screen.first, few, SCREENING, noise=False)]
         first = self._values(self._screen.first, SCREENING, len(few))
         chosen: list[Candidate] = []
 
-        def known() -> SensitivityTable:
+        def known(unsure: float = 1.0) -> SensitivityTable:
+            """`unsure`: times what is only predicted, once something is measured."""
             measured = self._values(chosen, CALIBRATION, len(self._windows))
-            return self._with(self._screen.predicted(self._errors, first, measured))
+            values = self._screen.predicted(self._errors, first, measured)
+            return self._with(
+                {k: v * unsure ** (k not in measured and bool(measured)) for k, v in values.items()}
+            )
 
         def measure(plans: Sequence[Plan], others: Collection[Key] = ()) -> None:
             wanted = set(others).union(*(parsed(plan.assignment).items() for plan in plans))
@@ -85,22 +88,18 @@ class StagedSearch:
                 chosen.extend(new)
 
         if limits.max_bytes is not None:
-            for _ in range(2):
-                plans = [self._plan(known(), max_bytes=limits.max_bytes)]
-                with suppress(BudgetError):
-                    plans.append(self._plan(known(), max_bytes=SMALLER * limits.max_bytes))
-                measure(plans, self._stock(known(), plans[0].predicted_kl or 0.0, limits.max_bytes))
+            for shares in OF_BYTES:
+                plans = []
+                for share in shares:
+                    with suppress(BudgetError) if share < 1 else nullcontext():
+                        plans.append(self._plan(known(UNSURE), max_bytes=share * limits.max_bytes))
+                measure(plans, self._stock(known(), plans[-1].predicted_kl or 0.0, limits.max_bytes))
         else:
             assert limits.loss is not None
-            plan = self._plan(known(), max_kl=FIRST * limits.loss)
-            measure([plan])
-            for shares in ((1.0,), THEN):
-                room = limits.loss / self._interaction(
-                    plan, known(), of_perplexity=limits.max_drop is not None
-                )
-                plans = [self._plan(known(), max_kl=share * room) for share in shares]
-                measure(plans)
-                plan = plans[-1]
+            room = limits.loss
+            for shares in OF_LOSS:
+                room = self._room(known(), room, limits)
+                measure([self._plan(known(UNSURE), max_kl=share * room) for share in shares])
         return _together(results, len(chosen)), chosen
 
     def _expected_work(self) -> float:
@@ -108,7 +107,7 @@ class StagedSearch:
         model, windows, candidates = self._sweep.model, self._windows, self._screen.candidates
         names = {candidate.component.name for candidate in candidates}
         each = [work_of(model, c) * len(windows) + quantizing_work(c, windows.length) for c in candidates]
-        return MEASURED * len(names) / len(candidates) * sum(each)
+        return (MEASURED + 1 / PART) * len(names) / len(candidates) * sum(each)
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
@@ -120,15 +119,17 @@ class StagedSearch:
         }
         return planning.plan_for_budget(table, **how).plan
 
-    def _interaction(self, plan: Plan, table: SensitivityTable, *, of_perplexity: bool) -> float:
-        """How much more a whole plan loses on held-out text than the sum of its parts, with one standard error, as
-        `plan` counts it."""
+    def _room(self, table: SensitivityTable, room: float, limits: Limits) -> float:
+        """The sum of KLs at which whole plans reach the limit on held-out text, with one standard error, as `plan`
+        counts it: by a plan for the sum that seemed right so far."""
+        assert limits.loss is not None
+        plan = self._plan(table, max_kl=room)
         parts = planning.Predictor(table, KL).total(plan.assignment)
         if parts is None or parts.value <= 0:
-            return 1.0
+            return room
         result = self._planner.halves[0].measure(plan.assignment)
-        loss = result.delta_cross_entropy if of_perplexity else result.kl
-        return max(0.5, (loss.value + loss.standard_error) / parts.value)
+        loss = result.kl if limits.max_drop is None else result.delta_cross_entropy
+        return parts.value * min(2.0, limits.loss / max(loss.value + loss.standard_error, 1e-12))
 
     def _stock(self, table: SensitivityTable, loss: float, most: int) -> set[Key]:
         """Stock recipes with our methods that fit and lose less, by bytes that only a written file shows."""

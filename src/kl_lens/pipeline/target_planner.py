@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import PlanError
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.plan_settings import PlanSettings
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
@@ -18,9 +18,6 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import computed_as, get_target
 from kl_lens.units import human_bytes
-
-if TYPE_CHECKING:
-    from kl_lens.pipeline.planning import PlanSettings
 
 ROUNDS = 4  # of correcting a plan for the size of its file
 

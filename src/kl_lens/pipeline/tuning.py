@@ -23,7 +23,6 @@ from kl_lens.runs import TUNING, Run
 from kl_lens.text import Windows, refuse_overlap
 
 VERSION = 1  # raise it when the same plan and text give other weights
-WINDOWS = 2048
 
 
 def with_tuning(

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+import scipy  # its parts load on first use: that takes seconds
 
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -57,8 +56,13 @@ class Program:
         self.base = exact_sum([c[i].min() for c, i in zip(costs, alive, strict=True)])
         self.extra = np.concatenate([c[i] - c[i].min() for c, i in zip(costs, alive, strict=True)])
         shape = (len(alive), self.variables)
-        one_each = csr_array((np.ones(self.variables), (owner, np.arange(self.variables))), shape=shape)
-        self.rows = [LinearConstraint(one_each, 1, 1), *(_row(limit, alive) for limit in limits)]
+        one_each = scipy.sparse.csr_array(
+            (np.ones(self.variables), (owner, np.arange(self.variables))), shape=shape
+        )
+        self.rows = [
+            scipy.optimize.LinearConstraint(one_each, 1, 1),
+            *(_row(limit, alive) for limit in limits),
+        ]
 
     def relaxed(self, scale: float) -> float:
         """Cost above the cheapest choices in the linear relaxation: a rough size of the optimum."""
@@ -90,21 +94,23 @@ class Program:
     def _run(self, scale: float, *, integer: bool, seconds: float) -> Any:
         options = {"mip_rel_gap": 0.0, "time_limit": max(0.1, seconds)}
         with _silent_stdout():
-            return milp(
+            return scipy.optimize.milp(
                 self.extra * scale,
                 constraints=self.rows,
                 integrality=np.full(self.variables, int(integer)),
-                bounds=Bounds(0, 1),
+                bounds=scipy.optimize.Bounds(0, 1),
                 options=options,
             )
 
     def _forbid(self, picks: Sequence[int]) -> None:
         chosen = np.zeros((1, self.variables))
         chosen[0, self.offsets + np.array(picks)] = 1
-        self.rows.append(LinearConstraint(csr_array(chosen), -np.inf, len(picks) - 1))
+        self.rows.append(
+            scipy.optimize.LinearConstraint(scipy.sparse.csr_array(chosen), -np.inf, len(picks) - 1)
+        )
 
 
-def _row(limit: Limit, alive: Sequence[Indices]) -> LinearConstraint:
+def _row(limit: Limit, alive: Sequence[Indices]) -> scipy.optimize.LinearConstraint:
     """One limit for HiGHS: amounts above each group's minimum, in units that suit its tolerances."""
     least = [a[i].min() for a, i in zip(limit.amounts, alive, strict=True)]
     extra = np.concatenate([a[i] - low for a, i, low in zip(limit.amounts, alive, least, strict=True)])
@@ -118,7 +124,9 @@ def _row(limit: Limit, alive: Sequence[Indices]) -> LinearConstraint:
         # Keep the unit above the limit's rounding error and above the smallest float.
         unit_size = max(room / 1e6, abs(limit.most) * 1e-15, 1e-290)
         coefficients, room, half = extra / unit_size, room / unit_size, 1e-6
-    return LinearConstraint(csr_array(coefficients.reshape(1, -1)), -np.inf, room + half)
+    return scipy.optimize.LinearConstraint(
+        scipy.sparse.csr_array(coefficients.reshape(1, -1)), -np.inf, room + half
+    )
 
 
 def feasible(selection: Sequence[int], limits: Sequence[Limit]) -> bool:

@@ -90,6 +90,8 @@ def with_fitted_scales(
     weight: torch.Tensor, levels: Levels, codes: torch.Tensor, objective: Objective
 ) -> Levels:
     """The levels with each group's scale (and bias) refitted to these codes, rounded to what can be stored."""
+    if levels.fixed:
+        return levels
     if levels.offsets is not None:
         return _with_fitted_biases(weight, levels, codes, objective)
     places, moments = levels.places(codes), objective.moments

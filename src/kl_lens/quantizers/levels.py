@@ -25,6 +25,7 @@ class Levels:
     zero_points: torch.Tensor | None = None  # (rows, groups), float32
     table: tuple[float, ...] | None = None  # ascending
     offsets: torch.Tensor | None = None  # (rows, groups), float32: the minima stored beside a block's scales
+    fixed: bool = False  # scales are powers of two: too coarse to be fitted to codes
 
     def with_scales(self, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> Levels:
         return replace(self, scales=scales, zero_points=zero_points)

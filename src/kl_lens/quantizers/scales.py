@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from kl_lens.formats import Format, Quantized
+from kl_lens.formats import Format, Quantized, microscaling
 from kl_lens.formats.affine import AffineFormat
-from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, SignedScaleFormat
+from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, SignedScaleFormat
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import LEVELS, NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.quantizers.levels import Levels
@@ -48,6 +49,8 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
         best = _best(groups, weigh, plain, (-low * top / span).round(), _FACTORS.repeat_interleave(3), shifts)
     elif isinstance(fmt, AffineFormat):
         best = _best_affine(groups, weigh.repeat(len(groups) // len(weigh), 1), 2**fmt.bits - 1)
+    elif isinstance(fmt, MicroscalingFormat):
+        best = _best_powers(groups, weigh.repeat(len(groups) // len(weigh), 1), fmt)
     else:
         assert isinstance(fmt, NormalFloatFormat)
         plain = Levels(group, largest[:, None], 0, len(LEVELS) - 1, table=tuple(LEVELS.tolist()))
@@ -62,13 +65,14 @@ def searched_levels(weight: torch.Tensor, fmt: Format, importance: torch.Tensor)
 
 def stored(fmt: Format, levels: Levels, codes: torch.Tensor) -> Quantized:
     """These codes as an artifact stores them."""
+    assert isinstance(fmt, GroupedFormat)
     unsigned = levels.lowest == 0
     zero_points = None if levels.zero_points is None else levels.zero_points.to(torch.uint8)
     return Quantized(
         fmt.name,
         tuple(codes.shape),
         codes.to(torch.uint8 if unsigned else torch.int8),
-        levels.scales.half(),
+        fmt.stored_scales(levels.scales),
         zero_points if levels.offsets is None else levels.offsets.half(),
     )
 
@@ -156,6 +160,20 @@ def _best_affine(groups: torch.Tensor, rows: torch.Tensor, top: int) -> Levels:
         best = replace(best, scales=scales, offsets=torch.where(better, tried.offsets, best.offsets))
     assert best is not None
     return _refined(groups, rows, best)
+
+
+def _best_powers(groups: torch.Tensor, rows: torch.Tensor, fmt: MicroscalingFormat) -> Levels:
+    """The best of the power of two that covers a group and the two below it; there is nothing to fit."""
+    table = tuple(microscaling.LEVELS.tolist())
+    covering = fmt.covering_scales(groups)
+    tried = [covering * factor for factor in (1, 0.5, 0.25)]
+    losses = []
+    for scales in tried:
+        levels = Levels(groups.shape[-1], scales, 0, len(table) - 1, table=table, fixed=True)
+        losses.append((rows * (groups - levels.values(levels.rounded(groups))).square()).sum(-1))
+    best = torch.stack(losses).argmin(0)
+    scales = torch.stack(tried)[best, torch.arange(len(best), device=best.device)]
+    return replace(levels, scales=scales.clamp_min(NNCF_SMALLEST_SCALE))
 
 
 def try_scales(

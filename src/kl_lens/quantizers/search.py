@@ -9,6 +9,7 @@ from kl_lens.formats import Format, Quantized
 from kl_lens.formats.affine import AffineFormat
 from kl_lens.formats.gguf_blocks import GGUFFormat
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.quantizers.importance import column_importance
@@ -18,7 +19,7 @@ from kl_lens.quantizers.registry import register
 if TYPE_CHECKING:
     import torch
 
-GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, AffineFormat)
+GROUPED = (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat, MicroscalingFormat, AffineFormat)
 
 
 class ScaleSearch(LearningQuantizer):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import kendalltau
+import scipy  # its parts load on first use: that takes seconds
 
 from kl_lens.errors import RunError
 from kl_lens.records import Estimate
@@ -186,7 +186,7 @@ def _reliability(format_name: str, with_head: bool, damages: Sequence[list[Windo
         with_head=with_head,
         spread=float(np.std([e.value for e in estimates], ddof=1)),
         median_error=float(np.median([e.standard_error for e in estimates])),
-        split_half_tau=float(kendalltau(even, odd).statistic),
+        split_half_tau=float(scipy.stats.kendalltau(even, odd).statistic),
     )
 
 
@@ -210,7 +210,7 @@ def _correlate(
     correlations = []
     for kind, metric in itertools.product(targets, DIRECTIONS):
         values = DIRECTIONS[metric] * np.array([s[metric].value for s in summaries])
-        result = kendalltau(values, targets[kind])
+        result = scipy.stats.kendalltau(values, targets[kind])
         low, high = _interval(values, targets[kind], seed)
         correlations.append(
             Correlation(

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from kl_lens.accelerators import free_memory
+from kl_lens.accelerators import free_memory, runs_triton
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.input_major import InputMajor, gains_by_input_major
@@ -383,8 +383,8 @@ class FastEngine(Engine):
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
-        if self.precision != FLOAT32 and self.chain.head_scale is not None:
-            return self._compare_states(batch, states, own_head)
+        if runs_triton(self.chain.device):
+            return self._compare_on_gpu(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):
             for member, entering in enumerate(states):
@@ -392,20 +392,15 @@ class FastEngine(Engine):
                 parts[member].append(compare(teacher, logits))
         return [partial(np.concatenate, part) for part in parts]
 
-    def _compare_states(
+    def _compare_on_gpu(
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None
     ) -> list[Rows]:
-        """The same on a GPU's tensor cores: from states to metrics without copies to the host in between."""
-        from kl_lens.checkpoints.kernels.triton_products import linear
+        """The same without waiting for the GPU: the next student is quantized meanwhile."""
         from kl_lens.sensitivity.triton_metrics import SharedHead, compare_logits
 
-        head, scale = self.chain.head, self.chain.head_scale
-        weight, bias = head.weight, getattr(head, "bias", None)
-        for parameter, other in own_head.weights if own_head else ():
-            weight = other if parameter is head.weight else weight
-        assert isinstance(weight, torch.Tensor)
-        assert scale is not None
-        shared = None if own_head else SharedHead(weight, scale)
+        head, scale = self.chain.head.weight, self.chain.head_scale
+        fused = self.precision != FLOAT32 and scale is not None and own_head is None
+        shared = SharedHead(head, scale) if fused else None  # type: ignore[arg-type]
         flat = [entering.flatten(0, 1) for entering in states]
         originals = batch.states.flatten(0, 1)
         parts: list[list[torch.Tensor]] = [[] for _ in states]
@@ -415,17 +410,15 @@ class FastEngine(Engine):
                 if shared is not None:
                     part.append(shared.compare(entering[rows], originals[rows], *given))
                 else:
-                    logits = linear(entering[rows], weight, bias, self.precision) * scale
-                    part.append(compare_logits(*given, logits))
+                    part.append(compare_logits(*given, self._logits(entering[rows], own_head).float()))
 
         def both(entering: torch.Tensor, bad: torch.Tensor) -> tuple[TeacherRows, torch.Tensor]:
             at = bad.to(entering.device)
             with self.teacher.running():
                 original = self.chain.logits(originals[at])
-            return (
-                TeacherRows.of(original, batch.targets.flatten()[at]),
-                linear(entering[at], weight, bias, self.precision) * scale,
-            )
+                return TeacherRows.of(original, batch.targets.flatten()[at]), self._logits(
+                    entering[at], own_head
+                ).float()
 
         def later(rows: torch.Tensor, entering: torch.Tensor) -> Rows:
             """Starts the copy to the host now; the caller waits for it later while the GPU goes on."""

@@ -4,29 +4,30 @@ A component's KL is nearly proportional to the error of its own outputs: KL ≈ 
 component. E is cheap: a few rows show it, because quantizers treat rows independently. f comes from one format per
 component, the anchor, rounded to nearest and measured on few windows.
 
-Where a runtime rounds activations too, that adds an error A which does not get smaller with more bits. It is similar in
-all components of a kind, relative to their errors. So one pilot of each kind is measured in every format.
+What differs from that comes with a recipe (a runtime that rounds activations adds an error which more bits do not make
+smaller) or with a component. So later measurements give a factor of each kind and recipe, and one of each component.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, plainest
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 
-SMALL_MENU = 3  # with so few recipes, everything is measured
+SMALL_MENU = 2  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
-ALIKE = 4  # components of a kind that are worth a pilot
 TOLERANCE = 0.15  # of predictions
-WINDOWS = 8  # one of so many windows is used for anchors and pilots
+PART = 8  # anchors are measured on one of so many parts of the text
 
 Key = tuple[str, Recipe]  # component and recipe
+Name = TypeVar("Name", bound=Hashable)
 
 
 def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
@@ -54,107 +55,69 @@ class Screen:
     candidates: Sequence[Candidate]
 
     @cached_property
-    def _menus(self) -> dict[str, list[Candidate]]:
-        """Component → its formats rounded to nearest, from the smallest to the largest."""
+    def _anchors(self) -> dict[str, Candidate]:
+        """Component → the middle of its formats, rounded plainly."""
         menus: dict[str, dict[Candidate, None]] = {}
         for each in self.candidates:
-            nearest = Candidate(each.component, Recipe(each.recipe.grid.name))
-            menus.setdefault(each.component.name, {})[nearest] = None
-        return {
-            name: sorted(menu, key=lambda c: c.recipe.grid.bytes(c.component.shape))
-            for name, menu in menus.items()
-        }
-
-    @cached_property
-    def _anchors(self) -> dict[str, Candidate]:
-        return {name: menu[(len(menu) - 1) // 2] for name, menu in self._menus.items()}
-
-    @cached_property
-    def _pilots(self) -> dict[str, str]:
-        """Kind → the component in the middle of its kind, for kinds with many members."""
-        kinds: dict[str, list[str]] = {}
-        for name, anchor in self._anchors.items():
-            kinds.setdefault(anchor.component.kind, []).append(name)
-        return {kind: names[len(names) // 2] for kind, names in kinds.items() if len(names) >= ALIKE}
+            plain = Candidate(each.component, plainest(each.recipe.grid.name))
+            menus.setdefault(each.component.name, {})[plain] = None
+        return {name: sorted(menu, key=_size)[(len(menu) - 1) // 2] for name, menu in menus.items()}
 
     @property
     def first(self) -> list[Candidate]:
         """What has to be measured before anything can be predicted, in network order."""
-        pilots = set(self._pilots.values())
-        every = [menu if name in pilots else [self._anchors[name]] for name, menu in self._menus.items()]
-        return [candidate for some in every for candidate in some]
+        return [*self._anchors.values()]
 
     @property
     def needed(self) -> list[Candidate]:
         """What has to be quantized, component by component."""
-        order = {name: place for place, name in enumerate(self._menus)}
+        order = {name: place for place, name in enumerate(self._anchors)}
         every = dict.fromkeys((*self.candidates, *self.first))
         return sorted(every, key=lambda c: order[c.component.name])
 
     def undominated(self, errors: Mapping[Key, float]) -> list[Candidate]:
         """Without those that lose clearly to a recipe of no more bytes: no plan of any size needs them."""
 
-        def size(candidate: Candidate) -> int:
-            return candidate.recipe.grid.bytes(candidate.component.shape)
-
         best: dict[str, list[tuple[int, float]]] = {}
         for each in self.candidates:
-            best.setdefault(each.component.name, []).append(
-                (size(each), (1 + TOLERANCE) * errors[key_of(each)])
-            )
+            beaten = (1 + TOLERANCE) * errors[key_of(each)]
+            best.setdefault(each.component.name, []).append((_size(each), beaten))
         return [
             c
             for c in self.candidates
-            if not any(own <= size(c) and e < errors[key_of(c)] for own, e in best[c.component.name])
+            if not any(own <= _size(c) and e < errors[key_of(c)] for own, e in best[c.component.name])
         ]
 
     def predicted(
         self, errors: Mapping[Key, float], first: Mapping[Key, float], measured: Mapping[Key, float]
     ) -> dict[Key, float]:
         """The KL of every candidate: measured, or predicted from the values of `first` and corrected by what was
-        measured of the same component."""
-        activations = self._activations(errors, first)
+        measured of the same component and of others of its kind."""
         raw: dict[Key, float] = {}
-        for candidate in self.candidates:
-            anchor = self._anchors[candidate.component.name]
-            unit = errors[key_of(anchor)]
+        for key in map(key_of, self.candidates):
+            anchor = key_of(self._anchors[key[0]])
+            raw[key] = max(first.get(anchor, 0.0), 0.0) / max(errors[anchor], 1e-30) * errors[key]
+        # What was measured differs from its prediction by a factor of its kind and recipe and one of the component.
+        ratios = {key: value / raw[key] for key, value in measured.items() if raw[key] > 0}
+        kinds = {name: anchor.component.kind for name, anchor in self._anchors.items()}
+        usual = statistics.median(ratios.values()) if ratios else 1.0
+        alike = _medians(((kinds[name], recipe), ratio) for (name, recipe), ratio in ratios.items())
 
-            def whole(of: Candidate, unit: float = unit) -> float:
-                return errors[key_of(of)] + unit * activations(of)
+        def of_kind(key: Key) -> float:
+            return alike.get((kinds[key[0]], key[1]), usual)
 
-            sensitivity = max(first.get(key_of(anchor), 0.0), 0.0) / max(whole(anchor), 1e-30)
-            raw[key_of(candidate)] = sensitivity * whole(candidate)
-        ratios: dict[str, list[float]] = {}
-        for key in measured:
-            if raw[key] > 0:
-                ratios.setdefault(key[0], []).append(measured[key] / raw[key])
-        usual = _median([ratio for each in ratios.values() for ratio in each], 1.0)
+        own = _medians((key[0], ratio / of_kind(key)) for key, ratio in ratios.items())
         return {
-            key: measured.get(key, value * _median(ratios.get(key[0], []), usual))
-            for key, value in raw.items()
+            key: measured.get(key, value * of_kind(key) * own.get(key[0], 1.0)) for key, value in raw.items()
         }
 
-    def _activations(
-        self, errors: Mapping[Key, float], first: Mapping[Key, float]
-    ) -> Callable[[Candidate], float]:
-        """A candidate's error from rounded activations, relative to the error of its anchor."""
-        known: dict[tuple[str, str], float] = {}
-        for kind, name in self._pilots.items():
-            smallest, unit = key_of(self._menus[name][0]), errors[key_of(self._anchors[name])]
-            if first.get(smallest, 0.0) <= 0 or unit <= 0:
-                continue
-            scale = errors[smallest] / first[smallest]
-            for each in map(key_of, self._menus[name]):
-                known[kind, each[1]] = max(0.0, scale * first.get(each, 0.0) - errors[each]) / unit
-        formats = {grid for _, grid in known}
-        usual = {grid: _median([v for (_, g), v in known.items() if g == grid], 0.0) for grid in formats}
 
-        def of(candidate: Candidate) -> float:
-            grid = candidate.recipe.grid.name
-            return known.get((candidate.component.kind, grid), usual.get(grid, 0.0))
-
-        return of
+def _size(candidate: Candidate) -> int:
+    return candidate.recipe.grid.bytes(candidate.component.shape)
 
 
-def _median(values: Sequence[float], default: float) -> float:
-    return statistics.median(values) if values else default
+def _medians(pairs: Iterable[tuple[Name, float]]) -> dict[Name, float]:
+    found: dict[Name, list[float]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}

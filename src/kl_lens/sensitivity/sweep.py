@@ -95,9 +95,14 @@ class Sweep:
     crew: Crew | None = None  # workers that do the measuring
 
     def measure(
-        self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
+        self,
+        candidates: Sequence[Candidate],
+        windows: Windows,
+        role: str = CALIBRATION,
+        *,
+        noise: bool = True,
     ) -> SweepResult:
-        """Measures all candidates on all windows, except what the run already holds."""
+        """Measures all candidates on all windows, except what the run already holds, and the noise floor."""
         begin = time.perf_counter()
         self._expected = False
         self.identify(windows, role)
@@ -114,7 +119,7 @@ class Sweep:
         if self.share:
             self.run.store("sweep", role, [list(key_of(candidate)) for candidate in candidates])
         left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
-        if self.run.load("noise", role) is not None:
+        if not noise or self.run.load("noise", role) is not None:
             left = [replace(piece, noise=False) for piece in left]
         elif left and not self.share and not self.crew:
             left[0] = replace(left[0], noise=True)

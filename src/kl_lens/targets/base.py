@@ -171,6 +171,12 @@ class Target(ABC):
         """A shorter menu for a first look; 8 bits are rounded to nearest, because learning hardly helps there."""
         return self.menu
 
+    @property
+    def small_formats(self) -> tuple[str, ...]:
+        """Formats below four bits, small ones first. Quantizing to them takes longer, so plans choose from them only if
+        asked to, or if no file of the short menu is as small as it should be."""
+        return ()
+
     def recipes(self, formats: Sequence[str]) -> tuple[Recipe, ...]:
         return tuple(preferred(name, self.methods) for name in formats)
 

@@ -126,9 +126,12 @@ def open_session(
     return target_of(place).open(place, SessionSettings(device, threads, gpu_layers, exact, load))
 
 
-def menu_of(target: Target, *, full: bool = False) -> tuple[Recipe, ...]:
-    """The recipes that plans for a target choose from besides FP16: the short menu, or the full one."""
-    return tuple(recipe for recipe in (target.menu if full else target.short_menu) if recipe != FP16)
+def menu_of(target: Target, *, full: bool = False, small: bool = False) -> tuple[Recipe, ...]:
+    """The recipes that plans for a target choose from besides FP16: the short menu or the full one, and (`small`) its
+    formats below four bits."""
+    below = target.recipes(target.small_formats) if small else ()
+    menu = dict.fromkeys((*below, *(target.menu if full else target.short_menu)))
+    return tuple(recipe for recipe in menu if recipe != FP16)
 
 
 def computed_as(target: Target) -> str | None:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kl_lens.formats import Quantized
+from kl_lens.host import on_host
 from kl_lens.writing import whole, write_text
 
 _PARTS = ("data", "scales", "zero_points")
@@ -45,7 +46,7 @@ class DiskCache:
     def put(self, name: str, quantized: Quantized) -> None:
         path = self._object(quantized.digest)
         parts = {part: getattr(quantized, part) for part in _PARTS}
-        tensors = {part: tensor.cpu().contiguous() for part, tensor in parts.items() if tensor is not None}
+        tensors = {part: on_host(tensor).contiguous() for part, tensor in parts.items() if tensor is not None}
         if sum(tensor.nbytes for tensor in tensors.values()) > self._budget:
             return
         shape = ",".join(str(size) for size in quantized.shape)

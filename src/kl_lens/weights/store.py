@@ -6,18 +6,16 @@ expensive methods are cached on disk if the store has a folder.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from kl_lens.digests import bytes_digest, tensor_digest
 from kl_lens.errors import FormatError, UnlearntError
 from kl_lens.formats import Quantized
 from kl_lens.formats.scales import scales_of, with_scales
@@ -27,6 +25,7 @@ from kl_lens.weights.disk import DiskCache
 
 DISK_BUDGET = 4 * 10**9
 MEMORY_BUDGET = 256 << 20
+_EXPERTS = 4  # that show what all lose
 _ROWS_AT_ONCE = 1 << 24  # weights converted to float32 at a time
 
 
@@ -54,7 +53,7 @@ class Statistics(Protocol):
     def digest(self) -> str:
         """Of text, model and version; identifies what a recipe learned from."""
 
-    def of(self, component: str) -> InputStatistics:
+    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
         """Raises FormatError if there are no usable statistics of the component."""
 
 
@@ -124,20 +123,22 @@ class WeightStore:
     def output_error(self, component: str, recipe: Recipe, rows: int | None = None) -> float:
         """E‖(W − Q) x‖² over the calibration inputs x: the error of the component's outputs.
 
-        `rows`: estimated from so many rows of each matrix, evenly spread. All quantizers treat rows independently.
+        `rows`: estimated from so many rows, evenly spread, of a few experts. All quantizers treat rows independently.
         """
         if self._statistics is None:
             raise FormatError(f"{component}: there are no statistics of its inputs")
         weight = self._source.weight(component).detach()
-        share = 1.0
+        every, experts = weight.numel(), None
         if rows is not None and rows < weight.shape[-2]:
-            share = rows / weight.shape[-2]
-            taken = torch.arange(rows, device=weight.device) * weight.shape[-2] // rows
-            weight = weight[..., taken, :].float()
-            values = recipe.grid.dequantize(self._rounded(weight, component, recipe))
+            if weight.dim() == 3:
+                experts = _spread(_EXPERTS, weight, 0)
+                weight = weight[experts]
+            weight = weight[..., _spread(rows, weight, -2), :].float()
+            values = recipe.grid.dequantize(self._rounded(weight, component, recipe, experts))
         else:
             values = self.values(component, recipe)
-        moments = self._of(self._statistics, component).second_moments
+        share = weight.numel() / every
+        moments = _some(self._of(self._statistics, component), experts).second_moments
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
         total = 0.0
         for index, (before, after) in enumerate(zip(_matrices(weight), _matrices(values), strict=True)):
@@ -168,9 +169,7 @@ class WeightStore:
         """On the weights' device, kept until another component's are wanted: its recipes come one after another."""
         if self._last is None or self._last[0] != (component, statistics):
             self._last = None  # two would not fit
-            found = statistics.of(component)
-            moments = found.second_moments.to(self._source.device)
-            self._last = (component, statistics), replace(found, second_moments=moments)
+            self._last = (component, statistics), statistics.of(component, self._source.device)
         return self._last[1]
 
     def quantized(self, component: str, recipe: Recipe, factors: Factors = 1.0) -> Quantized:
@@ -244,10 +243,12 @@ class WeightStore:
             weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
         return self._rounded(weight, component, recipe)
 
-    def _rounded(self, weight: torch.Tensor, component: str, recipe: Recipe) -> Quantized:
-        """The component's weight, or some rows of it, on the recipe's grid."""
+    def _rounded(
+        self, weight: torch.Tensor, component: str, recipe: Recipe, experts: torch.Tensor | None = None
+    ) -> Quantized:
+        """The component's weight, or some rows of it, on the recipe's grid; `experts`: only of these."""
         if recipe.quantizer.learns:
-            statistics = self._of(self._learnt_from(recipe), component)
+            statistics = _some(self._of(self._learnt_from(recipe), component), experts)
             return recipe.quantizer.quantize(weight, recipe.grid, component, statistics)
         rows = weight.shape[-2] if weight.dim() == 2 else 0
         step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
@@ -265,13 +266,26 @@ class WeightStore:
         key = (component, self._source.state(component))
         if key not in self._originals:
             weight = self._source.weight(component).detach()
-            total = hashlib.blake2b(str(tuple(weight.shape)).encode(), digest_size=16)
+            total = str(tuple(weight.shape))
             step = max(1, _ROWS_AT_ONCE // weight.shape[-1])
-            # As float32: quantizers see nothing else.
             for rows in weight.reshape(-1, weight.shape[-1]).split(step):
-                total.update(rows.float().cpu().contiguous().numpy().data)
-            self._originals[key] = total.hexdigest()
+                total = tensor_digest(rows.float(), about=total)  # as float32: quantizers see nothing else
+            self._originals[key] = total
         return self._originals[key]
+
+
+def _spread(count: int, weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """So many indices of a dimension, evenly spread."""
+    count = min(count, weight.shape[dim])
+    return torch.arange(count, device=weight.device) * weight.shape[dim] // count
+
+
+def _some(statistics: InputStatistics, experts: torch.Tensor | None) -> InputStatistics:
+    """The statistics of some experts; all may share one."""
+    if experts is None or statistics.second_moments.dim() == 2:
+        return statistics
+    tokens = tuple(statistics.tokens[expert] for expert in experts.tolist())
+    return replace(statistics, second_moments=statistics.second_moments[experts], tokens=tokens)
 
 
 def _matrices(weight: torch.Tensor) -> torch.Tensor:
@@ -315,13 +329,6 @@ def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
         joined([part.scales for part in parts]),
         joined([part.zero_points for part in parts]),
     )
-
-
-def bytes_digest(*parts: npt.NDArray[Any]) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        total.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return total.hexdigest()
 
 
 class GivenWeights:

@@ -45,8 +45,9 @@ def mixed_plan(model: LoadedModel) -> Plan:
 
 
 def unsigned_plan(model: LoadedModel) -> Plan:
-    """Zero points and normal floats."""
-    return _in_turn(model, "unsigned", ["uint4-g32", "nf4-g32", "uint4", "nf4", "uint4-g64"])
+    """Zero points and small floats."""
+    formats = ["uint4-g32", "nf4-g32", "uint4", "nf4", "uint2-g64", "mxfp4", "uint4-g64"]
+    return _in_turn(model, "unsigned", formats)
 
 
 def _in_turn(model: LoadedModel, name: str, formats: list[str]) -> Plan:

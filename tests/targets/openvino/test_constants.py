@@ -15,9 +15,10 @@ from kl_lens.errors import TargetError
 from kl_lens.formats import get_format
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.records import Plan
+from kl_lens.targets import describe_target
 from kl_lens.targets.openvino import constants, export, open_session
 from kl_lens.targets.openvino.graph import build_graph
-from kl_lens.targets.openvino.session import read_graph
+from kl_lens.targets.openvino.session import ON_ARM, read_graph
 from tests.families import token_ids
 from tests.targets.openvino.conftest import assert_same_logits, loaded, reference, untouched
 
@@ -38,7 +39,7 @@ plans = pytest.mark.parametrize(
         pytest.param("jamba_experts", "unsigned", marks=pytest.mark.slow),
     ],
 )
-ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4"}
+ELEMENTS = {"int8": "i8", "int4": "i4", "uint4": "u4", "nf4": "nf4", "uint2": "u2", "mxfp4": "f4e2m1"}
 
 
 @plans
@@ -63,14 +64,32 @@ def test_saved_integers_and_scales_are_those_of_the_formats(
         zero_points = np.empty(0, np.uint8)
         if isinstance(fmt, ZeroPointFormat):
             element, zero_points, _ = stored[f"{tensor.runtime_name}/zero_point"]
-            assert element == "u4"
+            assert element == ELEMENTS[fmt.name.partition("-")[0]]
             np.testing.assert_array_equal(zero_points, fmt.pack_zero_points(quantized))
         # Four bits really take half a byte: integers, scales and zero points are the format's own count.
         size = data.nbytes + scales.nbytes + zero_points.nbytes
         assert size == fmt.bytes(component.shape) == tensor.bytes
         seen.add(fmt.name)
-    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32"}}
+    wanted = {"mixed": {"int8", "int4"}, "unsigned": {"uint4", "uint4-g32", "nf4", "nf4-g32", "mxfp4"}}
     assert wanted[plan] <= seen
+
+
+def test_a_file_taken_apart_gives_the_same_values(exported: Callable) -> None:
+    case = exported("mamba", "unsigned")
+    apart = {tensor.name: tensor for tensor in describe_target("openvino").dissect(case.folder).tensors}
+    for tensor in case.artifact.tensors:
+        if tensor.realised in ("uint2-g64", "mxfp4", "uint4-g32"):
+            weight = case.model.model.get_parameter(case.model.anatomy.component(tensor.component).weight)
+            found = apart.pop(tensor.runtime_name)
+            assert torch.equal(
+                found.read().reshape(weight.shape), get_format(tensor.realised).roundtrip(weight)
+            )
+            assert (found.format, found.bytes) == (tensor.realised, tensor.bytes)
+
+
+def test_small_formats_say_what_this_processor_does_with_them(exported: Callable) -> None:
+    notes = exported("mamba", "unsigned").artifact.settings.get("notes", [])
+    assert any("expands mxfp4 and uint2-g64" in note for note in notes) == ON_ARM
 
 
 @plans

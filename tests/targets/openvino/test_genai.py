@@ -113,7 +113,9 @@ def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
         assert theirs(pipeline, prompt, apply_chat_template=False) == ours(place, prompt)
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_h1", pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["mamba", *(pytest.param(f, marks=pytest.mark.slow) for f in ("falcon_h1", "mamba2"))]
+)
 def test_a_chat_goes_on_where_it_was(family: str, folder: Callable) -> None:
     """The history is tokenized anew for every turn; GenAI has to begin again where the states cannot be cut back."""
     place = folder(family)

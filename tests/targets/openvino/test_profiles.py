@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
 from kl_lens.errors import CheckpointError, TargetError
+from kl_lens.formats import get_format
 from kl_lens.records import Plan
+from kl_lens.targets import get_target
 from kl_lens.targets.openvino import PROFILES, export
 from kl_lens.targets.openvino.profiles import get_profile, realise
 from tests.targets.openvino.conftest import untouched
@@ -34,6 +38,9 @@ def test_int4_on_the_gpu_is_an_explicit_choice(anatomy) -> None:
     [
         ("cpu", "uint4-g32", "uint4-g32"),
         ("cpu", "nf4-g32", "nf4-g32"),
+        ("cpu", "mxfp4", "mxfp4"),
+        ("gpu-int4", "mxfp4", "int4"),
+        ("gpu", "uint2-g64", "int8"),
         ("gpu-int4", "uint4-g32", "uint4-g32"),
         ("gpu-int4", "nf4-g32", "int4"),
         ("gpu", "uint4", "int8"),
@@ -95,3 +102,16 @@ def test_settings_that_make_no_sense(tmp_path) -> None:
     ]:
         with pytest.raises(TargetError, match=message):
             export(model, plan, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("machine", "offered"), [("x86_64", True), ("AMD64", True), ("aarch64", False), ("riscv64", False)]
+)
+def test_two_bits_are_offered_where_they_run_as_stored(
+    machine: str, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    target = get_target("openvino")
+    assert ("uint2-g64+gptq" in target.menu) == offered
+    assert "mxfp4+gptq" not in target.menu  # larger losses than int4-g64 of the same bytes
+    assert target.holds(get_format("uint2-g64"), (64, 64)) is None  # to be named by hand on any processor

@@ -1,22 +1,42 @@
 """llama.cpp's stock recipes, as `llama-quantize` applies them to a model, without and with an importance matrix.
 
-They were tuned for transformers: state-space matrices all get the type in the recipe's name. If a type does not fit a
-shape, the fallback is llama.cpp's. Its exceptions for models with exactly eight experts are left out. The head has no
-importance matrix, which is the default of `llama-imatrix`.
+They were tuned for transformers: state-space matrices all get the type that most weights have. If a type does not fit a
+shape, the fallback is llama.cpp's. Its exceptions for models with exactly eight experts are left out. Embedding and
+head have no importance matrix, which is the default of `llama-imatrix`. A component that is several tensors in the file
+gets the type of the first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from kl_lens.checkpoints import Anatomy
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.checkpoints.anatomy import component_name
+from kl_lens.checkpoints.streaming import CheckpointTensors, ModelTensors
+from kl_lens.formats import get_format
 from kl_lens.recipes import Recipe, fitting_recipe, preferred
-from kl_lens.records import Component
 from kl_lens.targets.base import StockRecipe
+from kl_lens.targets.gguf.architectures import get_architecture
 
 # Stock recipe → the type of most weights.
 _BASES = {
+    "IQ2_XXS": "iq2_xxs",
+    "IQ2_XS": "iq2_xs",
+    "IQ2_S": "iq2_xs",
+    "IQ2_M": "iq2_s",
+    "Q2_K_S": "q2_k",
+    "Q2_K": "q2_k",
+    "IQ3_XXS": "iq3_xxs",
+    "IQ3_XS": "iq3_s",
+    "IQ3_S": "iq3_s",
+    "IQ3_M": "iq3_s",
+    "Q3_K_S": "q3_k",
     "Q3_K_M": "q3_k",
+    "Q3_K_L": "q3_k",
     "Q4_0": "q4_0",
     "IQ4_XS": "iq4_xs",
     "Q4_K_M": "q4_k",
@@ -25,73 +45,176 @@ _BASES = {
     "Q8_0": "q8_0",
 }
 _USUAL = ("Q4_K_M", "Q5_K_M", "Q8_0")
-_OUTPUT = "q6_k"
-_FUSED_ATTENTION = {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}
-_MANY = 4  # queries per key; from here on, values are few and get more bits
+_TINY, _TWO_BITS = ("IQ2_XXS", "IQ2_XS"), ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+_ONLY_WITH_IMPORTANCE = (*_TWO_BITS, "Q2_K_S", "IQ3_XXS")
+# Parts of tensor names → what llama.cpp takes them for; the first that is found.
+_PARTS = {
+    "attn_qkv.weight": "values",
+    "attn_kv_b.weight": "values",
+    "attn_v.weight": "values",
+    "attn_k.weight": "keys",
+    "attn_q.weight": "keys",
+    "attn_output.weight": "attention",
+    "ffn_up": "up",
+    "ffn_gate": "gate",
+    "ffn_down": "down",
+}
+_MANY = 4  # queries per key, or experts; from here on, values are few and get more bits
 
 
-def stock_recipes(anatomy: Anatomy) -> tuple[StockRecipe, ...]:
-    recipes = []
+def stock_recipes(model: LoadedModel) -> tuple[StockRecipe, ...]:
+    recipes, file = [], FileTensors(model)
     for name, base in _BASES.items():
         origin = f"llama.cpp's llama-quantize {name}, {{}} an importance matrix"
-        plain = _stock_recipe(name, anatomy, ())
-        recipes.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
+        if name not in _ONLY_WITH_IMPORTANCE:
+            plain = file.recipes(name, ())
+            recipes.append(StockRecipe(name, plain, origin.format("without"), usual=name in _USUAL))
         if preferred(base, ("imatrix",)) != base:
-            weighed = _stock_recipe(name, anatomy, ("imatrix",))
+            weighed = file.recipes(name, ("imatrix",))
             recipes.append(StockRecipe(f"{name}.imatrix", weighed, origin.format("with")))
     return tuple(recipes)
 
 
-def _stock_recipe(name: str, anatomy: Anatomy, methods: tuple[str, ...]) -> dict[str, Recipe]:
-    raised = _raised(name, anatomy, with_importance=bool(methods))
-    chosen = {}
-    for component in anatomy.candidates:
-        wanted = raised.get(component.name, _BASES[name])
-        if component.name == anatomy.head:  # a tied embedding is the head
-            recipe = Recipe(wanted if wanted == "q8_0" else _OUTPUT)
-        else:
-            recipe = preferred(wanted, methods)
-        chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
-    return chosen
+@dataclass(frozen=True)
+class Place:
+    """A tensor among those of its part, in llama.cpp's order."""
+
+    part: str
+    count: int  # tensors of the part before it
+    layer: int  # its block, or `count` in a model without experts
 
 
-def _raised(name: str, anatomy: Anatomy, with_importance: bool) -> dict[str, str]:
-    """Components that get more bits than the recipe's name says: attention values and outputs, feed-forward outputs."""
-    candidates, blocks = anatomy.candidates, anatomy.blocks
-    values = [c for c in candidates if c.kind in ("v_proj", "qkv_proj")]
-    downs = [c for c in candidates if c.kind == "down_proj"]
-    experts = any(len(c.shape) == 3 for c in candidates)
-    raised = {
-        c.name: _FUSED_ATTENTION[name] for c in values if c.kind == "qkv_proj" and name in _FUSED_ATTENTION
-    }
+class FileTensors:
+    """The tensors that llama.cpp chooses types for."""
 
-    def layer(index: int, component: Component) -> int:
-        return component.block if experts and component.block is not None else index
+    def __init__(self, model: LoadedModel) -> None:
+        self._model, self._architecture = model, get_architecture(model.config.model_type)
 
-    if name == "Q3_K_M":
-        raised |= {c.name: "q4_k" for c in candidates if c.kind == "o_proj"}
-        raised |= {c.name: "q5_k" if i < 2 else "q4_k" for i, c in enumerate(values) if c.kind == "v_proj"}
-        raised |= {c.name: "q5_k" if layer(i, c) < blocks // 16 else "q4_k" for i, c in enumerate(downs)}
-    elif name in ("Q4_K_M", "Q5_K_M"):
-        raised |= {
-            c.name: _OUTPUT for i, c in enumerate(values) if c.kind == "v_proj" and _is_raised(i, len(values))
+    def recipes(self, name: str, methods: tuple[str, ...]) -> dict[str, Recipe]:
+        anatomy, chosen = self._model.anatomy, {}
+        for component in anatomy.candidates:
+            ends = component.name in (anatomy.head, anatomy.embedding)
+            if component.name == anatomy.head:  # a tied embedding is the head
+                wanted = _head(name, component.shape)
+            elif ends:
+                wanted = (
+                    "q2_k" if name in _TINY else "iq3_s" if name in (*_TWO_BITS, "IQ3_XXS") else _BASES[name]
+                )
+            else:
+                place = self.places.get(component.name)
+                raised = place and self._raised(name, place, with_importance=bool(methods))
+                wanted = raised or _BASES[name]
+            recipe = preferred(wanted, () if ends else methods)
+            chosen[component.name] = fitting_recipe(recipe, component.shape)[0]
+        return chosen
+
+    def _raised(self, name: str, place: Place, *, with_importance: bool) -> str | None:
+        """The type of a component that does not get the recipe's own."""
+        part, layer, blocks = place.part, place.layer, self._blocks
+        first = layer < blocks // 8
+        if name in _TWO_BITS:
+            more = "q2_k" if name in _TINY else "iq3_s"
+            if part == "values":
+                return "q4_k" if self._queries >= _MANY or self._experts >= _MANY else more
+            if part == "down":
+                return more if place.count < blocks // 8 else None
+            return more if part == "attention" and name not in _TINY else None
+        few = self._queries >= _MANY
+        found: dict[str, dict[str, str | None]] = {
+            "values": {
+                "Q2_K": "q4_k" if few else "q3_k",
+                "IQ3_M": "q4_k",
+                "Q3_K_M": "q5_k" if place.count < 2 else "q4_k",
+                "Q3_K_L": "q5_k",
+                **dict.fromkeys(("Q2_K_S", "IQ3_XXS", "IQ3_XS", "IQ3_S"), "q4_k" if few else None),
+                "IQ4_XS": "q5_k" if few else None,
+                **dict.fromkeys(
+                    ("Q4_K_M", "Q5_K_M"), "q6_k" if _has_more(place.count, self._values) else None
+                ),
+            },
+            "keys": {"IQ3_XS": "iq3_xxs", "IQ3_XXS": "iq2_s"},
+            "attention": {
+                "Q2_K": "q3_k",
+                "IQ3_XXS": "iq3_s",
+                "Q3_K_M": "q4_k",
+                "Q3_K_L": "q5_k",
+                "IQ3_M": "q4_k",
+            },
+            "down": {
+                "Q2_K": "q3_k",
+                "Q2_K_S": "q4_k" if first else None,
+                "IQ3_M": "q4_k" if first else None,
+                "Q3_K_M": "q5_k" if layer < blocks // 16 else "q4_k",
+                "Q3_K_L": "q5_k",
+                "Q4_0": "q4_1" if first and with_importance else None,
+                "IQ4_XS": "q5_k" if first and not with_importance else None,
+                **dict.fromkeys(("Q4_K_M", "Q5_K_M"), "q6_k" if _has_more(layer, blocks) else None),
+            },
         }
-        raised |= {c.name: _OUTPUT for i, c in enumerate(downs) if _is_raised(layer(i, c), blocks)}
-    elif name == "IQ4_XS":
-        if _queries_per_key(candidates) >= _MANY:
-            raised |= {c.name: "q5_k" for c in values if c.kind == "v_proj"}
-        if not with_importance:
-            raised |= {c.name: "q5_k" for i, c in enumerate(downs) if layer(i, c) < blocks // 8}
-    return raised
+        if part in ("gate", "up"):
+            return "iq3_xxs" if name == "IQ3_XS" and blocks // 8 <= layer < 7 * blocks // 8 else None
+        return found.get(part, {}).get(name)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        model = self._model
+        on_disk = model.residency is not None
+        tensors = CheckpointTensors(model.folder, model.config) if on_disk else ModelTensors(model.model)
+        try:
+            shapes = tensors.shapes
+        finally:
+            tensors.close()
+        named = {
+            rule.name: component_name(rule.parameter, len(shapes[rule.parameter]))
+            for rule in self._architecture.tensors(model.config, shapes)
+            if rule.parameter is not None
+        }
+        places: dict[str, Place] = {}
+        counts = Counter[str]()
+        for tensor in sorted(named, key=lambda name: (_block(name), name)):
+            part = next((part for piece, part in _PARTS.items() if piece in tensor), None)
+            if part is not None:
+                count = counts[part]
+                layer = _block(tensor) if self._experts > 1 else count
+                places.setdefault(named[tensor], Place(part, count, layer))
+                counts[part] += 1
+        return places
+
+    @property
+    def _values(self) -> int:
+        return max((place.count + 1 for place in self.places.values() if place.part == "values"), default=0)
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return dict(self._architecture.metadata(self._model.config))
+
+    @property
+    def _blocks(self) -> int:
+        return int(self._metadata["block_count"])
+
+    @property
+    def _experts(self) -> int:
+        return int(self._metadata.get("expert_count", 0))
+
+    @property
+    def _queries(self) -> int:
+        """Per key, in the first block, which is where llama.cpp looks."""
+        heads, keys = (self._metadata.get(f"attention.head_count{end}", 0) for end in ("", "_kv"))
+        one, other = (value[0] if isinstance(value, list | tuple) else value for value in (heads, keys))
+        return int(one) // int(other) if other else 0
 
 
-def _queries_per_key(candidates: Sequence[Component]) -> int:
-    rows = {
-        kind: next((c.shape[-2] for c in candidates if c.kind == kind), 0) for kind in ("q_proj", "k_proj")
-    }
-    return rows["q_proj"] // rows["k_proj"] if rows["k_proj"] else 0
+def _head(name: str, shape: Sequence[int]) -> str:
+    if name == "Q8_0" or get_format(_BASES[name]).fits(shape):
+        return "q8_0"
+    return "q5_k" if name in (*_TWO_BITS, "IQ3_XXS") else "q6_k"
 
 
-def _is_raised(layer: int, layers: int) -> bool:
+def _block(tensor: str) -> int:
+    block = tensor.split(".")[1]
+    return int(block) if tensor.startswith("blk.") and block.isdigit() else -1
+
+
+def _has_more(layer: int, layers: int) -> bool:
     """The first and last eighth, and every third in between."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

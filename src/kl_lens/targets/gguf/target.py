@@ -68,6 +68,10 @@ class GGUFTarget(Target):
     def short_menu(self) -> tuple[Recipe, ...]:
         return (*self.recipes(("iq4_xs", "q4_k", "q5_k", "q6_k")), Recipe("q8_0"))
 
+    @property
+    def small_formats(self) -> tuple[str, ...]:
+        return ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # Q2_K and Q3_K lose to IQ2_S and IQ3_S
+
     def unsupported(self, model_type: str) -> str | None:
         from kl_lens.targets.gguf.architectures import supported_architectures
 
@@ -81,7 +85,7 @@ class GGUFTarget(Target):
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.gguf.stock import stock_recipes
 
-        return stock_recipes(model.anatomy)
+        return stock_recipes(model)
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -147,8 +151,8 @@ class GGUFTarget(Target):
     def shipped_digests(self, place: Path) -> dict[str, str]:
         import numpy as np
 
+        from kl_lens.digests import bytes_digest
         from kl_lens.targets.gguf.header import check_file
-        from kl_lens.weights.store import bytes_digest
 
         info = check_file(self.weight_file(place))
         data = {path: np.memmap(path, np.uint8, "r") for path in info.paths}

@@ -15,6 +15,7 @@ import torch
 
 from kl_lens.formats import Format
 from kl_lens.formats.ggml import gguf_module
+from kl_lens.formats.gguf_blocks import GGUFFormat
 from kl_lens.recipes import Recipe
 from kl_lens.targets.gguf.header import parts_of
 from kl_lens.weights import GivenWeights, WeightStore
@@ -51,5 +52,8 @@ def uniform_copy(source: Path, destination: Path, fmt: Format, weights: Collecti
 
 def _random_row(fmt: Format, columns: int) -> npt.NDArray[np.uint8]:
     weight = torch.randn((1, columns), generator=torch.Generator().manual_seed(0)) * columns**-0.5
-    stored = WeightStore(GivenWeights({"row": weight})).quantized("row", Recipe(fmt.name))
+    if isinstance(fmt, GGUFFormat) and fmt.needs_importance:
+        stored = fmt.quantize_with(weight, torch.ones(columns))
+    else:
+        stored = WeightStore(GivenWeights({"row": weight})).quantized("row", Recipe(fmt.name))
     return np.asarray(fmt.pack(stored)).reshape(1, -1).view(np.uint8)

@@ -112,7 +112,7 @@ def write_files(
     Returns the files in order of their parts, and for each tensor the digests of its stored bytes and of the weight
     store's quantized weight.
     """
-    from kl_lens.weights import bytes_digest
+    from kl_lens.digests import bytes_digest
 
     digests: dict[str, tuple[str, str]] = {}
     with replacing(folder) as place, naming(folder / header.name):

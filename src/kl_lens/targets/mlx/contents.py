@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
+from kl_lens.digests import bytes_digest
 from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.mlx.export import PARTS
 from kl_lens.targets.mlx.session import MLXSession
-from kl_lens.weights import bytes_digest
 
 _EMBEDDINGS = ("embeddings", "embed_tokens")
 _EXPERTS = "switch_mlp"

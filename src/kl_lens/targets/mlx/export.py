@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kl_lens.digests import bytes_digest
 from kl_lens.errors import TargetError
 from kl_lens.formats.affine import AffineFormat
 from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
 from kl_lens.records import Artifact, ExportedTensor, Plan
 from kl_lens.targets.mlx.configuration import CONFIG_FILE
 from kl_lens.targets.mlx.writer import Entry, file_size, write_file
-from kl_lens.weights import bytes_digest
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import Anatomy, LoadedModel

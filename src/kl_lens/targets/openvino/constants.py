@@ -20,15 +20,17 @@ import torch
 from torch import nn
 
 from kl_lens.checkpoints import Anatomy
+from kl_lens.digests import bytes_digest
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format, Quantized
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component
 from kl_lens.targets.openvino.profiles import Realised
 from kl_lens.targets.openvino.rewrites import operations
-from kl_lens.weights import WeightStore, bytes_digest
+from kl_lens.weights import WeightStore
 from kl_lens.weights.store import moved
 
 SMALL = 64  # constants up to this size may be anything the converter computed: epsilons, scales, shapes
@@ -254,8 +256,12 @@ def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any,
     element = _element(fmt)
     constant = _packed_constant(packed, element, stored_shape, name)
     scale_values = scales[..., None] if grouped else scales.reshape(*rows, 1)
-    scale = ops.constant(np.ascontiguousarray(scale_values))
-    scale.set_friendly_name(f"{name}/scale")
+    if isinstance(fmt, MicroscalingFormat):
+        scale = _packed_constant(scales.reshape(-1), ov.Type.f8e8m0, scale_values.shape, f"{name}/scale")
+        scale = ops.convert(scale, "f16")
+    else:
+        scale = ops.constant(np.ascontiguousarray(scale_values))
+        scale.set_friendly_name(f"{name}/scale")
     value, zero_points = ops.convert(constant, "f16"), np.empty(0, np.uint8)
     if isinstance(fmt, ZeroPointFormat):
         zero_points = fmt.pack_zero_points(quantized)
@@ -276,8 +282,10 @@ def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any,
 def _element(fmt: Format) -> Any:
     if isinstance(fmt, NormalFloatFormat):
         return ov.Type.nf4
+    if isinstance(fmt, MicroscalingFormat):
+        return ov.Type.f4e2m1
     if isinstance(fmt, ZeroPointFormat):
-        return ov.Type.u4
+        return ov.Type.u2 if fmt.bits == 2 else ov.Type.u4
     return ov.Type.i4 if fmt.bits == 4 else ov.Type.i8
 
 
@@ -306,7 +314,7 @@ def read_back(graph: ov.Model) -> dict[str, tuple[str, npt.NDArray[Any], npt.NDA
 
 
 def raw_bytes(node: Any) -> npt.NDArray[np.uint8]:
-    """A constant's bytes as they are stored; two to the byte for four-bit integers."""
+    """A constant's bytes as they are stored; two or four numbers to the byte for four or two bits."""
     return np.ascontiguousarray(node.data).reshape(-1).view(np.uint8)
 
 

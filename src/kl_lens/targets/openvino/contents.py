@@ -11,7 +11,7 @@ from kl_lens.targets.contents import BODY, HEAD, LOOKUP, Contents, StoredWeight
 from kl_lens.targets.openvino.folder import IR_FILE
 from kl_lens.targets.openvino.session import HEAD_NODE, read_graph
 
-# Operations between a stored constant and its user, besides the product with the scale.
+# Operations between a stored constant and its user, besides the zero point and the product with the scale.
 _PASSING = ("Convert", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 
 
@@ -54,12 +54,12 @@ def graph_contents(folder: Path, artifact: Artifact) -> Contents:
 def _users(node: Any) -> set[tuple[str, str]]:
     """(type, name) of the operations that use a constant."""
     users = set()
-    scaled = f"{node.get_friendly_name()}/scaled"
+    own = {f"{node.get_friendly_name()}/{part}" for part in ("scaled", "zero_point/subtract")}
     waiting = [node]
     while waiting:
         for reader in waiting.pop().output(0).get_target_inputs():
             user = reader.get_node()
-            if user.get_type_name() in _PASSING or user.get_friendly_name() == scaled:
+            if user.get_type_name() in _PASSING or user.get_friendly_name() in own:
                 waiting.append(user)
             else:
                 users.add((user.get_type_name(), user.get_friendly_name()))

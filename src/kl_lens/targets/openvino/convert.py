@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import tempfile
 import time
@@ -23,7 +24,7 @@ from kl_lens.targets.openvino import constants, rewrites
 from kl_lens.targets.openvino.folder import GENERATION_FILE, IR_FILE
 from kl_lens.targets.openvino.graph import StaticShape, graph_of, on_cpu, require_family
 from kl_lens.targets.openvino.images import image_graph_of
-from kl_lens.targets.openvino.profiles import Realised, get_profile, realise
+from kl_lens.targets.openvino.profiles import Realised, expanded, get_profile, realise
 from kl_lens.targets.openvino.quarantine import GRAPH_DIGEST, graph_digest
 from kl_lens.targets.openvino.session import (
     HEAD_NODE,
@@ -137,8 +138,9 @@ def export(
     if model.tokenizer is not None and with_tokenizer:
         model.tokenizer.save_pretrained(place)
     converses = with_tokenizer and task is None and static is None
-    if converses and (missing := write_tokenizer(model.tokenizer, place)):
-        settings["notes"] = [missing]
+    missing = write_tokenizer(model.tokenizer, place) if converses else None
+    if notes := [note for note in (missing, _expanded_here(realised)) if note]:
+        settings["notes"] = notes
     if task is not None:
         task.preparation.write(place)
     files = tuple(sorted(path.name for path in place.iterdir()))
@@ -149,6 +151,16 @@ def export(
 
 
 _rewrites = rewrites  # `export` has an argument with that name
+
+
+def _expanded_here(realised: dict[str, Realised]) -> str | None:
+    names = {each.recipe.grid.name for each in realised.values()} & set(expanded(platform.machine()))
+    if not names:
+        return None
+    return (
+        f"on this processor OpenVINO expands {' and '.join(sorted(names))} to floats when it loads the file: right "
+        "results, but neither less memory nor more speed; on x86-64 they run as stored"
+    )
 
 
 def _save(graph: ov.Model, path: Path) -> None:

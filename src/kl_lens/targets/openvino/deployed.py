@@ -9,7 +9,8 @@ products on OpenVINO 2026.4.1 and reproduce them to 1e-7 of their largest elemen
 - 4-bit weights in several groups per row: the same integers, but each scale goes to bfloat16 by adding half a unit
   only where the last kept bit is one (then cutting), and not to the nearest;
 - 4-bit weights with zero points in groups: exactly the stored weights; activations symmetric, one scale per token and
-  group, 127 steps. With zero points per row, and in NF4, nothing is rounded.
+  group, 127 steps. With zero points per row, in 2 bits, NF4 and MXFP4, nothing is
+  rounded.
 
 Products with the stacked experts of a mixture are not covered by those kernels and are left alone. An embedding that is
 tied to the head is looked up with the head's rounded scales here, and with its own in OpenVINO.
@@ -52,7 +53,7 @@ def quantize_groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def kernel_values(fmt: Format, quantized: Quantized) -> torch.Tensor:
-    """The float32 weights that the kernels multiply with. Weights with zero points and NF4 stay exact."""
+    """The float32 weights that the kernels multiply with. Weights with zero points, NF4 and MXFP4 stay exact."""
     if not isinstance(fmt, SignedScaleFormat) or fmt.bits != 4:
         return fmt.dequantize(quantized)
     assert quantized.scales is not None
@@ -82,7 +83,7 @@ def as_deployed(model: nn.Module, recipes: Mapping[str, Recipe]) -> Iterator[Non
         grid = recipe.grid if name in modules else None
         if isinstance(grid, SignedScaleFormat):
             changes[name] = quantize_activations
-        elif isinstance(grid, ZeroPointFormat):
+        elif isinstance(grid, ZeroPointFormat) and grid.bits == 4:
             columns = model.get_parameter(f"{name}.weight").shape[-1]
             if (size := grid.group_size or columns) < columns:  # one group is a row
                 changes[name] = partial(quantize_groups, size=size)

@@ -14,9 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format, known_formats
+from kl_lens.formats import Format, get_format, known_formats, microscaling, normal_float
 from kl_lens.formats.integer import SignedScaleFormat
-from kl_lens.formats.normal_float import LEVELS
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.targets import quarantine
 from kl_lens.targets.artifacts import read_artifact
@@ -45,7 +44,12 @@ if TYPE_CHECKING:
 _LARGEST_TRANSFORMED = 1 << 20  # values; norms and decays are small
 _FEWEST = 16  # values; smaller constants are shapes, axes and epsilons
 _SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
-_BITS = {"i4": 4, "u4": 4, "nf4": 4, "i8": 8, "u8": 8}
+_BITS = {"u2": 2, "i4": 4, "u4": 4, "nf4": 4, "f4e2m1": 4, "i8": 8, "u8": 8}
+_LEVELS = {
+    "nf4": normal_float.LEVELS,
+    "f4e2m1": np.concatenate([microscaling.MAGNITUDES, -microscaling.MAGNITUDES]),
+}
+_EXPONENTS = "f8e8m0"  # scales alone
 _FLOATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _EPSILONS = 1e-9, 1e-2  # what a norm adds lies between
 
@@ -196,7 +200,7 @@ def _stored(name: str, end: Any) -> StoredTensor:
     constants = list(_constants(end.get_node()))
     weight = max(constants, key=_size)
     kind = weight.get_element_type().get_type_name()
-    floats = [n for n in constants if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS)]
+    floats = [n for n in constants if n.get_element_type().get_type_name() in (*_BITS, *_FLOATS, _EXPONENTS)]
     size = sum(raw_bytes(node).nbytes for node in floats)
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
@@ -207,8 +211,10 @@ def _stored(name: str, end: Any) -> StoredTensor:
 
 
 def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:
-    """The integer format of a compressed weight; groups are the last axis of what is stored."""
-    if kind not in _BITS or kind == "nf4":
+    """The format of a compressed weight; groups are the last axis of what is stored."""
+    if _EXPONENTS in {node.get_element_type().get_type_name() for node in others}:
+        return get_format("mxfp4") if kind == "f4e2m1" else None
+    if kind not in _BITS or kind in _LEVELS:
         return None
     shape, scales = list(weight.get_output_shape(0)), max((_size(node) for node in others), default=1)
     group = shape[-1] if len(shape) == 3 and scales > math.prod(shape[:-2]) else None
@@ -245,16 +251,15 @@ def _value(node: Any) -> npt.NDArray[Any]:
 
 def _numbers(node: Any) -> npt.NDArray[Any]:
     kind, shape = node.get_element_type().get_type_name(), tuple(node.get_output_shape(0))
-    if kind in ("i4", "u4", "nf4"):
+    if (bits := _BITS.get(kind, 8)) < 8:
         packed = raw_bytes(node)
-        nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(-1)[: math.prod(shape)]
-        if kind == "nf4":
-            return LEVELS[nibbles].reshape(shape)
-        return (
-            (nibbles.astype(np.int8) - 16 * ((nibbles > 7) & (kind == "i4")))
-            .astype(np.float32)
-            .reshape(shape)
-        )
+        parts = [packed >> place & 2**bits - 1 for place in range(0, 8, bits)]
+        codes = np.stack(parts, -1).reshape(-1)[: math.prod(shape)].reshape(shape)
+        if kind in _LEVELS:
+            return _LEVELS[kind][codes]
+        return (codes.astype(np.int8) - 16 * ((codes > 7) & (kind == "i4"))).astype(np.float32)
+    if kind == _EXPONENTS:
+        return (raw_bytes(node).astype(np.uint32) << 23).view(np.float32).reshape(shape)
     if kind == "bf16":
         return (raw_bytes(node).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
     return np.asarray(node.data).astype(np.float32 if kind in (*_BITS, *_FLOATS) else np.int64)

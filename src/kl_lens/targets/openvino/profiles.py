@@ -9,9 +9,19 @@ from kl_lens.checkpoints import Anatomy
 from kl_lens.errors import FormatError, TargetError
 from kl_lens.formats import Format
 from kl_lens.formats.integer import SignedScaleFormat
+from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
 from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
+
+_FLOATS = (NormalFloatFormat, MicroscalingFormat)
+_EXPANDED = ("uint2-g64", "mxfp4")
+
+
+def expanded(machine: str) -> tuple[str, ...]:
+    """Formats that OpenVINO 2026.4 turns into floats on loading. x86-64 multiplies with them as stored; ARM does not
+    (both seen). Other processors were not tried."""
+    return () if machine.lower() in ("x86_64", "amd64") else _EXPANDED
 
 
 @dataclass(frozen=True)
@@ -25,19 +35,19 @@ class DeviceProfile:
     rewrites: tuple[str, ...] = ()
     rewrites_with_chunks: tuple[str, ...] = ()  # added for models with Mamba-2 scans
     zero_points: bool = True  # runs asymmetric integers
-    normal_floats: bool = False  # runs NF4
+    floats: bool = False  # runs NF4 and MXFP4
     unrolled: bool = False
 
     def holds(self, fmt: Format) -> str | None:
         """None, or why weights in this format cannot be stored for the device."""
         if fmt.name == FP16:
             return None
-        if not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, NormalFloatFormat)):
-            return "OpenVINO stores FP16, NNCF's integers and NF4 only"
+        if not isinstance(fmt, (SignedScaleFormat, ZeroPointFormat, *_FLOATS)):
+            return "OpenVINO stores FP16, NNCF's integers, uint2, NF4 and MXFP4 only"
         if isinstance(fmt, ZeroPointFormat) and not self.zero_points:
             return f"profile {self.name} holds symmetric integers only"
-        if isinstance(fmt, NormalFloatFormat) and not self.normal_floats:
-            return f"profile {self.name} holds no NF4"
+        if isinstance(fmt, _FLOATS) and not self.floats:
+            return f"profile {self.name} holds no NF4 or MXFP4"
         if fmt.bits not in self.bits:
             return f"profile {self.name} holds no {fmt.bits}-bit weights"
         return None
@@ -49,7 +59,7 @@ class DeviceProfile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(4, 8), normal_floats=True),
+        DeviceProfile("cpu", "x86-64 and ARM processors", bits=(2, 4, 8), floats=True),
         DeviceProfile(
             "gpu",
             "Intel integrated GPU (Lunar Lake)",

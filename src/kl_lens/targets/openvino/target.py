@@ -80,9 +80,13 @@ class OpenVINOTarget(Target):
 
     @property
     def formats(self) -> tuple[str, ...]:
+        from kl_lens.targets.openvino.profiles import expanded
+
+        machine = platform.machine()
+        small = () if "uint2-g64" in expanded(machine) else ("uint2-g64",)
         # On ARM there are integer kernels for symmetric weights only.
-        asymmetric = () if platform.machine() in _ARM else ("uint4-g128", "uint4-g64")
-        return (*asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
+        asymmetric = () if machine in _ARM else ("uint4-g128", "uint4-g64")
+        return (*small, *asymmetric, "int4-g128", "int4-g64", "int4-g32", "int8", FP16)
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
