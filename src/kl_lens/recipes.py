@@ -77,10 +77,11 @@ def plainest(format_name: str) -> Recipe:
 def fitting_recipe(wanted: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
     """The recipe for a weight of this shape, and why it differs from the wanted one (or None).
 
-    A substitute format keeps the method if that suits it.
+    A substitute format keeps the method if that suits it; tuned weights have none.
     """
     fmt, reason = fitting_format(wanted.grid, shape)
     if reason is None:
         return wanted, None
-    method = wanted.method if wanted.quantizer.suits(fmt) is None else NEAREST
+    keeps = wanted.quantizer.suits(fmt) is None and not wanted.is_tuned
+    method = wanted.method if keeps else NEAREST
     return Recipe(fmt.name, method), reason

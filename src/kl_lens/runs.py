@@ -58,6 +58,7 @@ CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
 CALIBRATION, EVALUATION, POSITIONS = "calibration", "evaluation", "positions"  # roles of texts
+TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = (
     "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
 )

@@ -62,5 +62,8 @@ def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(t
     doubled = model.weights.quantized(component, recipe, 2.0)
     assert torch.equal(doubled.data, plain.data)
     assert torch.equal(scales_of(recipe.grid, doubled)[0], 2 * scales_of(recipe.grid, plain)[0])
+    assert (
+        fitting_recipe(Recipe("q4_k", "tuned-0a"), (8, 32))[0] == "q5_0"
+    )  # of another format nothing was tuned
     with pytest.raises(FormatError, match="this store has none"):
         _opened("mamba").weights.keep_tuned(component, recipe, plain)

@@ -11,6 +11,7 @@ from kl_lens import planning
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.recipes import Recipe
+from kl_lens.runs import TUNING, Run
 from kl_lens.targets import read_artifact
 
 
@@ -56,3 +57,10 @@ def test_tuned_weights_reach_the_file_if_held_out_text_agrees(
         for name, tensor in shipped.items():
             assert tensor.weights == store.digest(name, tuned[name])
             assert tensor.weights != store.digest(name, Recipe(tuned[name].grid.name))
+    with Run.open(run) as opened:
+        ((digest, text),) = opened.load_all(TUNING).items()
+        assert text["windows"] == 16
+        opened.store(TUNING, digest, text | {"source": "wikitext2", "split": "test", "windows": 1000})
+    capsys.readouterr()
+    assert main(plan) == 1  # a plan is not judged on text that one was tuned on
+    assert "calibration and evaluation share a document" in capsys.readouterr().err

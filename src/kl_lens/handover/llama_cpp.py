@@ -40,7 +40,11 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
     jobs = _jobs(model, plan)
     lines = [_line(job) for job in jobs]
     (folder / TYPES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    learning = [job for job in jobs if job.recipe is not None and job.recipe.quantizer.learns]
+    learning = [
+        job
+        for job in jobs
+        if job.recipe and (job.recipe.quantizer.learns or (job.recipe.is_tuned and statistics is not None))
+    ]
     if learning:
         if statistics is None:
             raise UnlearntError(

@@ -112,8 +112,8 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     )
     tune: int | None = _proof(
         None,
-        "also move the stored weights so that the KL on calibration text falls, with gradients; kept if it falls on "
-        f"held-out text too (default: {TUNING_WINDOWS} windows)",
+        "also tune the scales with gradients, so that the KL on calibration text falls; kept if it falls on held-out "
+        f"text too (default: {TUNING_WINDOWS} windows)",
         kind=COUNT,
         nargs="?",
         bare=TUNING_WINDOWS,

@@ -1,4 +1,4 @@
-"""`plan --tune`: the weights of a finished plan, tuned on text. Kept if the KL on the first held-out half falls; the
+"""`plan --tune`: the scales of a finished plan, tuned on text. Kept if the KL on the first held-out half falls; the
 second half confirms, as for every plan."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.quantizers import TUNED
 from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Plan
-from kl_lens.runs import Run
-from kl_lens.text import Windows
+from kl_lens.runs import TUNING, Run
+from kl_lens.text import Windows, refuse_overlap
 
 VERSION = 1  # raise it when the same plan and text give other weights
 
@@ -32,7 +32,10 @@ def with_tuning(
     model, meter = planner.model, planner.halves[0]
     recipes = {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
     model.weights.learnt_by(recipes.values(), plan.statistics)
-    text = _text(windows, run, model, bench)
+    drawn = _drawn(windows, run, model, bench)
+    for half in planner.halves:
+        refuse_overlap(drawn, half.text)
+    text = _unused(drawn, run, model, bench)
     rates = TuningRates()
     facts = [VERSION, model.fingerprint, model.weights.digests(recipes), text.fingerprint, asdict(rates)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=4).hexdigest()
@@ -42,6 +45,10 @@ def with_tuning(
         if scales_of(recipe.grid, model.weights.quantized(name, recipe))
     }
     if not all(model.weights.has_tuned(name, recipe) for name, recipe in spelled.items()):
+        identity = {
+            name: drawn.provenance()[name] for name in ("source", "split", "windows", "length", "seed")
+        }
+        run.store(TUNING, digest, identity)  # no plan of this run is judged on it
         events.note(f"tuning {plan.name} on {text.label}, {len(text)} windows of {text.length}")
         with going_on(run.folder), events.progress(f"tuning {plan.name}") as shown:
 
@@ -66,16 +73,21 @@ def with_tuning(
     )  # fmt: skip
 
 
-def _text(windows: int, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
-    """Windows of the run's calibration text that neither measured nor taught methods."""
+def _drawn(windows: int, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+    """Windows of the run's calibration text at other places than those that measured or taught methods."""
     measured = bench.calibration(run, model.task)
-    learnt = StoredStatistics.held_by(run.folder)
-    used = [measured, *([bench.drawn_again(learnt.identity["text"], model.task)] if learnt else [])]
     assert measured.seed is not None
-    drawn = bench.drawn(
+    return bench.drawn(
         measured.source, model.task, split=measured.split, length=measured.length, seed=measured.seed + 2,
         windows=min(windows, measured.stream_tokens // measured.length),
     )  # fmt: skip
+
+
+def _unused(drawn: Windows, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
+    """The windows that share nothing with those that measured or taught methods."""
+    learnt = StoredStatistics.held_by(run.folder)
+    used = [bench.calibration(run, model.task)]
+    used += [bench.drawn_again(learnt.identity["text"], model.task)] if learnt else []
     taken = [start for text in used if text.label == drawn.label for start in text.starts]
     apart = [i for i, start in enumerate(drawn.starts) if all(abs(start - t) >= drawn.length for t in taken)]
     if not apart:

@@ -15,7 +15,7 @@ from kl_lens.checkpoints.residency import AUTO, MEMORY
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import HeldOut, Loading
-from kl_lens.runs import CALIBRATION, Run
+from kl_lens.runs import CALIBRATION, TUNING, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.targets import deployed
@@ -143,9 +143,10 @@ class Workbench:
         return windows
 
     def refuse_overlap(self, run: Run, windows: Windows, task: Task) -> None:
-        """Raises if the run was measured on, or calibrated with, part of this text. Each pair is compared once."""
+        """Raises if the run was measured on, calibrated with or tuned on part of this text. Pairs are compared once."""
         learnt = StoredStatistics.held_by(run.folder)
-        for identity in (run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]):
+        texts = [run.text_identity(CALIBRATION), None if learnt is None else learnt.identity["text"]]
+        for identity in (*texts, *run.load_all(TUNING).values()):
             if identity is not None:
                 self._compare(self.drawn_again(identity, task), windows)
 
