@@ -21,7 +21,7 @@ from kl_lens.recipes import Recipe, plainest
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 
-SMALL_MENU = 2  # with so few recipes, everything is measured
+SMALL_MENU = 3  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
 TOLERANCE = 0.15  # of predictions
 PART = 8  # anchors are measured on one of so many parts of the text
