@@ -10,7 +10,7 @@ larger *on disk*. Both are written by the same exporter and judged by the runtim
 KL from the original, token perplexity, and the difference of the two KLs paired by window. AWQ with scale estimation is
 run by NNCF itself, on the FP16 graph and on the text that our methods learnt from. `--below-four`: llama.cpp's mixtures
 of 2 and 3 bits with an importance matrix, and the rule of its pull request 15550 (bits_rule.py) in their place, against
-plans with IQ2 and IQ3. `--files`: also the files FOLDER/MODEL/RIVAL.gguf that another tool made (auto_round_files.py).
+plans with IQ2 and IQ3. `--files`: also the files FOLDER/MODEL/RIVAL.gguf that another tool made.
 A folder of models stands for all models in it. With `--write`, models that the file already has from this commit are
 not judged again.
 """
@@ -163,9 +163,8 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         rivals: dict[str, Callable[[], Judged]] = {
             plan.name: lambda plan=plan: judged(plan) for plan in reversed(different.values())
         }
-        for file in sorted(
-            (arguments.files or Path()).glob(f"{shown(name).replace(':', '-')}/*{target.loads[0]}")
-        ):
+        pattern = f"{shown(name).replace(':', '-')}/*{target.loads[0]}"
+        for file in sorted(arguments.files.glob(pattern)) if arguments.files else ():
             size = file.stat().st_size
             rivals[file.stem] = lambda file=file, size=size: judge_files(target, file, size, text, teacher)
         if target.name == "openvino" and not arguments.data_free:

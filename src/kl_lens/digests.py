@@ -1,5 +1,5 @@
 """Digests of large arrays: of the digests of pieces, which several threads compute. Processors have instructions for
-SHA-256, which make it the fastest one."""
+SHA-256."""
 
 from __future__ import annotations
 

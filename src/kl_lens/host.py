@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the host's memory; from a GPU through page-locked memory, which is ten times faster and reused."""
+    """The tensor in the host's memory; from a GPU through page-locked memory, which torch keeps for the next copy."""
     import torch
 
     tensor = tensor.detach()

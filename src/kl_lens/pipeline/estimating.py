@@ -96,9 +96,8 @@ class Estimator:
         states, seconds, parameters = States(calls.hidden), 0.0, 0
         with chain.kernels():
             for index in range(min(BLOCKS, len(chain))):
-                after = chain.run(
-                    states, calls, index, index + 1
-                )  # compiles kernels, and enters the next block
+                # Compiles kernels, and enters the next block.
+                after = chain.run(states, calls, index, index + 1)
                 seconds += self._seconds(partial(chain.run, states, calls, index, index + 1))
                 parameters += sum(c.parameters for c in anatomy.candidates if c.block == index)
                 states = after
@@ -124,9 +123,8 @@ class Estimator:
                     moments = torch.eye(columns, device=self._device) + 0.1
                     self._inputs[columns] = InputStatistics(moments, (LEARNT_WINDOWS * self.length,))
                 given = self._inputs[columns]
-            quantizer.quantize(
-                weight[:8], grid, "rows", given
-            )  # compiles kernels, and factorises the moments
+            # Compiles kernels, and factorises the moments.
+            quantizer.quantize(weight[:8], grid, "rows", given)
             self._rows[key] = self._seconds(lambda: quantizer.quantize(weight, grid, "rows", given))
         return (several[0] if several else 1) * wanted / timed * self._rows[key]
 

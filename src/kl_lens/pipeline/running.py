@@ -144,7 +144,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
         (), "stages to skip, of rank, evaluate, benchmark, report", kind=NAMES, metavar="STAGES"
     )
     again: bool = _proof(False, "repeat stages that are already done")
-    estimate: bool = option(False, "only estimate time, memory and disk of every stage")
+    estimate: bool = option(
+        False, "only estimate time, memory and disk of every stage (without --paper, --tune and tasks)"
+    )
 
     @property
     def wanted(self) -> tuple[str, ...]:
