@@ -1,19 +1,23 @@
-"""The GPU: whole sweeps of published shapes beside the plain engine and the floors; agreement; error feedback.
+"""The GPU: sweeps of published shapes beside the plain engine and the floors; agreement; types; error feedback.
 
     python benchmarks/gpu.py sweep mamba-130m,mamba2-130m,mamba2-2.7b [--precisions tf32x3,tf32] [--memory-budget 3GB]
     python benchmarks/gpu.py agreement reference:mamba,reference:mamba2,reference:hybrid
+    python benchmarks/gpu.py types reference:mamba,reference:mamba2,reference:hybrid [--draws 16]
     python benchmarks/gpu.py gptq mamba-130m [--format int4-g64]   # each with [--write docs/results/speed.csv]
 
 Shapes have random weights and text of random tokens, 64 windows of 512, INT4 and INT8, every candidate; the plain
-engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Floors are the products
-alone, at the rates of torch's own.
+engine measures two of them. Agreement is on WikiText-2 against the plain engine in float32. Types: a whole model in a
+type of llama.cpp, quantized by the GPU and by the CPU (ggml), each draw with the importance of other windows. Floors
+are the products alone, at the rates of torch's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from common import shape  # isort: skip  (first: it sets the environment that torch reads)
 
@@ -23,10 +27,12 @@ from scipy.stats import kendalltau
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.formats import get_format
+from kl_lens.pipeline import CalibrateSettings, Workbench, perform
 from kl_lens.quantizers import InputStatistics, get_quantizer
-from kl_lens.recipes import Recipe
+from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
+from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
 from kl_lens.sensitivity.sweep import noise_floor
 from kl_lens.text import draw_windows
@@ -35,6 +41,9 @@ from result_files import add_option, write_speed
 from sweep import floor_seconds
 
 PRECISIONS = "tf32x3,tf32"
+RECIPES = ",".join(
+    f"{t}+{m}" for t in ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs") for m in ("imatrix", "gptq")
+)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -151,6 +160,38 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
     record(arguments, "gpu agreement", name, numbers)
 
 
+def types(name: str, arguments: argparse.Namespace) -> None:
+    """KL of the GPU's weights over that of the CPU's: mean of the logarithms, and its standard error."""
+    logarithms: dict[str, list[float]] = {}
+    for draw in range(arguments.draws):
+        kl: dict[str, list[float]] = {}
+        for device in ("cpu", "cuda"):
+            bench = Workbench()
+            with tempfile.TemporaryDirectory() as folder:
+                settings = CalibrateSettings(model=name, run=folder, device=device, windows=4, seed=draw)
+                perform(settings, bench)
+                model = bench.in_run(bench.model(settings), Path(folder))
+                test = model.task.from_start("wikitext2:test", length=512, limit=8)
+                meter = PlanMeter(model, test)
+                for recipe in (Recipe(*each.split("+")) for each in arguments.recipes.split(",")):
+                    recipes = {c.name: fitting_recipe(recipe, c.shape)[0] for c in model.anatomy.candidates}
+                    kl.setdefault(str(recipe), []).append(meter.measure(recipes).kl.value)
+        for label, (here, there) in kl.items():
+            ratios = logarithms.setdefault(label, [])
+            ratios.append(np.log(there / here))
+            mean, error = np.mean(ratios), np.std(ratios, ddof=1) / len(ratios) ** 0.5 if draw else np.nan
+            print(f"{name} {label}: {np.exp(mean):.4f} ± {error:.4f} after {draw + 1} draws", flush=True)
+    numbers = {
+        (label, quantity): f"{number:.4f}"
+        for label, ratios in logarithms.items()
+        for quantity, number in (
+            ("KL over that of the CPU", np.exp(np.mean(ratios))),
+            ("its standard error", np.std(ratios, ddof=1) / len(ratios) ** 0.5),
+        )
+    }
+    record(arguments, "gpu types", name, numbers)
+
+
 def record(
     arguments: argparse.Namespace, benchmark: str, name: str, numbers: dict[tuple[str, str], str]
 ) -> None:
@@ -190,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("sweep", "agreement", "gptq"))
+    parser.add_argument("what", choices=("sweep", "agreement", "types", "gptq"))
     parser.add_argument("models")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--precisions", default=PRECISIONS)
@@ -203,11 +244,14 @@ def main() -> None:
     )
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument("--format", default="int4-g64")
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--draws", type=int, default=16)
     add_option(parser)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for name in arguments.models.split(","):
-        {"sweep": sweep, "agreement": agreement, "gptq": gptq}[arguments.what](name, arguments)
+        work = {"sweep": sweep, "agreement": agreement, "types": types, "gptq": gptq}[arguments.what]
+        work(name, arguments)
         torch.cuda.empty_cache()
 
 

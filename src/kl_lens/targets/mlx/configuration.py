@@ -41,7 +41,7 @@ _MORE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "lfm2": lambda config: {"block_dim": config["hidden_size"]},
     "qwen3_next": _interval,
 }
-_REPLACED = ("layer_types",)  # the computed value wins
+_REPLACED = ("layer_types", "tie_word_embeddings")  # the computed value wins
 
 
 def configuration_of(model: LoadedModel) -> dict[str, Any]:
@@ -57,6 +57,8 @@ def configuration_of(model: LoadedModel) -> dict[str, Any]:
     more = {key: rotary[key] for key in _ROTARY if key in rotary}
     if rotary.get("rope_type", "default") != "default":
         more["rope_scaling"] = rotary
+    if getattr(model.config, "tie_word_embeddings", False):
+        more["tie_word_embeddings"] = True  # some checkpoints deny it and hold the same matrix twice
     more |= _MORE.get(config["model_type"], lambda _: {})(config)
     return config | {key: v for key, v in more.items() if key in _REPLACED or config.get(key) is None}
 
