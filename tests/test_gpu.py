@@ -191,7 +191,7 @@ def test_the_search_for_block_scales_gives_a_gpu_what_it_gives_the_cpu(name: str
     fmt = get_format(name)
     here = searched_blocks(fmt, weight.cpu(), importance.cpu())  # type: ignore[arg-type]
     there = searched_blocks(fmt, weight, importance)  # type: ignore[arg-type]
-    assert (here.data != there.data.cpu()).float().mean() < 0.01  # sums in another order, at ties
+    assert (here.data != there.data.cpu()).float().mean() < 0.02  # sums in another order, at ties
 
 
 @needs_gpu
@@ -317,7 +317,7 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
     with Run.create(tmp_path) as run:
         assert Sweep(model, run, precision="tf32").measure(candidates, windows).precision == "tf32"
         assert Sweep(model, run).measure(candidates, windows).precision == "tf32", "what the run has"
-        with pytest.raises(RunError, match="another precision of products: precision is 'tf32' there"):
+        with pytest.raises(RunError, match="another precision of matrix products: precision is 'tf32' there"):
             Sweep(model, run, precision="tf32x3").measure(candidates, windows)
     with Run.create(tmp_path / "chosen") as run:
         found = Sweep(model, run).measure(candidates, windows)

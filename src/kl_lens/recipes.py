@@ -69,11 +69,6 @@ def preferred(format_name: str, methods: Sequence[str]) -> Recipe:
     return Recipe(fmt.name, next(fitting, NEAREST))
 
 
-def plainest(format_name: str) -> Recipe:
-    """A format rounded to nearest, or with an importance matrix if it cannot be made without."""
-    return preferred(format_name, (NEAREST, "imatrix"))
-
-
 def fitting_recipe(wanted: Recipe, shape: Sequence[int]) -> tuple[Recipe, str | None]:
     """The recipe for a weight of this shape, and why it differs from the wanted one (or None).
 

@@ -39,16 +39,16 @@ def kl(candidate: Candidate) -> float:
 def test_predictions_follow_errors(candidates: list[Candidate]) -> None:
     screen = Screen(candidates)
     assert len(screen.first) == 10  # one anchor each
-    assert not any(c.recipe.quantizer.learns for c in screen.first)
+    assert {c.recipe.method for c in screen.first} == {"imatrix"}
     errors = {key_of(c): error(c) for c in screen.needed}
     first = {key_of(c): kl(c) for c in screen.first}
     predicted = screen.predicted(errors, first, {})
     assert predicted == pytest.approx({key_of(c): kl(c) for c in candidates})
 
 
-def test_formats_that_need_importance_are_screened_with_it(candidates: list[Candidate]) -> None:
-    small = [Candidate(c.component, Recipe("iq2_xxs", "gptq")) for c in candidates if c.recipe == MENU[0]]
-    assert {c.recipe for c in Screen(small).first} == {Recipe("iq2_xxs", "imatrix")}
+def test_formats_that_take_no_importance_are_screened_without_it(candidates: list[Candidate]) -> None:
+    integers = [Candidate(c.component, Recipe("int4-g64", "gptq")) for c in candidates if c.recipe == MENU[0]]
+    assert {c.recipe for c in Screen(integers).first} == {Recipe("int4-g64")}
 
 
 def test_what_was_measured_corrects_its_component_and_its_kind(candidates: list[Candidate]) -> None:

@@ -2,7 +2,8 @@
 
 A component's KL is nearly proportional to the error of its own outputs: KL ≈ f · E, E = tr(ΔW Σ ΔWᵀ), with one f per
 component. E is cheap: a few rows show it, because quantizers treat rows independently. f comes from one format per
-component, the anchor, rounded to nearest and measured on few windows.
+component, the anchor: without error feedback (ggml's types with importance, which a GPU can search; others rounded to
+nearest), measured on few windows.
 
 What differs from that comes with a recipe (a runtime that rounds activations adds an error which more bits do not make
 smaller) or with a component. So later measurements give a factor of each kind and recipe, and one of each component.
@@ -17,7 +18,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.recipes import Recipe, plainest
+from kl_lens.recipes import Recipe, preferred
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 
@@ -56,10 +57,10 @@ class Screen:
 
     @cached_property
     def _anchors(self) -> dict[str, Candidate]:
-        """Component → the middle of its formats, rounded plainly."""
+        """Component → the middle of its formats, without error feedback."""
         menus: dict[str, dict[Candidate, None]] = {}
         for each in self.candidates:
-            plain = Candidate(each.component, plainest(each.recipe.grid.name))
+            plain = Candidate(each.component, preferred(each.recipe.grid.name, ("imatrix",)))
             menus.setdefault(each.component.name, {})[plain] = None
         return {name: sorted(menu, key=_size)[(len(menu) - 1) // 2] for name, menu in menus.items()}
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.cli.main import main
@@ -158,6 +159,22 @@ def test_stock_recipes_are_what_mlx_lm_converts_to(
         sizes.kv_bytes_per_position == 2 * 2 * 2 * 64 * hybrid.config.num_hidden_layers
     )  # keys, values, float16
     assert sizes.weight_bytes_per_token == pytest.approx(target.loaded_bytes(file), rel=0.01)
+
+
+def test_a_tied_matrix_that_a_checkpoint_holds_twice_is_stored_once(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    net = tiny_model("mamba2")
+    net.lm_head.weight.data.copy_(net.backbone.embeddings.weight)
+    net.config.tie_word_embeddings = False
+    net.save_pretrained(tmp_path / "checkpoint")
+    model = load(tmp_path / "checkpoint")
+    assert model.anatomy.head == model.anatomy.embedding
+    folder = tmp_path / "mlx"
+    export(model, _in_turn(model), "mlx", folder)
+    assert load_model(folder)[1]["tie_word_embeddings"] is True
+    with safe_open(get_target("mlx").weight_file(folder), "np") as file:
+        assert not [name for name in file.keys() if "head" in name]  # noqa: SIM118 (not a dict)
 
 
 def test_multipliers_that_mlx_lm_folds_into_weights(tmp_path: Path) -> None:
