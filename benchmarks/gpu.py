@@ -161,8 +161,9 @@ def agreement(name: str, arguments: argparse.Namespace) -> None:
 
 
 def types(name: str, arguments: argparse.Namespace) -> None:
-    """KL of the GPU's weights over that of the CPU's: mean of the logarithms, and its standard error."""
+    """KL of the GPU's weights over that of the CPU's: geometric mean, and its standard error."""
     logarithms: dict[str, list[float]] = {}
+    numbers: dict[tuple[str, str], str] = {}
     for draw in range(arguments.draws):
         kl: dict[str, list[float]] = {}
         for device in ("cpu", "cuda"):
@@ -177,18 +178,15 @@ def types(name: str, arguments: argparse.Namespace) -> None:
                     recipes = {c.name: fitting_recipe(recipe, c.shape)[0] for c in model.anatomy.candidates}
                     kl.setdefault(str(recipe), []).append(meter.measure(recipes).kl.value)
         for label, (here, there) in kl.items():
-            ratios = logarithms.setdefault(label, [])
-            ratios.append(np.log(there / here))
-            mean, error = np.mean(ratios), np.std(ratios, ddof=1) / len(ratios) ** 0.5 if draw else np.nan
-            print(f"{name} {label}: {np.exp(mean):.4f} ± {error:.4f} after {draw + 1} draws", flush=True)
-    numbers = {
-        (label, quantity): f"{number:.4f}"
-        for label, ratios in logarithms.items()
-        for quantity, number in (
-            ("KL over that of the CPU", np.exp(np.mean(ratios))),
-            ("its standard error", np.std(ratios, ddof=1) / len(ratios) ** 0.5),
-        )
-    }
+            logarithms.setdefault(label, []).append(np.log(there / here))
+        if draw:
+            numbers = {
+                (label, f"KL over that of the CPU, {draw + 1} draws"): (
+                    f"{np.exp(np.mean(found)):.3f} ± {np.std(found, ddof=1) / len(found) ** 0.5:.3f}"
+                )
+                for label, found in logarithms.items()
+            }
+            print(name, draw + 1, ", ".join(f"{label} {n}" for (label, _), n in numbers.items()), flush=True)
     record(arguments, "gpu types", name, numbers)
 
 

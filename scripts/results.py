@@ -86,6 +86,21 @@ def rivals_by_type() -> Cells:
     return table
 
 
+def below_four() -> Cells:
+    kinds: dict[str, Callable[[str], bool]] = {
+        "llama.cpp's mixtures": lambda rival: rival.endswith(".imatrix"),
+        "pull request 15550": lambda rival: rival.startswith("pr15550"),
+    }
+    table = [["model", "bits per weight", *kinds, "ours is lower in"]]
+    for model in dict.fromkeys(row["model"] for row in read("below_four.csv")):
+        rows = chosen("below_four.csv", model=model)
+        bits = sorted(float(row["rival_bits"]) for row in rows)
+        cells = [spread(float(r["ratio"]) for r in rows if belongs(r["rival"])) for belongs in kinds.values()]
+        lower = sum(row["verdict"] == "lower" for row in rows)
+        table.append([model, f"{bits[0]:.1f}–{bits[-1]:.1f}", *cells, f"{lower} of {len(rows)}"])
+    return table
+
+
 def methods() -> Cells:
     table = [["files", "KL of", "over that of", *GROUPS]]
     k_quants = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -210,6 +225,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "rivals": rivals,
     "rivals-by-model": rivals_by_model,
     "rivals-by-type": rivals_by_type,
+    "below-four": below_four,
     "methods": methods,
     "plans": plans,
     "correlations": correlations,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kl_lens.calibration.tuning import TuningRates, tuned
+from kl_lens.calibration.tuning import TuningRates, _Tunable, tuned
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError
 from kl_lens.formats.scales import scales_of, with_scales
@@ -47,6 +47,21 @@ def test_the_kl_falls_and_codes_and_model_stay(family: str, recipe: str, tmp_pat
         model.weights.keep_tuned(name, recipes[name], quantized)
         assert model.weights.digest(name, recipes[name]) == quantized.digest != plain.digest
     assert _loss(model, recipes, windows.ids) < _loss(model, plan, windows.ids)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs", "q4_1", "int4-g64", "uint4-g64"])
+def test_weights_of_the_loop_are_those_of_the_file(name: str) -> None:
+    recipe = Recipe(name)
+    quantized = recipe.grid.quantize(torch.randn(4, 512, generator=torch.Generator().manual_seed(0)))
+    weight = _Tunable(quantized, recipe)
+    assert torch.equal(weight.values(), recipe.grid.dequantize(quantized))
+    for factor in weight.factors:
+        factor.data += 0.2 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(1))
+    stored = weight.stored()
+    assert torch.equal(weight.values(), recipe.grid.dequantize(stored))
+    assert stored.digest != quantized.digest
+    weight.values().square().sum().backward()
+    assert all(factor.grad is not None and factor.grad.any() for factor in weight.factors)
 
 
 def test_a_tuned_recipe_is_read_from_the_run_and_takes_factors_into_its_scales(tmp_path: Path) -> None:

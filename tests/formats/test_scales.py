@@ -7,7 +7,7 @@ import torch
 
 from kl_lens.formats import get_format, known_formats
 from kl_lens.formats.gguf_blocks import GGUFFormat
-from kl_lens.formats.scales import scales_of, with_scales
+from kl_lens.formats.scales import scales_of, small_scales_of, with_scales, with_small_scales
 
 
 def _quantized(name: str, weight: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -30,3 +30,16 @@ def test_values_are_linear_in_the_scales_and_the_scales_go_back_bit_for_bit(name
     assert torch.equal(fmt.dequantize(doubled), 2 * fmt.dequantize(quantized))
     nothing = with_scales(fmt, quantized, [torch.zeros_like(scale) for scale in scales])
     assert not fmt.dequantize(nothing).any()
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
+def test_small_scales_go_back_bit_for_bit_and_values_follow_them(name: str) -> None:
+    fmt, quantized = _quantized(name, torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))
+    small = small_scales_of(fmt, quantized)
+    assert len(small) == len(scales_of(fmt, quantized))
+    assert with_small_scales(fmt, quantized, [each.values for each in small]).digest == quantized.digest
+    halved = with_small_scales(fmt, quantized, [(each.values / 2).trunc() * 2 for each in small])
+    ones = with_small_scales(fmt, quantized, [(each.values / 2).trunc() for each in small])
+    assert torch.equal(fmt.dequantize(halved), 2 * fmt.dequantize(ones))
+    assert all(each.values.amin() >= each.lowest and each.values.amax() <= each.highest for each in small)
+    assert small_scales_of(get_format("q4_0"), quantized) == ()

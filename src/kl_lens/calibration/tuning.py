@@ -1,7 +1,8 @@
 """Tunes a finished plan on text: the scales of its weights move so that the KL from the original falls.
 
-Gradients go through the dequantized weights. Every scale gets a factor; their product is rounded to FP16 in every step,
-as the file stores it (straight-through). Codes stay, and so does the size of the file.
+Gradients go through the dequantized weights. Every scale gets a factor; their product is rounded in every step as the
+file stores it (straight-through): to FP16, or to a whole number where ggml's blocks have small scales. Codes stay, and
+so does the size of the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import Quantized
-from kl_lens.formats.scales import scales_of, with_scales
+from kl_lens.formats.scales import scales_of, small_scales_of, with_scales, with_small_scales
 from kl_lens.recipes import Recipe
 
 LOGIT_BYTES = 1 << 30  # of one forward and backward pass
@@ -70,33 +71,66 @@ def tuned(
 
 
 class _Tunable:
-    """A stored weight as a function of the factors of its scales: Σ fp16(factor · scale) · basis."""
+    """A stored weight as a function of the factors of its scales: Σ fp16(factor · scale) · basis. Small scales, where
+    blocks have them, are rounded to whole numbers and multiplied in."""
 
     def __init__(self, quantized: Quantized, recipe: Recipe) -> None:
         self._format, self._quantized = recipe.grid, quantized
         self._scales = [scale.float() for scale in scales_of(self._format, quantized)]
+        self._small = small_scales_of(self._format, quantized)
         self._bases = [self._basis(index) for index in range(len(self._scales))]
-        self.factors = [torch.ones_like(scale, requires_grad=True) for scale in self._scales]
+        self._whole_factors = [torch.ones_like(scale, requires_grad=True) for scale in self._scales]
+        self._small_factors = [torch.ones_like(small.values, requires_grad=True) for small in self._small]
+
+    @property
+    def factors(self) -> list[torch.Tensor]:
+        return [*self._whole_factors, *self._small_factors]
 
     def _basis(self, index: int) -> torch.Tensor:
-        """The values with one scale at 1 and the others at 0, (…, rows, blocks, columns of a block)."""
+        """The values with one scale at 1 and the others at 0, (…, rows, blocks, groups, columns of a group)."""
         scales = [torch.full_like(scale, float(i == index)) for i, scale in enumerate(self._scales)]
-        values = self._format.dequantize(with_scales(self._format, self._quantized, scales))
-        return values.unflatten(-1, (self._scales[0].shape[-1], -1))
+        bare = with_scales(self._format, self._quantized, scales)
+        if self._small:
+            bare = with_small_scales(
+                self._format, bare, [torch.ones_like(small.values) for small in self._small]
+            )
+        groups = self._small[0].values.shape[-1] if self._small else 1
+        return self._format.dequantize(bare).unflatten(-1, (self._scales[0].shape[-1], groups, -1))
+
+    def _stored_scales(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """As the file has them, with gradients as if they were not rounded."""
+        whole = [
+            _rounded(s * f, torch.Tensor.half) for s, f in zip(self._scales, self._whole_factors, strict=True)
+        ]
+        small = [
+            _rounded(s.values * f, lambda x, s=s: x.round().clamp(s.lowest, s.highest))
+            for s, f in zip(self._small, self._small_factors, strict=True)
+        ]
+        return whole, small
 
     def values(self) -> torch.Tensor:
         """The float32 weight, with gradients."""
         if not self.factors:
             return self._format.dequantize(self._quantized)
-        terms = []
-        for scale, factor, basis in zip(self._scales, self.factors, self._bases, strict=True):
-            exact = scale * factor
-            terms.append((exact + (exact.half().float() - exact).detach()).unsqueeze(-1) * basis)
-        return torch.stack(terms).sum(0).flatten(-2) if len(terms) > 1 else terms[0].flatten(-2)
+        whole, small = self._stored_scales()
+        scales = (
+            [w.unsqueeze(-1) * s for w, s in zip(whole, small, strict=True)]
+            if small
+            else [w.unsqueeze(-1) for w in whole]
+        )
+        terms = [scale.unsqueeze(-1) * basis for scale, basis in zip(scales, self._bases, strict=True)]
+        return torch.stack(terms).sum(0).flatten(-3) if len(terms) > 1 else terms[0].flatten(-3)
 
     def stored(self) -> Quantized:
-        scales = [scale * factor.detach() for scale, factor in zip(self._scales, self.factors, strict=True)]
-        return with_scales(self._format, self._quantized, scales)
+        with torch.no_grad():
+            whole, small = self._stored_scales()
+        made = with_scales(self._format, self._quantized, whole)
+        return with_small_scales(self._format, made, small) if small else made
+
+
+def _rounded(exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Rounded, with the gradient of what is not (straight-through)."""
+    return exact + (rounding(exact).float() - exact).detach()
 
 
 class _Student(torch.nn.Module):

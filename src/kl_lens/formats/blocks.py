@@ -128,13 +128,27 @@ def _scales(layout: Layout, blocks: torch.Tensor, groups: int) -> tuple[torch.Te
     minimum = None if layout.minimum is None else _half(blocks, layout.minimum)
     if not layout.small_highest:
         return scale, minimum
-    if layout.six is not None:
-        small = _read_six(blocks[:, layout.six : layout.six + 12])
-    else:
-        small = _read(blocks, layout.small, layout.small_zero, groups * (1 if minimum is None else 2))
+    small = small_scales(layout, blocks, groups)
     if minimum is None:
-        return scale * (small.float() - layout.small_zero), None
-    return scale * small[:, :groups].float(), -(minimum * small[:, groups:].float())
+        return scale * small, None
+    return scale * small[:, :groups], -(minimum * small[:, groups:])
+
+
+def small_scales(layout: Layout, blocks: torch.Tensor, groups: int) -> torch.Tensor:
+    """The small scales of blocks (blocks, bytes), and then the small minima where the type has them; whole numbers as
+    float32, (blocks, groups or twice as many)."""
+    if layout.six is not None:
+        return _read_six(blocks[:, layout.six : layout.six + 12]).float()
+    count = groups * (1 if layout.minimum is None else 2)
+    return _read(blocks, layout.small, layout.small_zero, count).float() - layout.small_zero
+
+
+def write_small_scales(layout: Layout, blocks: torch.Tensor, small: torch.Tensor) -> None:
+    codes = (small + layout.small_zero).to(torch.uint8)
+    if layout.six is not None:
+        _write_six(blocks[:, layout.six : layout.six + 12], codes)
+    else:
+        _write(blocks, layout.small, layout.small_zero, codes)
 
 
 def dequantized(layout: Layout, data: torch.Tensor, block_size: int, block_bytes: int) -> torch.Tensor:
@@ -161,18 +175,14 @@ def with_scales(
     layout: Layout, block_size: int, block_bytes: int, scale: torch.Tensor, minimum: torch.Tensor | None = None,
     small: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Blocks with these scales and every code at 0: scale and minimum (blocks,); small scales, and then small minima
-    where the type has them, as codes (blocks, groups or twice as many)."""
+    """Blocks with these scales and every code at 0: scale and minimum (blocks,); small scales as in `small_scales`."""
     blocks = torch.zeros(len(scale), block_bytes, dtype=torch.uint8, device=scale.device)
     _write(blocks, layout.codes, layout.zero, blocks.new_zeros(len(blocks), block_size))
     for value, start in ((scale, layout.scale), (minimum, layout.minimum)):
         if value is not None and start is not None:
             blocks[:, start : start + 2] = value.half()[:, None].view(torch.uint8)
     if small is not None:
-        if layout.six is not None:
-            _write_six(blocks[:, layout.six : layout.six + 12], small.to(torch.uint8))
-        else:
-            _write(blocks, layout.small, layout.small_zero, small.to(torch.uint8))
+        write_small_scales(layout, blocks, small)
     return blocks
 
 

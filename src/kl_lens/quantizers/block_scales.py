@@ -60,7 +60,7 @@ def _weighed(fmt: GGUFFormat, rows: torch.Tensor, importance: torch.Tensor) -> t
     return importance * (mean + grouped).sqrt_().flatten(1)
 
 
-# A block's scale and minimum, and the small codes of its groups.
+# A block's scale and minimum, and the small scales of its groups.
 Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -76,7 +76,7 @@ def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
         return scales[:, 0], None, None
     counts, zero = weigh.sum(-1), layout.small_zero
     whole, small = _stored(scales, counts, -zero, layout.small_highest - zero)
-    return whole, None, small + zero
+    return whole, None, small
 
 
 def _with_minimum(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
