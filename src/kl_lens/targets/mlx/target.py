@@ -53,8 +53,9 @@ class MLXTarget(Target):
 
     @property
     def short_menu(self) -> tuple[Recipe, ...]:
-        learnt = ("affine3-g128", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128")
-        return (*self.recipes(learnt), Recipe("affine8-g128"))
+        return self.recipes(
+            ("affine3-g128", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128", "affine8-g64")
+        )
 
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.mlx.stock import stock_recipes
