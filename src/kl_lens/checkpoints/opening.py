@@ -40,7 +40,7 @@ from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
 from kl_lens.records import Component
 from kl_lens.resources import reference_path
-from kl_lens.weights import WeightStore, state_of
+from kl_lens.weights import DISK_BUDGET, WeightStore, state_of
 
 REFERENCES = ("mamba", "mamba2", "hybrid", "hymba", "vision")
 # Left in files by older versions of transformers; computed anew, or of no use to a causal language model.
@@ -96,9 +96,10 @@ class LoadedModel:
 
         So one opened model can serve several runs without affecting each other.
         """
-        assert self.anatomy  # computed once, for both
+        # Room for a plan, its rivals and what else was measured: nothing is quantized twice.
+        room = max(DISK_BUDGET, sum(4 * c.parameters for c in self.anatomy.candidates))
         twin = copy(self)
-        twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **store)
+        twin.__dict__["weights"] = WeightStore(ModelWeights(twin), **{"disk_budget": room, **store})
         return twin
 
     @property
