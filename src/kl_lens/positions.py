@@ -45,11 +45,6 @@ class PositionCurve:
         reach = float(t.ppf(_CONFIDENCE, self.windows - 1)) * self.slope.standard_error
         return GROWS if self.slope.value > reach else FALLS if self.slope.value < -reach else STEADY
 
-    @property
-    def growth(self) -> float:
-        """The last bin's mean over the first one's."""
-        return self.means[-1].value / self.means[0].value if self.means[0].value else math.nan
-
     def values(self, name: str) -> dict[str, Estimate]:
         """As values of a score: `kl@0`, `kl@512`, …, `kl_slope`."""
         bins = {f"{name}@{start}": mean for start, mean in zip(self.starts, self.means, strict=True)}

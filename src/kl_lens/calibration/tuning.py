@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -103,7 +104,7 @@ class _Tunable:
             _rounded(s * f, torch.Tensor.half) for s, f in zip(self._scales, self._whole_factors, strict=True)
         ]
         small = [
-            _rounded(s.values * f, lambda x, s=s: x.round().clamp(s.lowest, s.highest))
+            _rounded(s.values * f, partial(_whole_number, s.lowest, s.highest))
             for s, f in zip(self._small, self._small_factors, strict=True)
         ]
         return whole, small
@@ -131,6 +132,10 @@ class _Tunable:
 def _rounded(exact: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Rounded, with the gradient of what is not (straight-through)."""
     return exact + (rounding(exact).float() - exact).detach()
+
+
+def _whole_number(lowest: int, highest: int, exact: torch.Tensor) -> torch.Tensor:
+    return exact.round().clamp(lowest, highest)
 
 
 class _Student(torch.nn.Module):

@@ -92,9 +92,8 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
     beside = {a.subject: a for a in agreements if a.what == scores[0].what}
     title, columns = _LIKELIHOODS[_task(scores[0])]
     numbers = [title for name, *_ in columns for title in (name, "Δ to original")]
-    numbers += ["same weights in PyTorch"] if beside else []
-    table = new_table(f"{title} on {scores[0].what}", ("model",), numbers, ("agrees?",) if beside else ())
-    values = {score.subject: score.values for score in scores}
+    agrees = ("agrees with PyTorch?",) if beside else ()
+    table = new_table(f"{title} on {scores[0].what}", ("model",), numbers, agrees)
 
     def shown(of: Mapping[str, Estimate], name: str, factor: int, spec: str) -> str:
         return estimate(_times(of[name], factor), spec) if name in of else ""
@@ -105,11 +104,7 @@ def _likelihood(scores: list[Score], agreements: list[Agreement]) -> Table:
             row.append(shown(score.values, name, factor, f".{decimals}f"))
             row.append(shown(score.values, f"{name}_change", factor, f"+.{decimals}f"))
         if beside:
-            agreement = beside.get(score.subject)
-            torch = {} if agreement is None else values.get(agreement.counterpart, {})
-            _, name, factor, decimals = columns[0]
-            verdict = "" if agreement is None else _verdict(agreement)
-            row += [shown(torch, name, factor, f".{decimals}f"), verdict]
+            row.append(_verdict(beside[score.subject]) if score.subject in beside else "")
         table.add_row(*row)
     return table
 

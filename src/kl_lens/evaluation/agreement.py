@@ -1,4 +1,4 @@
-"""Is the exported file what was measured? Compares it with the same weights in PyTorch, on the same windows.
+"""Is the exported file what was measured? Compares it with the same weights in PyTorch, on the first windows of a text.
 
 The rule. Both models read the same tokens, so equal weights and equal arithmetic would give equal numbers on every
 window; how much the text varies plays no part. Two differences are checked, paired by window:
@@ -34,6 +34,7 @@ from kl_lens.evaluation import statistics
 from kl_lens.evaluation.scoring import WindowScore
 from kl_lens.records import Estimate, Record, Subject
 
+WINDOWS = 4  # of the text; a wrong weight shows in each of them
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
 KL_SHARE = 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from kl_lens.sensitivity.sweep import Progress
 from kl_lens.targets.session import Logits, Session
 
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
+_NOT_COMPARED = "not compared with PyTorch: {}"
 
 
 @dataclass
@@ -113,20 +114,8 @@ class Evaluator:
                 continue
             windows[judged.identity] = scores
             outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence, positions)
-        if doubtful := self._doubtful(order, windows):
-            self.progress.started(float(text.targets * len(doubtful)), 0.0)
-            self._side_by_side(doubtful, text, divergence)
-        subjects_of = {judged.identity: judged.subject for judged in order}
-        for judged in order:
-            if isinstance(judged, JudgedArtifact) and judged.identity in windows:
-                try:
-                    agreement = self._agreement(judged, text, windows, subjects_of, divergence)
-                except RUNTIME_ERRORS as error:
-                    outcome.failures[judged.label] = f"not compared with PyTorch: {one_line(error)}"
-                    continue
-                if agreement is not None:
-                    outcome.agreements.append(agreement)
-                    self.journal.store_agreement(agreement, f"{text.label}|{text.digest}")
+        files = [j for j in order if isinstance(j, JudgedArtifact) and j.identity in windows]
+        self._compare(files, text, windows, {j.identity: j.subject for j in order}, divergence, outcome)
         return outcome
 
     def close(self) -> None:
@@ -244,20 +233,62 @@ class Evaluator:
             add("divergence", divergence_values(scores))
         return made
 
+    def _compare(
+        self,
+        files: Sequence[JudgedArtifact],
+        text: EvaluationText,
+        windows: Mapping[str, list[WindowScore]],
+        subjects: Mapping[str, Subject],
+        divergence: bool,
+        outcome: Outcome,
+    ) -> None:
+        """Files with the same weights in PyTorch, on the first windows. `windows` and `subjects`: of everything scored,
+        by identity."""
+        few = text.first(rule.WINDOWS)
+        scored: dict[JudgedArtifact, list[WindowScore]] = {}
+        counterparts: dict[JudgedArtifact, JudgedModel] = {}
+        for judged in files:
+            try:
+                counterpart = None if self.model is None else judged.counterpart(self.model)
+            except UnlearntError:  # its weights cannot be made here; `Selection` has said so
+                continue
+            except RUNTIME_ERRORS as error:
+                outcome.failures[judged.label] = _NOT_COMPARED.format(one_line(error))
+                continue
+            if counterpart is not None:
+                counterparts[judged] = counterpart
+        if not counterparts:
+            return
+        known = [self._known(counterpart, few, divergence) for counterpart in counterparts.values()]
+        done = sum(window.targets for scores in known for window in scores.values())
+        self.progress.started(float(few.targets * len(counterparts)), float(done))
+        for judged, counterpart in counterparts.items():
+            scored[judged] = self._windows(counterpart, few, divergence)
+        ours = {judged: windows[judged.identity][: len(few.items)] for judged in scored}
+        if doubtful := self._doubtful(ours, scored):
+            self.progress.started(float(few.targets * len(doubtful)), 0.0)
+            self._side_by_side(doubtful, few, divergence)
+        for judged, theirs in scored.items():
+            counterpart = counterparts[judged]
+            same_weights = subjects.get(counterpart.identity, counterpart.subject)
+            try:
+                agreement = self._agreement(judged, few, ours[judged], theirs, same_weights, divergence)
+            except RUNTIME_ERRORS as error:
+                outcome.failures[judged.label] = _NOT_COMPARED.format(one_line(error))
+                continue
+            outcome.agreements.append(agreement)
+            self.journal.store_agreement(agreement, f"{text.label}|{text.digest}")
+
     def _agreement(
         self,
         judged: JudgedArtifact,
         text: EvaluationText,
-        windows: dict[str, list[WindowScore]],
-        subjects: dict[str, Subject],
+        ours: Sequence[WindowScore],
+        theirs: Sequence[WindowScore],
+        same_weights: Subject,
         divergence: bool,
-    ) -> Agreement | None:
-        """`windows` and `subjects`: of everything scored, by identity."""
-        counterpart = self._counterpart(judged, windows)
-        if counterpart is None or self.model is None:
-            return None
-        same_weights = subjects.get(counterpart.identity, counterpart.subject)
-        ours, theirs = windows[judged.identity], windows[counterpart.identity]
+    ) -> Agreement:
+        assert self.model is not None
         differences = rule.differences(ours, theirs)
         verdict, decided_by = rule.AGREES, same_weights
         if not rule.within(differences):
@@ -275,30 +306,20 @@ class Evaluator:
         changes = {name: change for name, (change, _) in differences.items()}
         return Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
 
-    def _counterpart(
-        self, judged: JudgedArtifact, windows: dict[str, list[WindowScore]]
-    ) -> JudgedModel | None:
-        """The same weights in PyTorch, if they were scored."""
-        try:
-            counterpart = None if self.model is None else judged.counterpart(self.model)
-        except UnlearntError:  # its weights cannot be made here; `Selection` has said so
-            return None
-        return counterpart if counterpart is not None and counterpart.identity in windows else None
-
     def _doubtful(
-        self, order: Sequence[Judged], windows: dict[str, list[WindowScore]]
+        self,
+        ours: Mapping[JudgedArtifact, Sequence[WindowScore]],
+        theirs: Mapping[JudgedArtifact, Sequence[WindowScore]],
     ) -> list[JudgedArtifact]:
         """The float32 versions that `_agreement` will need, so that they can run at the same time."""
+        assert self.model is not None or not ours
         wanted = []
-        for judged in order:
-            if not isinstance(judged, JudgedArtifact) or judged.identity not in windows or self.model is None:
-                continue
+        for judged, scores in ours.items():
             with suppress(*RUNTIME_ERRORS):  # `_agreement` reports it
-                counterpart = self._counterpart(judged, windows)
-                if counterpart is None or judged.emulated(self.model) is not None:
+                if rule.within(rule.differences(scores, theirs[judged])):
                     continue
-                differences = rule.differences(windows[judged.identity], windows[counterpart.identity])
-                if not rule.within(differences) and (exact := self._in_float32(judged)) is not None:
+                modelled = self.model is not None and judged.emulated(self.model) is not None
+                if not modelled and (exact := self._in_float32(judged)) is not None:
                     wanted.append(exact)
         return wanted
 

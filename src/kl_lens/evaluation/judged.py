@@ -145,18 +145,13 @@ class JudgedArtifact(Judged):
         if _stamps(self.label, self.files) != self._seen:
             raise TargetError(f"{self.path}: its files changed during the evaluation; evaluate it again")
 
-    def counterpart(self, model: LoadedModel, plan: Mapping[str, str] | None = None) -> JudgedModel | None:
-        """The same weights in PyTorch: those the file *holds*, which may differ from the planned ones.
-
-        If they are those of its `plan`, it is that plan's own subject, `torch/PLAN`; otherwise (replaced formats) it is
-        called `torch/PLAN as TARGET`. None for a file without a record.
-        """
+    def counterpart(self, model: LoadedModel) -> JudgedModel | None:
+        """The same weights in PyTorch, `torch/PLAN as TARGET`: those in the file, which may differ from the planned
+        ones. None for a file without a record."""
         if self.artifact is None:
             return None
         recipes = realised_recipes(model, self.artifact)
         _check_weights(model, self.artifact, recipes)
-        if self._plan and plan is not None and planned_recipes(model, plan) == recipes:
-            return JudgedModel.of_plan(model, self._plan, plan)
         return JudgedModel(model, recipes, self._stand_in())
 
     def emulated(self, model: LoadedModel) -> JudgedModel | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ TORCH = "torch"
 
 @dataclass
 class Selection:
-    """The subjects to score, in order; each artifact after its PyTorch counterpart."""
+    """The subjects to score, in order."""
 
     subjects: list[Judged] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # subject → why it cannot be scored
@@ -35,20 +35,19 @@ class Selection:
         settings: SessionSettings,
         model: LoadedModel | None,
         name: str | None = None,
-        plan: Mapping[str, str] | None = None,
         run: Run | None = None,
     ) -> None:
-        """Adds an exported folder or file; `name` (`TARGET/PLAN`) and `plan` if it belongs to the run."""
+        """Adds an exported folder or file; `name` (`TARGET/PLAN`) if it belongs to the run."""
         try:
             judged = JudgedArtifact(path, settings, None if name is None else name.partition("/")[2])
             reason = _no_session(judged)
             if reason is not None:
                 self.notes.append(f"{judged.label} is not evaluated: {reason}")
                 return
-            counterpart = None if model is None else judged.counterpart(model, plan)
+            if model is not None:
+                judged.counterpart(model)
         except UnlearntError as error:  # a file from outside the run: scored, but not compared
             self.notes.append(f"{path} is not compared with PyTorch: {error}")
-            counterpart = None
         except (KLLensError, OSError) as error:
             self.failures[name or str(path)] = str(error)
             return
@@ -56,24 +55,19 @@ class Selection:
             self.notes.append(
                 f"{judged.label} was exported from an older version of its plan; export it again"
             )
-        if counterpart is not None and all(s.identity != counterpart.identity for s in self.subjects):
-            self.subjects.append(counterpart)
         self.subjects.append(judged)
 
 
 def given_subjects(
     paths: Sequence[Path], settings: SessionSettings, model: LoadedModel | None = None, run: Run | None = None
 ) -> Selection:
-    """Files given by path, each with its PyTorch counterpart if the model is given."""
+    """Files given by path."""
     selection = Selection()
     places = {} if run is None else {place.resolve(): key for key, place in exported_places(run).items()}
-    plans = {} if run is None or model is None else _plans(run, Selection())
     for path in paths:
         key = places.get((path.parent if path.is_file() else path).resolve())
         name = None if key is None else "/".join(key)
-        plan = None if key is None else plans.get(key[1])
-        assignment = None if plan is None else plan.assignment
-        selection.add_artifact(path, settings, model, name, assignment, None if key is None else run)
+        selection.add_artifact(path, settings, model, name, None if key is None else run)
     return selection
 
 
@@ -89,8 +83,7 @@ def run_subjects(
 
     Args:
         plans: names of plans, separated by commas, or `all`.
-        targets: `torch` for plans in PyTorch, and names of targets for files; default: all. A file always brings its
-            PyTorch counterpart, which shows whether the file is what was measured.
+        targets: `torch` for plans in PyTorch, and names of targets for files; default: all.
     """
     selection = Selection()
     known = _plans(run, selection)
@@ -112,10 +105,7 @@ def run_subjects(
             selection.subjects.append(judged)
     for (target, made_from), place in exported_places(run).items():
         if (targets is None or target in targets) and (wanted is None or made_from in wanted):
-            name = f"{target}/{made_from}"
-            made = known.get(made_from)
-            assignment = None if made is None else made.assignment
-            selection.add_artifact(place, settings, model, name, assignment, run)
+            selection.add_artifact(place, settings, model, f"{target}/{made_from}", run)
     return selection
 
 

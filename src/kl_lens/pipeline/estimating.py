@@ -17,6 +17,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.errors import KLLensError
+from kl_lens.evaluation import agreement
 from kl_lens.pipeline.staging import MEASURED, OF_LOSS
 from kl_lens.quantizers import InputStatistics
 from kl_lens.recipes import Recipe
@@ -193,8 +194,9 @@ class Estimator:
             stages += [self.measure(target), StageCost("plan", target, self.text(PLANS * self.held_out / 2))]
         stages += [self.export(target, FILES - 1, 0.8) for target in self.every]
         files = FILES * len(self.every)
-        # The original; every file in its runtime, in PyTorch, and once more with its runtime's rounding or in float32.
-        stages.append(StageCost("evaluate", None, self.text((3 * files + 1) * judged)))
+        # Every file also in PyTorch, and once more with its runtime's rounding or in float32.
+        compared = 2 * files * min(agreement.WINDOWS, judged)
+        stages.append(StageCost("evaluate", None, self.text((files + 1) * judged + compared)))
         timed = files * (repeats + 1) * (160 + 2 * 32 * DECODING)
         stages.append(StageCost("benchmark", None, timed * self.whole))
         stages.append(StageCost("report", None, 3.0))
