@@ -388,6 +388,8 @@ def test_a_small_size_offers_formats_below_four_bits(asked: dict[str, Any], smal
         "reference:mamba2"
     ).anatomy  # 5.35 million weights that can be quantized: 2.84 MB in IQ4_XS
     assert RunSettings(model="m", **asked).menu_of("gguf", anatomy)[0] == smallest
+    fewest = "affine2-g128+gptq" if asked.get("menu") == "small" else "affine3-g128+gptq"  # 2.17 MB
+    assert RunSettings(model="m", **asked).menu_of("mlx", anatomy)[0] == fewest
     limit = {name: value for name, value in asked.items() if name in ("max_bytes", "max_loss")}
     if "menu" not in asked and "budget" not in asked:
         assert MeasureSettings(model="m", target="gguf", **limit).menu_for(anatomy)[0] == smallest

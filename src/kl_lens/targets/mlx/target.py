@@ -57,6 +57,10 @@ class MLXTarget(Target):
             ("affine3-g128", "affine4-g128", "affine4-g64", "affine5-g128", "affine6-g128", "affine8-g64")
         )
 
+    @property
+    def small_formats(self) -> tuple[str, ...]:
+        return ("affine2-g128", "affine2-g64")
+
     def stock_recipes(self, model: LoadedModel) -> tuple[StockRecipe, ...]:
         from kl_lens.targets.mlx.stock import stock_recipes
 
