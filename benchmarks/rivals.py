@@ -115,7 +115,8 @@ def compare(name: str, target: Target, arguments: argparse.Namespace, folder: Pa
         model=name.removeprefix(STRESSED_PREFIX),
         run=str(folder),
         target=target.name,
-        formats=menu_of(target, full=not arguments.short, small=arguments.below_four),
+        # One of MLX's own mixtures has two bits.
+        formats=menu_of(target, full=not arguments.short, small=arguments.below_four or target.name == "mlx"),
         windows=arguments.windows,
     )
     model = bench.model(measured)
