@@ -149,7 +149,7 @@ def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, cap
     run = ["run", str(folder), "--images", str(images), "--run", str(tmp_path / "run"), "--rivals", "none"]
     assert main([*run, *words, "--targets", "openvino", "--formats", "int8,int4"]) == 0
     out = capsys.readouterr().out
-    assert "(16 images)" in out
+    assert "16 images; KL is from the original, per image" in out
     assert "kl-lens generate" not in out
 
 

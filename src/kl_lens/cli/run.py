@@ -107,8 +107,8 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
         return []
     test, settings = scores[-1], result.settings
     return [
-        f"Test text: {test.what}, {test.tokens:,} {result.unit}; KL is from the original, per "
-        f"{result.unit.removesuffix('s')}.",
+        f"Test {'text' if result.generates else result.unit}: {test.what}, {test.tokens:,} {result.unit}; "
+        f"KL is from the original, per {result.unit.removesuffix('s')}.",
         f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
         "--windows, --evaluation-windows.",
     ]
