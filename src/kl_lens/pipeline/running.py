@@ -121,7 +121,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     )
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
-    evaluation_windows: int = _proof(8, "number of windows for rank and evaluate", kind=COUNT)
+    evaluation_windows: int | None = _proof(
+        None, "number of windows for rank and evaluate (default: 8, or 4 above a billion weights)", kind=COUNT
+    )
     tune: int | None = _proof(
         None,
         f"tune the recommended plans, as kl-lens plan --tune does (default: {TUNING_WINDOWS} windows)",
@@ -211,6 +213,7 @@ class RunResult:
 def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | JobEstimate:
     begin = time.perf_counter()
     model = bench.model(settings)
+    settings = replace(settings, evaluation_windows=_judged(settings, model))
     if settings.estimate:
         return _estimate(settings, model, settings.windows or _windows(settings, model, None))
     folder = new_run_folder(settings.run, model.name)
@@ -249,6 +252,12 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
     return windows_by_cost(model, find_candidates(model.anatomy, recipes)[0], length)
 
 
+def _judged(settings: RunSettings, model: LoadedModel) -> int:
+    """Windows to judge with: few for a large model, because runtimes compute on the CPU."""
+    large = sum(component.parameters for component in model.anatomy.components) > 1e9
+    return settings.evaluation_windows or (4 if large else 8)
+
+
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
     """Without the paper's stages, `rank` and tasks."""
     usable = [t for t in settings.wanted if get_target(t).unsupported(model.anatomy.model_type) is None]
@@ -263,9 +272,7 @@ def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEst
         held_out=settings.held_out_windows,
         staged=not settings.exhaustive,
     )
-    return estimator.run(
-        judged=settings.evaluation_windows, repeats=settings.repeats, without=settings.without
-    )
+    return estimator.run(judged=_judged(settings, model), repeats=settings.repeats, without=settings.without)
 
 
 class _RunStages:
@@ -365,7 +372,7 @@ class _RunStages:
             self.stages.do(
                 RankSettings(
                     evaluation_text=settings.evaluation_text,
-                    evaluation_windows=settings.evaluation_windows,
+                    evaluation_windows=_judged(settings, self.model),
                     **settings.worker_settings,
                     **self.of_run,
                 ),
