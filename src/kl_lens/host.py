@@ -1,4 +1,4 @@
-"""Copies from a GPU to the host's memory."""
+"""Copies between a GPU and the host's memory."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.contiguous().to("cpu", non_blocking=True)  # page-locked, because it does not block
     torch.cuda.current_stream(tensor.device).synchronize()
     return copy
+
+
+def constant(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few numbers on the device, without waiting for what it still computes."""
+    return values.to(device, non_blocking=True)

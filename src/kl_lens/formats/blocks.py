@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kl_lens.formats.base import Quantized
+from kl_lens.host import constant
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -161,7 +162,7 @@ def dequantized(layout: Layout, data: torch.Tensor, block_size: int, block_bytes
         scales, offsets = _scales(layout, some, block_size // layout.group)
         codes = _read(some, layout.codes, layout.zero, block_size)
         if layout.table:
-            places = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=data.device)[codes.int()]
+            places = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), data.device)[codes.int()]
         else:
             places = (codes - layout.zero).view(torch.int8).float()
         grouped = into.view(len(some), -1, layout.group)

@@ -19,6 +19,7 @@ import numpy as np
 from kl_lens.formats.base import Quantized
 from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat
 from kl_lens.formats.registry import register
+from kl_lens.host import constant
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels and borders on the weight's device."""
     import torch
 
-    return torch.from_numpy(LEVELS).to(device), torch.from_numpy(BORDERS).to(device)
+    return constant(torch.from_numpy(LEVELS), device), constant(torch.from_numpy(BORDERS), device)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from kl_lens.formats import Quantized
 from kl_lens.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
 from kl_lens.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
+from kl_lens.host import constant
 from kl_lens.quantizers.blocks import block_levels, with_codes
 
 _AT_ONCE = 1 << 26  # values of all tries in memory at once
@@ -67,7 +68,7 @@ Scales = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 def _symmetric(layout: Layout, x: torch.Tensor, weigh: torch.Tensor) -> Scales:
     """x and weigh: (blocks, groups, columns of a group)."""
     if layout.table:
-        table = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=x.device)
+        table = constant(torch.tensor(IQ4_LEVELS, dtype=torch.float32), x.device)
         ends = torch.cat([torch.arange(-7.0, 8.0) + IQ4_LEVELS[0], torch.tensor([-float(IQ4_LEVELS[0])])])
         scales = _fitted(x, weigh, ends, table=table)
     else:
@@ -96,7 +97,7 @@ def _fitted(
     """The best s (…,) with x ≈ s · code, for x (…, columns): codes from the scales that put the largest x at each
     of `ends`, s by least squares."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
-    inverses = _divided(ends.to(x.device), largest)
+    inverses = _divided(constant(ends, x.device), largest)
     codes = _rounded(x.unsqueeze(-2) * inverses.unsqueeze(-1), lowest, highest, table)
     product = _summed(codes, weigh * x)
     square = _summed(codes.square_(), weigh)
@@ -125,7 +126,7 @@ def _line(x: torch.Tensor, weigh: torch.Tensor, highest: int) -> tuple[torch.Ten
     y = x - low.unsqueeze(-1)
     span = y.amax(-1)
     total, first = weigh.sum(-1, keepdim=True), (weigh * y).sum(-1, keepdim=True)
-    ends = (torch.linspace(-0.9, 0.9, 37) + highest).to(x.device)
+    ends = constant(torch.linspace(-0.9, 0.9, 37) + highest, x.device)
     scale, shift = span / highest, torch.zeros_like(low)
     least = torch.full_like(low, torch.inf)
     for _ in range(2):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kl_lens.host import constant
+
 
 @dataclass(frozen=True, eq=False)
 class Levels:
@@ -42,7 +44,7 @@ class Levels:
 
     @cached_property
     def _table(self) -> torch.Tensor:
-        return torch.tensor(self.table or (0.0,), dtype=torch.float32, device=self.scales.device)
+        return constant(torch.tensor(self.table or (0.0,), dtype=torch.float32), self.scales.device)
 
     @cached_property
     def _borders(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from kl_lens.formats.integer import NNCF_SMALLEST_SCALE, GroupedFormat, SignedSc
 from kl_lens.formats.microscaling import MicroscalingFormat
 from kl_lens.formats.normal_float import LEVELS, NormalFloatFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
+from kl_lens.host import constant
 from kl_lens.quantizers.levels import Levels
 
 _FACTORS = torch.linspace(0.5, 1.1, 19)  # times the smallest scale that covers a group
@@ -94,7 +95,7 @@ def _best(
     """
     trial = try_scales_on_cpu if groups.device.type == "cpu" else try_scales
     scales, zero_points = trial(
-        groups, weigh, plain, zeros, factors.to(groups.device), shifts.to(groups.device)
+        groups, weigh, plain, zeros, constant(factors, groups.device), constant(shifts, groups.device)
     )
     asymmetric = bool((shifts != 0).any())
     smallest = plain.scales.half().float().clamp_min(NNCF_SMALLEST_SCALE)

@@ -81,7 +81,7 @@ def _blocks_of_256(activations: torch.Tensor) -> torch.Tensor:
 
 def _quotient(number: float, tensor: torch.Tensor) -> torch.Tensor:
     """One division, as in C: PyTorch's `number / tensor` is a reciprocal and a product, rounded twice."""
-    return tensor.new_tensor(number) / tensor
+    return tensor.new_full((), number) / tensor  # `new_tensor` would wait for the GPU
 
 
 def _blocked(activations: torch.Tensor, size: int) -> torch.Tensor:
