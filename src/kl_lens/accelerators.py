@@ -29,3 +29,13 @@ def free_memory(device: torch.device) -> int:
     held = torch.cuda.memory_reserved(device) - allocated
     share = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return min(int(free) + held, share - allocated)
+
+
+def elements_at_once(device: torch.device) -> int:
+    """How many weights to quantize at a time: few enough to stay in a CPU's cache; on a GPU enough to keep it busy, but
+    not so many that a dozen temporary tensors fill a small card."""
+    import torch
+
+    if device.type == "cpu":
+        return 1 << 18
+    return min(1 << 26, torch.cuda.mem_get_info(device)[1] >> 10)

@@ -50,6 +50,23 @@ def test_fast_equals_plain(family: str) -> None:
             )
 
 
+def test_a_gpu_that_was_full_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded("mamba2")
+    perturbations = _one_of_each_kind(model)
+    expected = _measure(FastEngine(model), perturbations)
+    started, calls = FastEngine.started, []
+
+    def once_too_full(self: FastEngine, group: list[Perturbation]):
+        calls.append(group)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return started(self, group)
+
+    monkeypatch.setattr(FastEngine, "started", once_too_full)
+    assert _measure(FastEngine(model), perturbations) == expected
+    assert calls[1] == calls[2]
+
+
 def test_meta_tokens_and_remote_code_are_measured_alike(remote_code_folder) -> None:
     from kl_lens.checkpoints import load
 

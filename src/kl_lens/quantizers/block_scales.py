@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
+from kl_lens.accelerators import elements_at_once
 from kl_lens.formats import Quantized
 from kl_lens.formats.blocks import IQ4_LEVELS, LAYOUTS, Layout, with_scales
 from kl_lens.formats.gguf_blocks import SMALLEST_MAGNITUDE, GGUFFormat
 from kl_lens.host import constant
 from kl_lens.quantizers.blocks import block_levels, with_codes
 
-_AT_ONCE = 1 << 26  # values of all tries in memory at once
 _REFITS = 2
 _NEAR = torch.linspace(-0.9, 0.9, 19)  # where a group's largest weight may lie, relative to the last code
 # The same for a block's largest scale; wider, because there are few scales.
@@ -38,7 +38,7 @@ def searched_blocks(fmt: GGUFFormat, weight: torch.Tensor, importance: torch.Ten
     values = torch.nn.functional.hardshrink(weight, SMALLEST_MAGNITUDE)
     importance = importance / importance.max()
     tries = 37 if layout.minimum is not None else 19
-    step = max(1, _AT_ONCE // tries // values.shape[1])
+    step = max(1, elements_at_once(values.device) // tries // values.shape[1])
     parts = []
     for rows in values.split(step):
         x = rows.reshape(-1, fmt.block_size // layout.group, layout.group)

@@ -36,8 +36,9 @@ class Objective:
     def of(cls, moments: torch.Tensor, damping: float) -> Objective:
         """Adds `damping` × the diagonal's mean to it, so that columns that were never active count a little too."""
         exact = moments.double()
-        mean = float(exact.diagonal().mean()) or 1.0
-        exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * (damping * mean)
+        mean = exact.diagonal().mean()
+        added = damping * torch.where(mean == 0, 1.0, mean)
+        exact = exact + torch.eye(len(exact), dtype=exact.dtype, device=exact.device) * added
         order = torch.argsort(exact.diagonal(), descending=True, stable=True)
         # cholesky() gives a lower factor; flipping before and after gives the upper one.
         factor = torch.linalg.cholesky(exact[order][:, order].flip(0, 1)).flip(0, 1)

@@ -40,8 +40,9 @@ def column_importance(moments: torch.Tensor) -> torch.Tensor:
     import torch
 
     diagonal = moments.diagonal().clamp_min(0)
-    mean = diagonal.mean()
-    return diagonal.clamp_min(float(mean) * _FLOOR) if bool(mean > 0) else torch.ones_like(diagonal)
+    mean = diagonal.mean()  # stays on the GPU: reading it would wait for all pending work
+    floor = (mean.double() * _FLOOR).to(diagonal.dtype)
+    return torch.where(mean > 0, diagonal.maximum(floor), 1.0)
 
 
 register(ImportanceMatrix())

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kl_lens.accelerators import elements_at_once
 from kl_lens.errors import FormatError
 from kl_lens.formats import Format, Quantized
 from kl_lens.formats.base import checked_float32
@@ -44,7 +45,7 @@ class LearningQuantizer(Quantizer):
         for index, expert in enumerate(experts):
             own, tokens = (moments, 0) if moments.dim() == 2 else (moments[index], index)
             rounding = self._rounding(fmt, own, statistics.tokens[tokens])
-            step = max(1, _elements_at_once(expert.device) // expert.shape[1])
+            step = max(1, elements_at_once(expert.device) // expert.shape[1])
             pieces += [rounding(expert[first : first + step]) for first in range(0, len(expert), step)]
         return _together(pieces, tuple(weight.shape))
 
@@ -54,11 +55,6 @@ class LearningQuantizer(Quantizer):
     ) -> Callable[[torch.Tensor], Quantized]:
         """A function that quantizes rows, (rows, columns) in float32. The moments (columns, columns) of so many tokens
         are finite, possibly all zero."""
-
-
-def _elements_at_once(device: torch.device) -> int:
-    """Rows are independent: take few enough to stay in a CPU's cache, or enough to keep a GPU busy."""
-    return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
 def _together(pieces: list[Quantized], shape: tuple[int, ...]) -> Quantized:

@@ -124,7 +124,16 @@ class Engine(ABC):
         behind = 1 if self.chain.device.type == "cuda" else 0
         waiting: deque[tuple[list[int], Finish]] = deque()
         for group in groups:
-            waiting.append((group, self.started([perturbations[index] for index in group])))
+            own = [perturbations[index] for index in group]
+            start: Finish | None = None
+            with suppress(torch.OutOfMemoryError):
+                start = self.started(own)
+            if start is None:  # finish what waits, and try again with all that it held
+                yield from ((done, finish()) for done, finish in waiting)
+                waiting.clear()
+                _empty_gpu()
+                start = self.started(own)
+            waiting.append((group, start))
             while len(waiting) > behind:
                 done, finish = waiting.popleft()
                 yield done, finish()
@@ -264,9 +273,8 @@ class FastEngine(Engine):
         )
         with suppress(torch.OutOfMemoryError):
             self._teacher = run()
-        if self._teacher is None:  # uncollected cycles may hold gigabytes of GPU memory
-            gc.collect()
-            torch.cuda.empty_cache()
+        if self._teacher is None:
+            _empty_gpu()
             self._teacher = run()
         self._signal = [self.teacher.signal(batch) for batch in self.teacher.batches]
         # Counted here once: reading a value from a GPU waits for all its pending work.
@@ -450,6 +458,12 @@ class FastEngine(Engine):
             window_metrics(window, by_window[k], power[k], targets[k], self.vocabulary)
             for k, window in enumerate(batch.windows)
         ]
+
+
+def _empty_gpu() -> None:
+    """Uncollected cycles may hold gigabytes of its memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _count(targets: torch.Tensor) -> int:

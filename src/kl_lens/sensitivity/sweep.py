@@ -16,12 +16,13 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.runs import CALIBRATION, Run, role_as
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, memory_on
 from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
 from kl_lens.sensitivity.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
 from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
 from kl_lens.sensitivity.settling import Settled, settled
+from kl_lens.sensitivity.teacher import window_bytes
 from kl_lens.text import Windows
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
@@ -286,15 +287,20 @@ def quantizing_work(candidate: Candidate, length: int) -> float:
 
 def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:
     """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
-    as its allowance of multiplications permits. Counted, not timed: the same model on the same kind of device always
-    gets the same number."""
+    as its allowance of multiplications permits and four rounds of its memory hold. Counted, not timed: the same model
+    on the same kind of device always gets the same number."""
     once = {
         candidate.component.name: candidate for candidate in candidates
     }.values()  # about what a plan needs
     each = length * sum(work_of(model, candidate) for candidate in once)
     quantizing = sum(quantizing_work(candidate, 1) for candidate in once)
-    allowed = GPU_WORK if model.chain.device.type == "cuda" else quantizing
-    return max(LEAST_WINDOWS, min(MOST_WINDOWS, int(allowed / each) // LEAST_WINDOWS * LEAST_WINDOWS))
+    most = MOST_WINDOWS
+    if on_gpu := model.chain.device.type == "cuda":
+        states = memory_on(model.chain.device, DEFAULT_MEMORY) // 2
+        head = model.anatomy.component(model.anatomy.head)
+        most = min(most, 4 * states // window_bytes(model.chain, length, head.shape[1], head.shape[0]))
+    most = min(most, int((GPU_WORK if on_gpu else quantizing) / each))
+    return max(LEAST_WINDOWS, most // LEAST_WINDOWS * LEAST_WINDOWS)
 
 
 def chosen_engine(
