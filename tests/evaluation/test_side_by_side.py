@@ -84,6 +84,15 @@ def test_what_needs_more_threads_waits_for_its_turn(
     assert lanes_for(files, 0) == (2, files)  # two threads each for all, rather than one each for some
 
 
+def test_the_last_file_does_not_run_alone(
+    files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "processors", lambda: 16)
+    for count, lanes in ((5, 5), (8, 8), (9, 5)):  # nine: two rounds with three threads each
+        many = [JudgedArtifact(files[0].path, SessionSettings(), plan=str(index)) for index in range(count)]
+        assert lanes_for(many, 0) == (lanes, many)
+
+
 def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(
     files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
