@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from kl_lens.checkpoints import LoadedModel, States
+from kl_lens.environment import processors
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation import agreement
 from kl_lens.pipeline.staging import MEASURED, OF_LOSS
@@ -33,9 +34,10 @@ ROWS, GPU_ROWS = 64, 1 << 14  # that are timed; a GPU takes as long for few rows
 LEARNT_WINDOWS = 32  # of `calibrate`
 FILES = 6  # per target: FP16, four stock recipes, the plan
 PLANS = 14  # whole plans that `plan` measures, on half of the held-out text each
-WRITING = 6e7  # bytes of weights per second: quantized, packed, written, read back and compared
+WRITING = 3e7  # bytes of weights per second and processor: quantized, packed, written, read back and compared
 FILE = 1.0  # seconds per file besides its weights: header, tokenizer, opening it in the runtime
 DECODING = 8  # generating a token takes as long as reading so many
+RUNTIME = 0.3  # of the speed of PyTorch's products on the CPU: what runtimes reach with whole models
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class Estimator:
                     moments = torch.eye(columns, device=self._device) + 0.1
                     self._inputs[columns] = InputStatistics(moments, (LEARNT_WINDOWS * self.length,))
                 given = self._inputs[columns]
-            # Compiles kernels, and factorises the moments.
-            quantizer.quantize(weight[:8], grid, "rows", given)
+            # Compiles kernels (for a GPU, others if rows do not divide by 16), and factorises the moments.
+            quantizer.quantize(weight[:16], grid, "rows", given)
             self._rows[key] = self._seconds(lambda: quantizer.quantize(weight, grid, "rows", given))
         return (several[0] if several else 1) * wanted / timed * self._rows[key]
 
@@ -136,6 +138,16 @@ class Estimator:
         work()
         wait()
         return time.perf_counter() - begin
+
+    @cached_property
+    def _in_runtime(self) -> float:
+        """Seconds per token in a runtime, which computes on the CPU."""
+        if self._device.type == "cpu":
+            return self.whole
+        left, right = torch.ones(256, 2048), torch.ones(2048, 2048)
+        torch.mm(left, right)
+        rate = left.numel() * len(right) / self._seconds(lambda: torch.mm(left, right))
+        return sum(c.parameters for c in self.model.anatomy.components) / (RUNTIME * rate)
 
     # -- counting -----------------------------------------------------------------------------------------
 
@@ -185,7 +197,7 @@ class Estimator:
 
     def export(self, target: str | None, files: int, bytes_per_weight: float) -> StageCost:
         size = files * bytes_per_weight * sum(c.parameters for c in self.model.anatomy.components)
-        return StageCost("export", target, files * FILE + size / WRITING, int(size))
+        return StageCost("export", target, files * FILE + size / WRITING / processors(), int(size))
 
     def run(self, *, judged: int, repeats: int, without: Sequence[str]) -> JobEstimate:
         """All stages; `judged`: windows to evaluate with."""
@@ -196,9 +208,10 @@ class Estimator:
         files = FILES * len(self.every)
         # Every file also in PyTorch, and once more with its runtime's rounding or in float32.
         compared = 2 * files * min(agreement.WINDOWS, judged)
-        stages.append(StageCost("evaluate", None, self.text((files + 1) * judged + compared)))
+        runtimes = files * judged * self.length * self._in_runtime
+        stages.append(StageCost("evaluate", None, runtimes + self.text(judged + compared)))
         timed = files * (repeats + 1) * (160 + 2 * 32 * DECODING)
-        stages.append(StageCost("benchmark", None, timed * self.whole))
+        stages.append(StageCost("benchmark", None, timed * self._in_runtime))
         stages.append(StageCost("report", None, 3.0))
         return self.of(stage for stage in stages if stage.verb not in without)
 
