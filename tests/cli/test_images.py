@@ -150,6 +150,8 @@ def test_run_does_it_all_at_once(folder: Path, images: Path, tmp_path: Path, cap
     assert main([*run, *words, "--targets", "openvino", "--formats", "int8,int4"]) == 0
     out = capsys.readouterr().out
     assert "16 images; KL is from the original, per image" in out
+    assert "nats per image" in out
+    assert "token" not in out
     assert "kl-lens generate" not in out
 
 

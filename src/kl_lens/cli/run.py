@@ -24,6 +24,7 @@ from kl_lens.reporting.answer import (
 from kl_lens.reporting.data import RunView, collect
 from kl_lens.reporting.names import plan_title, runtime_title
 from kl_lens.reporting.numbers import percent, with_error
+from kl_lens.reporting.wording import of_images, of_tokens
 from kl_lens.runs import Run
 from kl_lens.units import human_bytes
 
@@ -38,21 +39,22 @@ def show(result: RunResult | JobEstimate) -> None:
         view = collect(run)
     out = console()
     table = new_table("", ("for", "file"), ("size", "KL, nats", "perplexity", "speed, × FP16"))
-    answers = []
+    told = of_tokens if result.generates else of_images
+    answers: list[str] = []
     for target, names in result.plans.items():
         answers += _answer(view, names[-1], target)
         for name in _nearest(view, names, target):
             add_row(table, view, name, target, loud=name == names[-1])
         table.add_section()
     used = [p for p in view.profiles if p.protocol == "use"]
-    lines = [*_protocol(view, result), *unmeasurable(used), *faster_libraries(used)]
+    lines = [*map(told, _protocol(view, result)), *unmeasurable(used), *faster_libraries(used)]
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
     if (result.folder / "report.html").is_file():
         lines.append(f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open")
     for place in list(result.exported.values())[: int(result.generates)]:
         lines.append(f'Next: kl-lens generate {shlex.quote(str(place))} --prompt "The history of the city"')
     out.print()
-    for part in [*answers, table, f"Done in {clock_time(result.seconds)}.", *lines]:
+    for part in [*map(told, answers), table, f"Done in {clock_time(result.seconds)}.", *lines]:
         out.print(part, soft_wrap=not isinstance(part, Table))
 
 
@@ -107,8 +109,7 @@ def _protocol(view: RunView, result: RunResult) -> list[str]:
         return []
     test, settings = scores[-1], result.settings
     return [
-        f"Test {'text' if result.generates else result.unit}: {test.what}, {test.tokens:,} {result.unit}; "
-        f"KL is from the original, per {result.unit.removesuffix('s')}.",
+        f"Test text: {test.what}, {test.tokens:,} tokens; KL is from the original, per token.",
         f"Small samples: {settings.windows} calibration and {settings.evaluation_windows} test windows. For more: "
         "--windows, --evaluation-windows.",
     ]

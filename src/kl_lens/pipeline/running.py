@@ -203,7 +203,6 @@ class RunResult:
     failed: list[str]  # commands that failed
     seconds: float
     generates: bool = True  # the model writes text
-    unit: str = "tokens"
 
     @property
     def exit_code(self) -> int:
@@ -239,7 +238,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
             plans, exported = _RunStages(settings, model, stages, bench, events).run()
     seconds = time.perf_counter() - begin
     how_it_went = (plans, exported, stages.seconds, stages.failures, seconds)
-    return RunResult(settings, folder, *how_it_went, model.task.generates, model.task.unit)
+    return RunResult(settings, folder, *how_it_went, model.task.generates)
 
 
 def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> int:

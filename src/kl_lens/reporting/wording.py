@@ -1,4 +1,4 @@
-"""The page's words for image classifiers: what is counted in images has classes, and no next token."""
+"""Words for image classifiers: what is counted in images has classes, and no next token."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _PHRASES = (
     ("held-out text", "held-out images"),
     ("calibration text", "calibration images"),
     ("evaluation text", "evaluation images"),
+    ("test text", "test images"),
 )
 _COUNTED = re.compile(r"(?<=\d) tokens\b")
 
