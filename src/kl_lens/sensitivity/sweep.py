@@ -28,7 +28,7 @@ from kl_lens.text import Windows
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
 LEAST_WINDOWS, MOST_WINDOWS = 4, 64
-GPU_WORK = 5e15  # multiplications: 32 windows for 3 billion parameters; an H200 does them in about a minute
+GPU_WORK = 5e15  # multiplications: 32 windows for 3 billion parameters; an H200 did 1e16 in two minutes
 
 
 @dataclass
@@ -285,8 +285,8 @@ def quantizing_work(candidate: Candidate, length: int) -> float:
 
 def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:
     """How many windows to measure on by default: on a CPU as many as take about as long as quantizing, on a GPU as many
-    as its allowance of multiplications permits and four rounds of its memory hold. Counted, not timed: the same model
-    on the same kind of device always gets the same number."""
+    as its allowance of multiplications permits and four rounds of its free memory hold. Counted, not timed, so that a
+    busy machine changes nothing."""
     once = {
         candidate.component.name: candidate for candidate in candidates
     }.values()  # about what a plan needs
