@@ -35,6 +35,8 @@ SHAPES = {  # hidden size, layers, heads of Mamba-2
 }
 
 
+# With transformers' own defaults, rounding to 8 bits changes the output entirely.
+_LIKE_THE_AUTHORS = {"initializer_range": 0.02, "rescale_prenorm_residual": True}
 EXPERTS = "granite-4.0-h-tiny"  # 40 blocks, four of them attention; 64 experts; 7 billion parameters
 
 
@@ -47,12 +49,15 @@ def shape(name: str) -> LoadedModel:
         raise SystemExit(f"no shape is called {name!r}; there are {', '.join((*SHAPES, EXPERTS))}")
     hidden, layers, heads = SHAPES[name]
     if heads is None:
-        config = transformers.MambaConfig(hidden_size=hidden, num_hidden_layers=layers, vocab_size=50280)
+        config = transformers.MambaConfig(
+            hidden_size=hidden, num_hidden_layers=layers, vocab_size=50280, **_LIKE_THE_AUTHORS
+        )
         model: torch.nn.Module = transformers.MambaForCausalLM(config)
     else:
         config2 = transformers.Mamba2Config(
             hidden_size=hidden, num_hidden_layers=layers, vocab_size=50288, num_heads=heads, head_dim=64,
             state_size=128, n_groups=1, chunk_size=256, tie_word_embeddings=True,
+            **_LIKE_THE_AUTHORS,
         )  # fmt: skip
         model = transformers.Mamba2ForCausalLM(config2)
     return LoadedModel(name, Path(), model.eval().requires_grad_(False), None, source=name)

@@ -93,6 +93,15 @@ def test_the_last_file_does_not_run_alone(
         assert lanes_for(many, 0) == (lanes, many)
 
 
+def test_those_left_share_all_processors(
+    files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "processors", lambda: 4)
+    one, _, other = (JudgedArtifact(file.path, SessionSettings()) for file in files)
+    lanes = SideBySide({one: [0], other: [0, 1, 2, 3]}, text, 2)
+    assert {item.runtime["threads"] for item in lanes} == {2, 4}
+
+
 def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(
     files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Component
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
-from kl_lens.sensitivity.screening import Screen, is_worth_it
+from kl_lens.sensitivity.screening import ALIKE, Screen, is_worth_it
 
 ERRORS = {"q4_k": 16.0, "q5_k": 4.0, "q6_k": 1.0, "q8_0": 0.1}
 MENU = [Recipe("q4_k", "gptq"), Recipe("q5_k", "gptq"), Recipe("q6_k", "gptq"), Recipe("q8_0")]
@@ -80,3 +80,11 @@ def test_small_menus_are_not_screened(candidates: list[Candidate]) -> None:
     assert not is_worth_it(small, with_a_limit=True)
     assert is_worth_it(candidates, with_a_limit=True)
     assert not is_worth_it(candidates, with_a_limit=False)  # one recipe per format: none can lose to another
+
+
+def test_in_a_deep_model_some_components_stand_for_others_of_their_kind() -> None:
+    deep = [Candidate(component(i, kind), r) for i in range(20) for kind in ("in", "out") for r in MENU]
+    screen = Screen(deep)
+    assert len(screen.needed) == 2 * (ALIKE * len(MENU) + 20)  # and every anchor
+    errors = screen.completed({key_of(c): error(c) for c in screen.needed})
+    assert errors == pytest.approx({key_of(c): error(c) for c in (*deep, *screen.first)})

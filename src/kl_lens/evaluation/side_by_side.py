@@ -1,7 +1,8 @@
 """Runs several files at once, each in its own thread with a share of the processors.
 
 A small model gains little from a second core, and nothing while its file is opened. The number of threads changes speed
-only, so the results are the same as one by one. The threads only compute logits.
+only, so the results are the same as one by one; once files are done, the others may take their share. The threads only
+compute logits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import psutil
 from kl_lens.environment import processors
 from kl_lens.evaluation.judged import RUNTIME_ERRORS, JudgedArtifact
 from kl_lens.evaluation.texts import EvaluationText
-from kl_lens.targets.session import Logits
+from kl_lens.targets.session import ElasticSession, Logits
 
 MOST = 8  # files at once
 _MEMORY_PER_FILE_BYTE = 2.5  # memory of a loaded file relative to its size
@@ -88,6 +89,7 @@ class SideBySide:
         self._arrived: queue.Queue[Arrived | JudgedArtifact | BaseException] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
         self._dropped: set[JudgedArtifact] = set()
+        self._share = processors() // lanes  # of the processors, for each file
 
     def drop(self, judged: JudgedArtifact) -> None:
         """Stops this file."""
@@ -101,6 +103,7 @@ class SideBySide:
                     judged = waiting.pop(0)
                     running[judged] = threading.Thread(target=self._run, args=(judged,), daemon=True)
                     running[judged].start()
+                self._share = processors() // len(running)
                 item = self._arrived.get()
                 if isinstance(item, BaseException):
                     raise item
@@ -126,11 +129,13 @@ class SideBySide:
 
     def _compute(self, judged: JudgedArtifact) -> None:
         judged.check()
-        session = judged.open(processors() // self._lanes)
+        session = judged.open(self._share)
         try:
             for window in self._missing[judged]:
                 if self._stopped.is_set() or judged in self._dropped:
                     return
+                if isinstance(session, ElasticSession):
+                    session.use_threads(self._share)
                 begin = time.perf_counter()
                 logits = session.logits(self._text.items[window].ids)
                 seconds = time.perf_counter() - begin

@@ -325,7 +325,7 @@ def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Pat
 def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dict[screening.Key, float]:
     with events.progress("screening") as shown:
         shown.started(sum(map(_work, screen.needed)), 0)
-        return screening.output_errors(model, screen.needed, lambda c: shown.advanced(_work(c), str(c)))
+        return screening.output_errors(model, screen, lambda c: shown.advanced(_work(c), str(c)))
 
 
 def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from kl_lens import planning
 from kl_lens.calibration import StoredStatistics
 from kl_lens.checkpoints import Anatomy, LoadedModel
+from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, PlanError, TargetError, UnsupportedError
 from kl_lens.evaluation import JudgedArtifact
 from kl_lens.evaluation.continuations import store_continuations
@@ -32,6 +33,7 @@ from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.inspecting import InspectSettings
+from kl_lens.pipeline.meanwhile import quantizing_for
 from kl_lens.pipeline.measuring import Calibration, MeasureSettings, calibration_text
 from kl_lens.pipeline.menus import menu_for
 from kl_lens.pipeline.plan_settings import ALL, TUNING_WINDOWS, USUAL, PlanSettings, check_held_out
@@ -54,7 +56,7 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
-from kl_lens.pipeline.workbench import Workbench
+from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.runs import CALIBRATION, RECIPES, Run
 from kl_lens.sensitivity.perturbation import find_candidates
@@ -66,6 +68,7 @@ UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
 PAPER_FORMATS = ("int4", "int8")
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
+LARGE = 5e7  # weights per processor; for so many, 8 windows take two minutes or more
 OPTIONAL_STAGES = ("rank", "evaluate", "benchmark", "report")
 SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
@@ -122,7 +125,9 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
     rivals: str = _proof(USUAL, "stock recipes to compare with", choices=(NONE, USUAL, ALL))
     evaluation_text: str = _proof("wikitext2:test", "text that files are scored on", metavar="TEXT")
     evaluation_windows: int | None = _proof(
-        None, "number of windows for rank and evaluate (default: 8, or 4 above a billion weights)", kind=COUNT
+        None,
+        "number of windows for rank and evaluate (default: 8; 4 for a large model on few processors)",
+        kind=COUNT,
     )
     tune: int | None = _proof(
         None,
@@ -253,8 +258,8 @@ def _windows(settings: RunSettings, model: LoadedModel, journal: Run | None) -> 
 
 def _judged(settings: RunSettings, model: LoadedModel) -> int:
     """Windows to judge with: few for a large model, because runtimes compute on the CPU."""
-    large = sum(component.parameters for component in model.anatomy.components) > 1e9
-    return settings.evaluation_windows or (4 if large else 8)
+    weights = sum(component.parameters for component in model.anatomy.components)
+    return settings.evaluation_windows or (4 if weights > LARGE * processors() else 8)
 
 
 def _estimate(settings: RunSettings, model: LoadedModel, windows: int) -> JobEstimate:
@@ -303,7 +308,8 @@ class _RunStages:
         aims: list[str | None] = [*usable] or [None]
         self._calibrate(usable)
         for target in aims:
-            self._measure(target)
+            with self._meanwhile(target):
+                self._measure(target)
             self._plan(target)
         plans = {target or TORCH: self._compared(target) for target in aims}
         exported = {
@@ -362,6 +368,15 @@ class _RunStages:
                 **self.of_run,
             )
         )
+
+    def _meanwhile(self, target: str | None) -> AbstractContextManager[object]:
+        """While a GPU measures, the CPU quantizes for stock recipes."""
+        on_gpu = self.model.chain.device.type == "cuda" and self.model.residency is None
+        if target is None or self.settings.rivals == NONE or not on_gpu:
+            return nullcontext()
+        stock = get_target(target).stock_recipes(self.model)
+        usual = [one for one in stock if one.usual or self.settings.rivals == ALL]
+        return quantizing_for(usual, self.model, self.folder / WEIGHTS)
 
     def _paper(self) -> None:
         """Reproduces the paper: measures weights alone, ranks metrics, makes its points."""

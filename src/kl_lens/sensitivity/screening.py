@@ -3,7 +3,8 @@
 A component's KL is nearly proportional to the error of its own outputs: KL ≈ f · E, E = tr(ΔW Σ ΔWᵀ), with one f per
 component. E is cheap: a few rows show it, because quantizers treat rows independently. f comes from one format per
 component, the anchor: without error feedback (ggml's types with importance, which a GPU can search; others rounded to
-nearest), measured on few windows.
+nearest), measured on few windows. In a deep model, some components of a kind show how its recipes compare with the
+anchor.
 
 What differs from that comes with a recipe (a runtime that rounds activations adds an error which more bits do not make
 smaller) or with a component. So later measurements give a factor of each kind and recipe, and one of each component.
@@ -25,6 +26,7 @@ from kl_lens.sensitivity.pieces import key_of
 SMALL_MENU = 3  # with so few recipes, everything is measured
 ROWS = 16  # of each matrix that show a recipe's error
 TOLERANCE = 0.15  # of predictions
+ALIKE = 8  # components of a kind that show how a recipe's error compares with the anchor's
 PART = 8  # anchors are measured on one of so many parts of the text
 
 Key = tuple[str, Recipe]  # component and recipe
@@ -40,15 +42,15 @@ def is_worth_it(candidates: Sequence[Candidate], *, with_a_limit: bool) -> bool:
 
 
 def output_errors(
-    model: LoadedModel, candidates: Iterable[Candidate], advanced: Callable[[Candidate], None]
+    model: LoadedModel, screen: Screen, advanced: Callable[[Candidate], None]
 ) -> dict[Key, float]:
     """The error of each component's own outputs in each recipe, from a few rows."""
     errors = {}
-    for candidate in candidates:
+    for candidate in screen.needed:
         name, recipe = key_of(candidate)
         errors[name, recipe] = model.weights.output_error(name, recipe, ROWS)
         advanced(candidate)
-    return errors
+    return screen.completed(errors)
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,33 @@ class Screen:
         """What has to be measured before anything can be predicted, in network order."""
         return [*self._anchors.values()]
 
+    @cached_property
+    def _alike(self) -> dict[Hashable, list[Candidate]]:
+        """Candidates of one kind, recipe and anchor."""
+        alike: dict[Hashable, list[Candidate]] = {}
+        for each in self.candidates:
+            kind, anchor = each.component.kind, self._anchors[each.component.name].recipe
+            alike.setdefault((kind, anchor, each.recipe), []).append(each)
+        return alike
+
     @property
     def needed(self) -> list[Candidate]:
         """What has to be quantized, component by component."""
         order = {name: place for place, name in enumerate(self._anchors)}
-        every = dict.fromkeys((*self.candidates, *self.first))
-        return sorted(every, key=lambda c: order[c.component.name])
+        some = (group[i * len(group) // ALIKE] for group in self._alike.values() for i in range(ALIKE))
+        return sorted(dict.fromkeys((*some, *self.first)), key=lambda c: order[c.component.name])
+
+    def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:
+        """The errors of all candidates: of `needed` as given, of others from the anchor's and those of similar ones."""
+        every = dict(errors)
+        for group in self._alike.values():
+            anchors = {key_of(c): max(errors[key_of(self._anchors[c.component.name])], 1e-30) for c in group}
+            ratio = statistics.median(
+                errors[key] / anchor for key, anchor in anchors.items() if key in errors
+            )
+            for key, anchor in anchors.items():
+                every.setdefault(key, ratio * anchor)
+        return every
 
     def undominated(self, errors: Mapping[Key, float]) -> list[Candidate]:
         """Without those that lose clearly to a recipe of no more bytes: no plan of any size needs them."""

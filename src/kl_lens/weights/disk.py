@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -56,7 +57,10 @@ class DiskCache:
         self._trim(path)
 
     def _trim(self, newest: Path) -> None:
-        files = [(path.stat(), path) for path in newest.parent.glob("*.safetensors")]
+        files = []
+        for path in newest.parent.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another store of this folder was faster
+                files.append((path.stat(), path))
         total = sum(status.st_size for status, _ in files)
         for status, path in sorted(files, key=lambda item: item[0].st_mtime_ns):
             if total <= self._budget or path == newest:

@@ -114,10 +114,14 @@ class GGUFSession:
             message = self._complaint()
             self.close()
             raise TargetError(f"{self.path}: llama.cpp cannot make a context of {wanted}: {message}")
-        functions.llama_set_n_threads(self._context, self.threads, self.threads)
+        self.use_threads(self.threads)
         self.context = int(functions.llama_n_ctx(self._context))
         self._batch = functions.llama_batch_init(self._batch_size, 0, 1)
         self._position = 0
+
+    def use_threads(self, count: int) -> None:
+        self.threads = count
+        self._library.functions.llama_set_n_threads(self._open_context, count, count)
 
     def watched(self, watcher: Any) -> Self:
         """A session on the same weights whose operations call `watcher`. Close it before this one."""

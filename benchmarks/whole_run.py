@@ -1,0 +1,112 @@
+"""`kl-lens run` at published sizes: seconds of each stage, of the whole with the start of Python, and memory.
+
+    python benchmarks/whole_run.py mamba-130m,mamba2-2.7b [--device cuda] [--card 16GB] [--tokenizer tokenizer.json]
+                                   [--folder /dev/shm] [--write docs/results/speed.csv] [-- more options of run]
+
+Weights are random, as the architecture's authors initialise them. `--card` limits torch to so much of the GPU's memory.
+The job is `kl-lens run MODEL --targets gguf --without benchmark`, each model in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_STAGE = re.compile(r"(\w.*?) {2,}(\d+):(\d\d)( .*)?")  # "Planning, llama.cpp    1:12  about 2:44 left"
+
+
+def job(words: list[str], card: str | None) -> int:
+    """`kl-lens`, then a line with the memory that it took."""
+    here = Path(__file__).resolve().parent  # has a gguf.py, which is not the package
+    sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
+    import torch
+
+    from kl_lens.cli.main import main
+    from kl_lens.units import parse_bytes
+
+    if card is not None:
+        room, (_, whole) = parse_bytes(card), torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(room / whole)
+        torch.cuda.mem_get_info = lambda device=None: (room - torch.cuda.memory_reserved(), room)
+    code = main(words)
+    memory = {"host memory, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if torch.cuda.is_initialized():
+        memory["GPU memory, GB"] = torch.cuda.max_memory_reserved() / 1e9
+    print(json.dumps(memory))
+    return code
+
+
+def write_model(name: str, place: Path, tokenizer: Path | None, device: str) -> None:
+    from common import shape  # isort: skip  (first: it sets the environment that torch reads)
+    import torch
+    import transformers
+
+    from kl_lens.resources import reference_path
+
+    with torch.device(device):
+        model = shape(name).model
+    model.half().cpu().save_pretrained(place)
+    if tokenizer is None:
+        transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(place)
+    else:
+        end = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
+        transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **end).save_pretrained(place)
+
+
+def measured(words: list[str], card: str | None) -> dict[str, float]:
+    """Seconds and gigabytes of the job; its output is shown."""
+    begin, taken = time.perf_counter(), dict[str, float]()
+    own = [sys.executable, __file__, "--job", *(["--card", card] if card else []), "--", *words]
+    with subprocess.Popen(own, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if stage := _STAGE.fullmatch(line.rstrip()):
+                name = f"{stage[1].partition(',')[0].lower()}, s"
+                taken[name] = taken.get(name, 0) + 60 * int(stage[2]) + int(stage[3])
+            last = line
+    if process.returncode not in (0, 1):  # 1: a file of random weights may differ from PyTorch
+        raise SystemExit(process.returncode)
+    return {"whole, s": time.perf_counter() - begin, **taken, **json.loads(last)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="?", default="")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--card", metavar="SIZE")
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--folder", type=Path, help="for checkpoint and run folder")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, metavar="FILE.csv")
+    mine, more = sys.argv[1:], list[str]()
+    if "--" in mine:
+        at = mine.index("--")
+        mine, more = mine[:at], mine[at + 1 :]
+    arguments = parser.parse_args(mine)
+    if arguments.job:
+        raise SystemExit(job(more, arguments.card))
+    from result_files import write_speed
+
+    for name in arguments.models.split(","):
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            model = Path(folder) / name
+            write_model(name, model, arguments.tokenizer, arguments.device)
+            how = ["--device", arguments.device, "--targets", "gguf", "--without", "benchmark", *more]
+            found = measured(["run", str(model), "--run", f"{folder}/run", *how], arguments.card)
+        variant = " ".join((arguments.device, *([arguments.card] if arguments.card else []), *more))
+        print(name, variant, *(f"{quantity} {number:.1f}" for quantity, number in found.items()), sep="; ")
+        case = {"benchmark": "whole run", "model": name, "threads": str(os.cpu_count())}
+        write_speed(arguments.write, case, {(variant, q): f"{number:.1f}" for q, number in found.items()})
+
+
+if __name__ == "__main__":
+    main()

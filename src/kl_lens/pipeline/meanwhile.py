@@ -1,0 +1,67 @@
+"""Work for a CPU that would wait while a GPU measures."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from kl_lens.checkpoints import LoadedModel
+from kl_lens.host import on_host
+from kl_lens.recipes import parsed
+from kl_lens.targets.base import StockRecipe
+from kl_lens.weights import WeightStore
+
+
+class _Originals:
+    """A `WeightSource` of tensors on a GPU that are copied to the host one at a time."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+
+    def weight(self, component: str) -> torch.Tensor:
+        return on_host(self._weights[component])
+
+    def state(self, component: str) -> Hashable:
+        return None
+
+
+@contextmanager
+def quantizing_for(
+    stock: Iterable[StockRecipe], model: LoadedModel, folder: Path
+) -> Iterator[threading.Thread]:
+    """Within, a thread makes the stock recipes' weights that only ggml's own code makes, and puts them into the cache
+    `folder`, where `plan` and `export` find them. What it has not begun at the end, they make themselves."""
+    wanted = dict.fromkeys(
+        (component, recipe)
+        for one in stock
+        for component, recipe in parsed(one.assignment).items()
+        if recipe.quantizer.is_expensive(recipe.grid) and not recipe.quantizer.learns
+    )
+    # Taken now: while it is measured, the model has other weights. The model's own store limits the cache.
+    originals = {name: model.tensor(model.anatomy.component(name).weight) for name, _ in wanted}
+    store = WeightStore(_Originals(originals), folder=folder, disk_budget=sys.maxsize, memory_budget=0)
+    stopped = threading.Event()
+
+    def work() -> None:
+        # A stream of its own, so that copies do not wait for what is being measured.
+        stream = torch.cuda.Stream() if model.chain.device.type == "cuda" else None
+        with suppress(Exception), torch.cuda.stream(stream):  # `plan` meets the same error and reports it
+            for component, recipe in wanted:
+                if stopped.is_set():
+                    return
+                store.quantized(component, recipe)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stopped.set()
+        thread.join()
