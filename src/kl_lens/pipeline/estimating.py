@@ -119,7 +119,8 @@ class Estimator:
         wanted = min(height, rows or height)
         timed = min(wanted, GPU_ROWS) if self._device.type == "cuda" else min(height, ROWS)
         if (key := (candidate.recipe, timed, columns)) not in self._rows:
-            weight = torch.randn(timed, columns, generator=torch.Generator().manual_seed(0)).to(self._device)
+            random = torch.Generator(self._device).manual_seed(0)
+            weight = torch.randn(timed, columns, generator=random, device=self._device)
             quantizer, grid, given = candidate.recipe.quantizer, candidate.recipe.grid, None
             if quantizer.learns:
                 if columns not in self._inputs:  # the same for all recipes: quantizers factorise them once

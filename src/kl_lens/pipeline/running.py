@@ -311,6 +311,7 @@ class _RunStages:
             with self._meanwhile(target):
                 self._measure(target)
             self._plan(target)
+        self.bench.drop_meters()
         plans = {target or TORCH: self._compared(target) for target in aims}
         exported = {
             t: self.folder / "artifacts" / t / recommended(t) for t in usable if self._export(t, plans[t][1:])

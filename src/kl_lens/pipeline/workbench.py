@@ -104,6 +104,10 @@ class Workbench:
     def drop_statistics(self) -> None:
         """Drops statistics opened before `calibrate` wrote new ones."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] != "in run"}
+        self.drop_meters()
+
+    def drop_meters(self) -> None:
+        """Frees the states that meters hold."""
         self._meters.clear()
 
     def drawn(self, text: str, task: Task, **how: Any) -> Windows:
