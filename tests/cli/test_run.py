@@ -439,6 +439,32 @@ def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
     assert found_by(folder) == alone
 
 
+@pytest.mark.slow
+def test_from_disk_a_run_finds_the_same(tmp_path: Path) -> None:
+    found = []
+    for place in ("memory", "disk"):
+        folder = tmp_path / place
+        more = ["--targets", "gguf", "--formats", "q8_0,q4_0", "--rivals", "none", "--budget", "45%"]
+        more += ["--without", "benchmark,report", "--weights", place]
+        assert main(["run", "reference:mamba", "--run", str(folder), *SMALL, *more]) == 0
+        with Run.open(folder) as run:
+            scores = {r.subject.label: r.value["values"] for r in current_results(run, "score")}
+        assert len(scores) == 3, "the original, FP16, the plan"
+        found.append((scores, found_by(folder)))
+    assert found[0] == found[1]
+
+
+def test_weights_on_disk_are_refused_with_what_needs_them_in_memory(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, named in ((("--targets", "gguf,openvino"), "--targets openvino"), (("--tune",), "--tune")):
+        assert (
+            main(["run", str(tiny_folder), "--run", str(tmp_path / "new"), "--weights", "disk", *more]) == 1
+        )
+        assert f"--weights disk does not work with {named}" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
     little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
     words = [

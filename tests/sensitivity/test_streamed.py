@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.measuring import MeasureSettings
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
-from kl_lens.records import Estimate
+from kl_lens.records import Estimate, Plan
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.choosing import engine_for
@@ -34,7 +35,7 @@ from kl_lens.sensitivity.perturbation import Candidate, Perturbation, find_candi
 from kl_lens.sensitivity.spilling import StateRoom
 from kl_lens.sensitivity.streamed import StreamedEngine
 from kl_lens.sensitivity.sweep import Progress, Sweep
-from kl_lens.targets import deployed
+from kl_lens.targets import deployed, export
 from tests.families import CONFIGS
 from tests.forking import Forks
 from tests.sensitivity.conftest import some_windows
@@ -331,10 +332,22 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
 
 
-def test_what_needs_all_weights_at_once_says_so(saved) -> None:
-    model = _on_disk(saved("mamba"))
-    with pytest.raises(CheckpointError, match="evaluating in PyTorch needs the weights in memory"):
-        TorchSession(model)
+@pytest.mark.parametrize("family", ["mamba", "zamba2"])
+def test_whole_plans_write_the_same_logits_and_leave_nothing_in_memory(family: str, saved) -> None:
+    folder = saved(family)
+    memory, disk = load(folder), _on_disk(folder)
+    plan = {c.component.name: c.recipe for c in find_candidates(memory.anatomy, [Recipe("q8_0")])[0]}
+    ids = some_windows(1, 20).ids[0].tolist()
+    for recipes, kernels in (({}, None), (plan, None), (plan, deployed("gguf"))):
+        found, expected = (TorchSession(m, recipes, deployed=kernels).logits(ids) for m in (disk, memory))
+        np.testing.assert_array_equal(found, expected)
+        assert not any(_matrices(disk).values())
+
+
+def test_what_needs_all_weights_at_once_says_so(saved, tmp_path) -> None:
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    with pytest.raises(CheckpointError, match="exporting to OpenVINO needs the weights in memory"):
+        export(_on_disk(saved("mamba")), Plan("fp16", {}, "a test"), "openvino", tmp_path)
 
 
 def test_pickles_are_read_whole_with_a_warning_or_refused(saved, monkeypatch) -> None:

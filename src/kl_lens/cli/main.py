@@ -280,7 +280,7 @@ def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be loaded
         return KLLensError.exit_code, (
             f"GPU memory is full ({one_line(error).partition('. GPU')[0]}); what was measured is kept. Run the same "
-            "command with a smaller --memory-budget, or with --weights disk"
+            "command with --weights disk, or measure with a smaller --memory-budget"
         )
     return EXIT_CODE, unexpected(error, words)
 

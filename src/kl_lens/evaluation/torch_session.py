@@ -11,7 +11,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.recipes import Recipe
-from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, replacements
+from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import logit_rows
 from kl_lens.targets.session import Logits, checked_tokens
@@ -40,16 +40,19 @@ class TorchSession:
         deployed: Kernels | None = None,
         remember: int = 0,
     ) -> None:
-        model.require_memory("evaluating in PyTorch")
         self._model = model
         self._recipes = dict(recipes or {})
         self._deployed = deployed
         # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
-        self._weights = [
-            (parameter, weight)
-            for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
-            if not torch.equal(parameter.data, weight)
-        ]
+        self._weights = (
+            [
+                (parameter, weight)
+                for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
+                if not torch.equal(parameter.data, weight)
+            ]
+            if model.residency is None
+            else []
+        )
         # The same precision as the sweep on a GPU; `deployed` defines its own.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model.model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
@@ -121,7 +124,11 @@ class TorchSession:
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
-        with applied(self._model, self._recipes, self._weights, self._deployed), self._layout.active():
+        if self._model.residency is None:
+            weights = applied(self._model, self._recipes, self._weights, self._deployed)
+        else:
+            weights = applied_by_block(self._model, self._recipes, self._deployed)
+        with weights, self._layout.active():
             yield
 
     def _final_states(self, tokens: Sequence[int]) -> torch.Tensor:

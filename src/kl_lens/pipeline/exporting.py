@@ -13,6 +13,7 @@ from kl_lens.errors import FormatError, PlanError
 from kl_lens.pipeline.calibrating import for_streaming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
+    MEMORY,
     SIZE,
     Kind,
     Loading,
@@ -120,6 +121,11 @@ class ExportSettings(Loading):
         for each in _target_options(""):
             if each.name in unknown:
                 raise PlanError(f"{each.flag} does not work with --target {target.name}")
+
+    @property
+    def weights(self) -> str | None:
+        """Where they must be; None: anywhere."""
+        return None if describe_target(self.target).streams else MEMORY
 
     @property
     def target_options(self) -> dict[str, Any]:

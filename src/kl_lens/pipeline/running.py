@@ -41,10 +41,13 @@ from kl_lens.pipeline.ranking import RankSettings
 from kl_lens.pipeline.reporting import ReportSettings
 from kl_lens.pipeline.settings import (
     COUNT,
+    DISK,
+    MEMORY,
     NAMES,
     SHARE,
     SIZE,
     THREADS,
+    FromDisk,
     HeldOut,
     OfModel,
     as_yaml,
@@ -82,7 +85,7 @@ def recommended(target: str | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Workers, HeldOut, Calibration, OfModel):
+class RunSettings(Workers, HeldOut, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -196,6 +199,15 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel):
             self.menu_of(target)
         check_held_out(self.held_out_windows, searches=self.max_bytes is None and self.budget is None)
         check_tasks(self.tasks, task_data=self.task_data, task_limit=self.task_limit)
+        if self.weights == DISK and (why := self.needs_memory()):
+            raise KLLensError(
+                f"--weights disk does not work with {why}, which needs the whole model in memory"
+            )
+
+    def needs_memory(self) -> str | None:
+        """What cannot work with weights on disk, of all that is asked for."""
+        whole = [f"--targets {name}" for name in self.wanted if not describe_target(name).streams]
+        return next(iter(["--tune"] * (self.tune is not None) + whole), None)
 
 
 @dataclass(frozen=True)
@@ -216,7 +228,8 @@ class RunResult:
 
 def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | JobEstimate:
     begin = time.perf_counter()
-    model = bench.model(settings)
+    # Opened in memory, it stays there for all stages.
+    model = bench.model(replace(settings, weights=MEMORY) if settings.needs_memory() else settings)
     settings = replace(settings, evaluation_windows=_judged(settings, model))
     if settings.estimate:
         return _estimate(settings, model, settings.windows or _windows(settings, model, None))
@@ -288,13 +301,14 @@ class _RunStages:
         self.folder = stages.folder
         # For every stage that opens the run's model.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
+        self.from_disk = self.of_run | {"weights": settings.weights}  # where a command can choose
         self.held_out = {name: getattr(settings, name) for name in ("held_out", "held_out_windows")}
 
     def run(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
         settings = self.settings
         self.stages.do(InspectSettings(model=settings.model, **settings.how))
         self.stages.do(
-            PlanSettings(uniform=(FP16,), **self.of_run),
+            PlanSettings(uniform=(FP16,), **self.from_disk),
             key="plan fp16",
             outputs=[f"plans/{UNIFORM_FP16}.json"],
         )
@@ -349,7 +363,7 @@ class _RunStages:
                 seed=self.settings.seed
                 + 1,  # not the sweep's: no method is measured on the text it learned from
                 **self.held_out,
-                **self.of_run,
+                **self.from_disk,
             ),
             key="calibrate",
             lost=stored is None or not stored.covers(self.model),
@@ -366,7 +380,7 @@ class _RunStages:
                 **self.held_out,
                 **{name: getattr(self.settings, name) for name in shared},
                 **self.settings.worker_settings,
-                **self.of_run,
+                **self.from_disk,
             )
         )
 
@@ -389,13 +403,13 @@ class _RunStages:
                     evaluation_text=settings.evaluation_text,
                     evaluation_windows=_judged(settings, self.model),
                     **settings.worker_settings,
-                    **self.of_run,
+                    **self.from_disk,
                 ),
                 key="rank",
                 inputs=inputs,
             )
         self.stages.do(
-            PlanSettings(paper=True, verify=True, **self.held_out, **self.of_run),
+            PlanSettings(paper=True, verify=True, **self.held_out, **self.from_disk),
             key="plan paper",
             inputs=inputs,
             outputs=["plans/uniform_int?.json", "plans/*_point[0-9][0-9].json"],
@@ -408,7 +422,7 @@ class _RunStages:
         self.stages.do(
             PlanSettings(
                 name=name, target=target, rivals=rivals, verify=True, tune=self.settings.tune,
-                **self._limit(target), **self.held_out, **self.of_run,
+                **self._limit(target), **self.held_out, **self.from_disk,
             ),
             key=f"plan {name}",
             inputs=self.stages.measurements(target),

@@ -112,7 +112,7 @@ def _load(text: str) -> str:
 AUTO = "auto"
 LOAD_HELP = f"llama.cpp: how weights are loaded: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
 # Where weights are; repeats `checkpoints.residency`, which would load torch.
-PLACES = ("auto", "memory", "disk")
+_, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
 MOST_THREADS = 512  # with more, llama.cpp ends the process
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Larger than any real use, small enough that a typo does not ask for terabytes.
@@ -417,7 +417,7 @@ class FromDisk(Loading):
     weights: str = loading(
         "auto",
         "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
-        "not fit into --memory-budget or into free memory",
+        "not fit into free memory, or into --memory-budget",
         choices=PLACES,
     )
 

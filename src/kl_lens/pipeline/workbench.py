@@ -57,7 +57,11 @@ class Workbench:
         source = self._once(("source", *asked), lambda: pinned(*asked, watch=self.events.progress))
         loading = replace(loading, revision=None)
         key = ("model", os.path.realpath(place) if os.path.isdir(place) else source, *loading.how.values())
-        where = getattr(loading, "weights", MEMORY)
+        where = getattr(loading, "weights", None)
+        if where is None:  # as another command has opened it
+            if key not in self._kept and ("on disk", *key) in self._kept:
+                key = ("on disk", *key)
+            where = MEMORY
         if where == MEMORY or (where == AUTO and key in self._kept):
             return self._once(key, lambda: load(source, **loading.how))
         budget = getattr(loading, "memory_budget", DEFAULT_MEMORY)
@@ -72,7 +76,7 @@ class Workbench:
             if model.residency is None:  # share it with commands that want it in memory
                 return self._once(key, lambda: model)
             self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
-            self._kept[known] = model
+            self._kept[known] = self._kept[("on disk", *key)] = model
         return self._kept[known]
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:

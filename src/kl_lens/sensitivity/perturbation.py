@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from kl_lens.checkpoints import Anatomy, LoadedModel
+from kl_lens.checkpoints.patching import needs_no_weights
 from kl_lens.errors import FormatError, RunError
 from kl_lens.formats import Format, Quantized
 from kl_lens.recipes import FP16, Recipe, fitting_recipe
@@ -148,6 +150,39 @@ def applied(
 ) -> Iterator[None]:
     """Within, the model has the quantized weights and, with `kernels`, a runtime's activations."""
     with swapped(weights), kernels.activations(model, recipes) if kernels else nullcontext():
+        yield
+
+
+@contextmanager
+def applied_by_block(
+    model: LoadedModel, recipes: Mapping[str, Recipe], kernels: Kernels | None
+) -> Iterator[None]:
+    """`applied` for a model on disk: weights are made when their block is entered, because all would not fit."""
+    blocks = list(model.chain.blocks)
+    own: dict[int | None, dict[str, Recipe]] = {}
+    for name, recipe in recipes.items():
+        for block in model.anatomy.component(name).blocks or (None,):
+            own.setdefault(block, {})[name] = recipe
+
+    def weights_of(block: int | None) -> list[Replacement]:
+        return replacements(model, Perturbation(own.get(block, {})), kernels)
+
+    with ExitStack() as stack:
+        for index in sorted(block for block in own if block is not None):
+            inside = ExitStack()
+
+            def enter(block: nn.Module, _: object, index: int = index, inside: ExitStack = inside) -> None:
+                if not needs_no_weights(block):
+                    inside.enter_context(swapped(weights_of(index)))
+
+            def leave(*_: object, inside: ExitStack = inside) -> None:
+                inside.close()
+
+            stack.callback(blocks[index].register_forward_pre_hook(enter).remove)
+            # Before the block's own weights are released.
+            hook = blocks[index].register_forward_hook(leave, prepend=True, always_call=True)
+            stack.callback(hook.remove)
+        stack.enter_context(applied(model, recipes, weights_of(None), kernels))
         yield
 
 
