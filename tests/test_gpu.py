@@ -23,11 +23,11 @@ from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare
-from kl_lens.sensitivity.perturbation import find_candidates
+from kl_lens.sensitivity.perturbation import Perturbation, find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.sensitivity.spilling import StateRoom
 from kl_lens.sensitivity.sweep import Sweep, chosen_engine, noise_floor
-from kl_lens.targets import get_target
+from kl_lens.targets import deployed, get_target
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.sensitivity.conftest import loaded, some_windows
 from tests.sensitivity.test_engines import _one_of_each_kind
@@ -211,6 +211,23 @@ def test_on_a_gpu_fast_equals_plain(family: str) -> None:
         assert fast["kl_max"].value == pytest.approx(plain["kl_max"].value, rel=1e-2, abs=1e-8), (
             "one token alone"
         )
+
+
+@needs_gpu
+@pytest.mark.parametrize(("target", "recipe"), [("gguf", "q8_0"), ("openvino", "int8")])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba2", "jamba_experts"])
+def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: str, recipe: str) -> None:
+    model, ids = loaded(family), token_ids(5, 24)
+    model.model.cuda()
+    some = [c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]]
+    found = {}
+    for precision in ("float32", None):
+        engine = FastEngine(model, deployed=deployed(target), precision=precision)
+        engine.prepare(ids)
+        results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
+        found[engine.precision] = [summarise(w)["kl_teacher_to_student"].value for w in results]
+    # An activation next to the border between two integers may be rounded to the other one.
+    assert found["tf32x3"] == pytest.approx(found["float32"], rel=2e-2, abs=1e-8)
 
 
 @needs_gpu

@@ -236,8 +236,7 @@ class FastEngine(Engine):
         precision: str | None = None,
     ) -> None:
         super().__init__(model, memory_budget, deployed)
-        # As deployed, the target decides what products compute with.
-        self.precision = FLOAT32 if deployed is not None else precision_for(precision, model.model)
+        self.precision = precision_for(precision, model.model)
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
