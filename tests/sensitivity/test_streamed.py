@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kl_lens.calibration import gather
-from kl_lens.checkpoints import LoadedModel, States, load
+from kl_lens.checkpoints import LoadedModel, States, load, opening
+from kl_lens.checkpoints.files import read_config
 from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, RunError
@@ -130,6 +131,17 @@ def test_little_memory_makes_slabs_waves_and_files_not_other_numbers(saved, monk
     assert _measured(disk, some, budget, spills=True) == expected
     assert len(waves) == 2, "what memory has no room for goes to a file, and along"
     assert any(written)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_goes_straight_to_a_gpu_is_what_transformers_loads(family: str, saved) -> None:
+    folder = saved(family)
+    how = (folder, read_config(folder), torch.float32, torch.device("cpu"), False, None)
+    _, model = opening._from_disk(*how, whole=True)
+    expected, ids = load(folder), some_windows(1, 20).ids
+    assert model.state_dict().keys() == expected.model.state_dict().keys()
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(ids).logits, expected.model(ids).logits)
 
 
 def test_a_block_is_there_while_it_runs_and_never_more_than_two(saved) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,6 +68,7 @@ class LoadedModel:
     fast: bool = field(default=True, repr=False)
     classifier: ImageTask | None = field(default=None, repr=False)  # of an image classifier
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
+    digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
     not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
 
     def __post_init__(self) -> None:
@@ -114,8 +115,8 @@ class LoadedModel:
 
     @property
     def _weights_digest(self) -> str:
-        if self.residency is not None:
-            return self.residency.fingerprint
+        if self.digest is not None:
+            return self.digest
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(
@@ -222,17 +223,23 @@ def load(
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
     residency: Residency | None = None
+    read: Residency | None = None
     not_on_disk = ""
     if weights not in PLACES:
         raise CheckpointError(f"weights is {weights!r}; expected one of {', '.join(PLACES)}")
+    model: Any = None
     if kind == TEXT and belongs_on_disk(folder, chosen, place, weights, memory_budget):
         try:
-            residency, model = _leave_on_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
+            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, memory_budget)
+            residency = read
         except CheckpointError as error:
             if weights == DISK:
                 raise
             not_on_disk = str(error)
-    if residency is None:
+    elif kind == TEXT and place.type == "cuda":
+        with suppress(CheckpointError):  # transformers can open more, through the host's memory
+            read, model = _from_disk(folder, config, chosen, place, trust_remote_code, None, whole=True)
+    if model is None:
         if layout == "mamba_ssm":
             model = mamba_ssm.load(folder, config, chosen)
         else:
@@ -257,6 +264,7 @@ def load(
         fast=fast,
         classifier=ImageTask.of(folder, config, images or own_images(source)) if kind == IMAGE else None,
         residency=residency,
+        digest=None if read is None else read.fingerprint,
         not_on_disk=not_on_disk,
     )
 
@@ -293,15 +301,17 @@ def _is_on_hub(source: str | Path) -> bool:
     return not (str(source).startswith("reference:") or os.path.isdir(os.path.expanduser(source)))
 
 
-def _leave_on_disk(
+def _from_disk(
     folder: Path,
     config: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
     budget: int | None,
+    *,
+    whole: bool = False,
 ) -> tuple[Residency, torch.nn.Module]:
-    """A model whose matrices are read from disk when needed."""
+    """A model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
     if mamba_ssm.is_layout(config):
         with without_weights():
             model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
@@ -312,7 +322,7 @@ def _leave_on_disk(
                 model = _LOADERS[TEXT].from_config(parsed, dtype=dtype, trust_remote_code=trust_remote_code)
         except Exception as error:  # what a library raises over a strange setting can be anything
             raise CheckpointError(why_not_loaded(folder, config, error)) from error
-    residency = Residency(model, folder, model.config.model_type, dtype, device, budget)
+    residency = Residency(model, folder, model.config.model_type, dtype, device, budget, whole=whole)
     _refuse_bad_tensors(folder, {"unexpected_keys": residency.unused})
     return residency, model
 

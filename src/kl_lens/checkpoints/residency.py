@@ -236,8 +236,10 @@ class Residency:
         dtype: torch.dtype,
         device: torch.device,
         budget: int | None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Gives a model made `without_weights` its vectors and the matrices that stay."""
+        """Gives a model made `without_weights` its vectors and the matrices that stay; `whole`: all of them."""
         self.device, self.dtype = device, dtype
         self.tensors = DiskTensors(folder, model_type, pinned=device.type == "cuda")
         self._folder = folder
@@ -254,7 +256,10 @@ class Residency:
         join_twins(model, self.tensors.is_twice)
         self._place_parameters()
         self.fingerprint = self._checked()
-        self._divide(budget)
+        if whole:
+            self._bring_all()
+        else:
+            self._divide(budget)
 
     # -- opening ----------------------------------------------------------------------------------------------
 
@@ -323,6 +328,13 @@ class Residency:
                         f"{self._folder}: a number in {name} is {what}; the weights are damaged"
                     )
         return digest.hexdigest()
+
+    def _bring_all(self) -> None:
+        """One matrix at a time, so that a GPU's model is never in the host's memory."""
+        for matrix in self._matrices.values():
+            matrix.parameter.data = self._brought(self.tensors.read(matrix.name))
+        self._matrices.clear()
+        self.close()
 
     def _divide(self, budget: int | None) -> None:
         """Decides what stays in memory: everything outside the blocks if there is room; blocks come and go."""
