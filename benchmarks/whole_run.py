@@ -65,7 +65,7 @@ def measured(words: list[str], card: str | None) -> dict[str, float]:
     """Seconds and gigabytes of the job; its output is shown."""
     begin, taken = time.perf_counter(), dict[str, float]()
     own = [sys.executable, __file__, "--job", *(["--card", card] if card else []), "--", *words]
-    with subprocess.Popen(own, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

@@ -209,6 +209,30 @@ def gpu() -> Cells:
     )
 
 
+def whole() -> Cells:
+    """Whole runs; one row per model, way and machine."""
+    stages = ("gathering statistics", "measuring sensitivity", "planning", "writing files", "evaluating")
+    table = [
+        ["model", "with", "seconds", *(name.split()[0] for name in stages), "host, GB", "machine", "commit"]
+    ]
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in chosen("speed.csv", benchmark="whole run"):
+        found.setdefault((row["model"], row["variant"], row["machine"]), {})[row["quantity"]] = row
+    for (model, way, machine), numbers in found.items():
+        seconds = [f"{float(numbers[f'{name}, s']['value']):.0f}" for name in ("whole", *stages)]
+        memory = numbers["host memory, GB"]
+        table.append([model, way, *seconds, memory["value"], machine, memory["commit"]])
+    return table
+
+
+def staged() -> Cells:
+    table = [["model", "candidates", "measured", "time, × everything", "KL, × everything's best plan"]]
+    for row in read("staged.csv"):
+        names = ("model", "candidates", "measured", "time_ratio", "kl_ratio")
+        table.append([row[name] for name in names])
+    return table
+
+
 def decode() -> Cells:
     return speed(
         "tokens/s, one core", "gguf",
@@ -233,6 +257,8 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "run": run,
     "sweep": sweep,
     "gpu": gpu,
+    "whole": whole,
+    "staged": staged,
     "decode": decode,
 }
 
