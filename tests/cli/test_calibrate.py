@@ -397,6 +397,7 @@ def _inodes(*folders: Path) -> dict[Path, int]:
     }
 
 
+@pytest.mark.slow
 def test_killed_while_learning_no_layer_is_done_twice(
     tiny_folder: Path, texts: dict[str, str], tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_the_sweep_still_ends_with_the_same_table(measure_arguments, tmp_path) -> None:
     whole = [*measure_arguments]
     whole[3] = str(tmp_path / "whole")
