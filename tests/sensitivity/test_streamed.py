@@ -344,7 +344,7 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
 
 
-@pytest.mark.parametrize("family", ["mamba", "zamba2"])
+@pytest.mark.parametrize("family", ["mamba", "zamba2", "granitemoehybrid"])
 def test_whole_plans_write_the_same_logits_and_leave_nothing_in_memory(family: str, saved) -> None:
     folder = saved(family)
     memory, disk = load(folder), _on_disk(folder)
