@@ -20,7 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-_STAGE = re.compile(r"(\w.*?) {2,}(\d+):(\d\d)( .*)?")  # "Planning, llama.cpp    1:12  about 2:44 left"
+_STAGE = re.compile(
+    r"(\w.*?) {2,}(?:(\d+):)?(\d+):(\d\d)( .*)?"
+)  # "Planning, llama.cpp    1:12  about 2:44 left"
 
 
 def job(words: list[str], card: str | None) -> int:
@@ -36,6 +38,7 @@ def job(words: list[str], card: str | None) -> int:
         room, (_, whole) = parse_bytes(card), torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(room / whole)
         torch.cuda.mem_get_info = lambda device=None: (room - torch.cuda.memory_reserved(), room)
+        torch.cuda.get_per_process_memory_fraction = lambda device=None: 1.0
     code = main(words)
     memory = {"host memory, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
     if torch.cuda.is_initialized():
@@ -54,6 +57,7 @@ def write_model(name: str, place: Path, tokenizer: Path | None, device: str) -> 
     with torch.device(device):
         model = shape(name).model
     model.half().cpu().save_pretrained(place)
+    torch.cuda.empty_cache()  # for the job
     if tokenizer is None:
         transformers.AutoTokenizer.from_pretrained(reference_path("mamba")).save_pretrained(place)
     else:
@@ -71,10 +75,12 @@ def measured(words: list[str], card: str | None) -> dict[str, float]:
             print(line, end="", flush=True)
             if stage := _STAGE.fullmatch(line.rstrip()):
                 name = f"{stage[1].partition(',')[0].lower()}, s"
-                taken[name] = taken.get(name, 0) + 60 * int(stage[2]) + int(stage[3])
+                seconds = 3600 * int(stage[2] or 0) + 60 * int(stage[3]) + int(stage[4])
+                taken[name] = taken.get(name, 0) + seconds
             last = line
-    if process.returncode not in (0, 1):  # 1: a file of random weights may differ from PyTorch
-        raise SystemExit(process.returncode)
+    # 1: a file of random weights may differ from PyTorch.
+    if process.returncode not in (0, 1) or "evaluating, s" not in taken:
+        raise SystemExit(process.returncode or 1)
     return {"whole, s": time.perf_counter() - begin, **taken, **json.loads(last)}
 
 

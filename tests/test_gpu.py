@@ -221,8 +221,10 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
     model.model.cuda()
     some = [c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]]
     found = {}
-    for precision in ("float32", None):
-        engine = FastEngine(model, deployed=deployed(target), precision=precision)
+    for engine in (
+        PlainEngine(model, deployed=deployed(target)),
+        FastEngine(model, deployed=deployed(target)),
+    ):
         engine.prepare(ids)
         results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
         found[engine.precision] = [summarise(w)["kl_teacher_to_student"].value for w in results]

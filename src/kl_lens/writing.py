@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -162,6 +163,10 @@ def _lock(handle: int, *, wait: bool) -> bool:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
+    with _READING_UMASK:  # it can only be read by changing it
+        mask = os.umask(0)
+        os.umask(mask)
     return mask
+
+
+_READING_UMASK = threading.Lock()

@@ -23,8 +23,12 @@ from kl_lens.checkpoints.tasks import LanguageTask
 from kl_lens.errors import CheckpointError, RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.journal import FILE
+from kl_lens.pipeline.autopsying import AutopsySettings
+from kl_lens.pipeline.evaluating import EvaluateSettings
 from kl_lens.pipeline.events import Events
+from kl_lens.pipeline.exporting import ExportSettings
 from kl_lens.pipeline.measuring import MeasureSettings
+from kl_lens.pipeline.plan_settings import PlanSettings
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Estimate, Plan
@@ -342,6 +346,17 @@ def test_a_model_is_left_on_disk_where_it_does_not_fit_and_verbs_share_it_where_
     assert bench.model(MeasureSettings(model=str(folder), weights="memory")) is fits
     assert bench.model(MeasureSettings(model=str(folder), memory_budget=size // 2)) is fits, "already exists"
     assert bench.model(MeasureSettings(model=str(folder), weights="disk")).residency is not None
+
+
+def test_verbs_that_cannot_choose_take_it_as_it_was_opened(saved) -> None:
+    bench, how = Workbench(), {"model": str(saved("mamba"))}
+    opened = bench.model(MeasureSettings(weights="disk", memory_budget=10**8, **how))
+    assert bench.model(PlanSettings(**how)) is opened
+    assert bench.model(EvaluateSettings(**how)) is opened
+    assert bench.model(ExportSettings(target="gguf", **how)) is opened
+    whole = bench.model(AutopsySettings(file=Path("some.gguf"), **how))
+    assert whole.residency is None
+    assert bench.model(ExportSettings(target="openvino", **how)) is whole
 
 
 @pytest.mark.parametrize("family", ["mamba", "zamba2", "granitemoehybrid"])

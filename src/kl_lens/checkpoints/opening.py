@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -236,9 +236,15 @@ def load(
             if weights == DISK:
                 raise
             not_on_disk = str(error)
-    elif kind == TEXT and place.type == "cuda":
-        with suppress(CheckpointError):  # transformers can open more, through the host's memory
+    elif kind == TEXT and place.type == "cuda" and chosen == torch.float32:
+        try:
             read, model = _from_disk(folder, config, chosen, place, trust_remote_code, None, whole=True)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
+            ) from error
+        except (CheckpointError, NotImplementedError, RuntimeError):
+            pass  # transformers can open more, through the host's memory
     if model is None:
         if layout == "mamba_ssm":
             model = mamba_ssm.load(folder, config, chosen)

@@ -16,6 +16,7 @@ from kl_lens.pipeline.plan_settings import PlanSettings
 from kl_lens.pipeline.planning import plan
 from kl_lens.pipeline.settings import (
     COUNT,
+    MEMORY,
     THREADS,
     TOKENS,
     VERB_MODEL,
@@ -40,6 +41,7 @@ STEPS = 10  # of the progress display
 @dataclass(frozen=True, kw_only=True)
 class AutopsySettings(Loading):
     verb: ClassVar[str] = "autopsy"
+    weights: ClassVar[str] = MEMORY  # it looks at all of them
 
     file: Path = option(
         help="a .gguf file, an OpenVINO .xml, or a folder with one", positional=True, metavar="FILE"

@@ -53,9 +53,11 @@ def quantizing_for(
     def work() -> None:
         if sys.platform == "linux":  # what is measured must not wait for it; its threads inherit this
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        # A stream of its own, so that copies do not wait for what is being measured.
-        stream = torch.cuda.Stream() if model.chain.device.type == "cuda" else None
-        with suppress(Exception), torch.cuda.stream(stream):  # `plan` meets the same error and reports it
+        device = model.chain.device
+        with suppress(Exception):  # `plan` meets the same error and reports it
+            # A stream of its own, so that copies do not wait for what is being measured.
+            if device.type == "cuda":
+                torch.cuda.set_stream(torch.cuda.Stream(device))  # of this thread
             for component, recipe in wanted:
                 if stopped.is_set():
                     return

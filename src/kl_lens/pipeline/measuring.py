@@ -329,7 +329,7 @@ def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dic
 
 
 def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:
-    names = ("model", "target", "held_out", "held_out_windows", *settings.how)
+    names = ("model", "target", "held_out", "held_out_windows", "weights", *settings.how)
     how = {name: getattr(settings, name) for name in names}
     return TargetPlanner(PlanSettings(run=str(run.folder), **how), run, bench)
 

@@ -521,6 +521,9 @@ class _RunStages:
     def _write_samples(self, exported: dict[str, Path]) -> None:
         """Text by the original and by the recommended files, for the report."""
         prompts = (self.settings.prompt,) if self.settings.prompt else PROMPTS
+        if self.model.residency is not None and not self.model.residency.kept:
+            self.events.note("no text samples: every token would read the whole model from disk")
+            return
         self.events.heading("text samples")
         begin = time.perf_counter()
         try:

@@ -57,11 +57,11 @@ class Workbench:
         source = self._once(("source", *asked), lambda: pinned(*asked, watch=self.events.progress))
         loading = replace(loading, revision=None)
         key = ("model", os.path.realpath(place) if os.path.isdir(place) else source, *loading.how.values())
-        where = getattr(loading, "weights", None)
-        if where is None:  # as another command has opened it
-            if key not in self._kept and ("on disk", *key) in self._kept:
-                key = ("on disk", *key)
-            where = MEMORY
+        wanted = getattr(loading, "weights", None)
+        as_opened = wanted != MEMORY and not hasattr(loading, "memory_budget")
+        if as_opened and key not in self._kept and ("on disk", *key) in self._kept:
+            return self._kept[("on disk", *key)]
+        where = wanted or MEMORY
         if where == MEMORY or (where == AUTO and key in self._kept):
             return self._once(key, lambda: load(source, **loading.how))
         budget = getattr(loading, "memory_budget", DEFAULT_MEMORY)

@@ -236,7 +236,8 @@ class FastEngine(Engine):
         precision: str | None = None,
     ) -> None:
         super().__init__(model, memory_budget, deployed)
-        self.precision = precision_for(precision, model.model)
+        # As deployed, a runtime's rounding is modelled: as exactly as in float32, whatever is asked for.
+        self.precision = precision_for(precision if deployed is None else None, model.model)
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
 
     @cached_property

@@ -169,7 +169,7 @@ def applied_by_block(
 
     with ExitStack() as stack:
         for index in sorted(block for block in own if block is not None):
-            inside = ExitStack()
+            inside = stack.enter_context(ExitStack())  # closed here too: an interrupt calls no hook
 
             def enter(block: nn.Module, _: object, index: int = index, inside: ExitStack = inside) -> None:
                 if not needs_no_weights(block):

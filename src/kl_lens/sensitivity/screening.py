@@ -76,15 +76,19 @@ class Screen:
         """Candidates of one kind, recipe and anchor."""
         alike: dict[Hashable, list[Candidate]] = {}
         for each in self.candidates:
-            kind, anchor = each.component.kind, self._anchors[each.component.name].recipe
-            alike.setdefault((kind, anchor, each.recipe), []).append(each)
+            component, anchor = each.component, self._anchors[each.component.name].recipe
+            alike.setdefault((component.kind, component.family, anchor, each.recipe), []).append(each)
         return alike
 
     @property
     def needed(self) -> list[Candidate]:
         """What has to be quantized, component by component."""
         order = {name: place for place, name in enumerate(self._anchors)}
-        some = (group[i * len(group) // ALIKE] for group in self._alike.values() for i in range(ALIKE))
+        some = (
+            group[place * (len(group) - 1) // (ALIKE - 1)]
+            for group in self._alike.values()
+            for place in range(ALIKE)
+        )
         return sorted(dict.fromkeys((*some, *self.first)), key=lambda c: order[c.component.name])
 
     def completed(self, errors: Mapping[Key, float]) -> dict[Key, float]:

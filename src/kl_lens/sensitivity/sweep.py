@@ -315,7 +315,7 @@ def chosen_engine(
     """The engine with the given precision, the run's (`known`), or the fastest that is exact enough."""
     build = partial(engine_for, name, model, ids, memory_budget, deployed, say)
     engine = build(precision or (None if known == FLOAT32 else known))
-    if precision is None and known is None and engine.precision == TF32X3:
+    if precision is None and known is None and deployed is None and engine.precision == TF32X3:
         noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
         chosen = fastest_within(noise, median_kls(engine, candidates, ids))
         say(f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats")

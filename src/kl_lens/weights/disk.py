@@ -41,7 +41,8 @@ class DiskCache:
         if quantized.digest != digest:  # damaged
             path.unlink(missing_ok=True)
             return None
-        os.utime(path)
+        with suppress(FileNotFoundError):  # another store of this folder needed the room
+            os.utime(path)
         return quantized
 
     def put(self, name: str, quantized: Quantized) -> None:
