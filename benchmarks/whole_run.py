@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 _STAGE = re.compile(
-    r"(\w.*?) {2,}(?:(\d+):)?(\d+):(\d\d)( .*)?"
+    r"(\w[^%]*?) {2,}(?:(\d+):)?(\d+):(\d\d)( .*)?"
 )  # "Planning, llama.cpp    1:12  about 2:44 left"
 
 
