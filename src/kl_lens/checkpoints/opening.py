@@ -243,8 +243,8 @@ def load(
             raise CheckpointError(
                 f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
             ) from error
-        except (CheckpointError, NotImplementedError, RuntimeError):
-            pass  # transformers can open more, through the host's memory
+        except (CheckpointError, NotImplementedError):
+            pass  # transformers opens more, through the host's memory, and says what is wrong
     if model is None:
         if layout == "mamba_ssm":
             model = mamba_ssm.load(folder, config, chosen)

@@ -44,16 +44,14 @@ class TorchSession:
         self._recipes = dict(recipes or {})
         self._deployed = deployed
         # A component that its recipe does not change (FP16 of an FP16 checkpoint) needs no copy.
-        self._weights = (
-            [
-                (parameter, weight)
-                for parameter, weight in replacements(model, Perturbation(self._recipes), deployed)
-                if not torch.equal(parameter.data, weight)
-            ]
-            if model.residency is None
-            else []
-        )
-        # The same precision as the sweep on a GPU; `deployed` defines its own.
+        # With the model on disk, weights are made block by block.
+        at_once = self._recipes if model.residency is None else {}
+        self._weights = [
+            (parameter, weight)
+            for parameter, weight in replacements(model, Perturbation(at_once), deployed)
+            if not torch.equal(parameter.data, weight)
+        ]
+        # The same precision as the sweep on a GPU; as deployed, float32.
         self.precision = FLOAT32 if deployed is not None else precision_for(None, model.model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
         self._layout = TensorCores(parts, self.precision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,22 +15,14 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.host import on_host
 from kl_lens.recipes import parsed
 from kl_lens.targets.base import StockRecipe
-from kl_lens.weights import WeightStore
+from kl_lens.weights import GivenWeights, WeightStore
 
 
-class _Originals:
-    """A `WeightSource` of tensors on a GPU that are copied to the host one at a time."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = weights
+class _Originals(GivenWeights):
+    """Matrices on a GPU, copied to the host one at a time."""
 
     def weight(self, component: str) -> torch.Tensor:
-        return on_host(self._weights[component])
-
-    def state(self, component: str) -> Hashable:
-        return None
+        return on_host(super().weight(component))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from kl_lens.text import Windows
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
 QUANTIZING = {"gptq": 1.5e4}
 LEAST_WINDOWS, MOST_WINDOWS = 4, 64
-GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters; an H200 did them in 40 s
+GPU_WORK = 3.4e15  # multiplications: 32 windows for 2.7 billion parameters
 
 
 @dataclass
