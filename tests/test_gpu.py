@@ -229,7 +229,8 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
         results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
         found[engine.precision] = [summarise(w)["kl_teacher_to_student"].value for w in results]
     # An activation next to the border between two integers may be rounded to the other one.
-    assert found["tf32x3"] == pytest.approx(found["float32"], rel=2e-2, abs=1e-8)
+    assert found["tf32x3"] == pytest.approx(found["float32"], rel=5e-2, abs=1e-8)
+    assert sum(found["tf32x3"]) == pytest.approx(sum(found["float32"]), rel=5e-3)
 
 
 @needs_gpu

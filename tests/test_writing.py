@@ -14,7 +14,7 @@ import pytest
 
 from kl_lens.errors import KLLensError
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.writing import RECORD_FILE, replacing, settle, write_text
+from kl_lens.writing import RECORD_FILE, naming, replacing, settle, write_text
 
 # Ends the process before the n-th thing that Python does to a file of a folder; audit events cannot be missed.
 KILLED = """
@@ -161,3 +161,14 @@ def test_a_real_export_killed_at_any_moment_leaves_a_whole_artifact(target: str,
         moment += 3 if target == "gguf" else 5
     assert seen == {f"uniform_{fmt}" for fmt in formats}
     assert not [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "said", ["4096 requested and 0 written", "Not enough free space to write 4096 bytes after offset 0"]
+)
+def test_a_full_disk_that_numpy_met_names_the_file(tmp_path: Path, said: str) -> None:
+    with (
+        pytest.raises(OSError, match=r"No space left on device.*model\.gguf"),
+        naming(tmp_path / "model.gguf"),
+    ):
+        raise OSError(said)

@@ -57,8 +57,9 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None:
             raise
-        # A full disk does not say where it was met, and numpy says only how much it could write.
-        number = errno.ENOSPC if error.errno is None and "written" in str(error) else error.errno
+        # A full disk does not say where it was met, and numpy says only what it could not write.
+        full = error.errno is None and any(word in str(error) for word in ("written", "free space"))
+        number = errno.ENOSPC if full else error.errno
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error

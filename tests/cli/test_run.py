@@ -16,14 +16,16 @@ from kl_lens import planning
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
-from kl_lens.pipeline import MeasureSettings, RunSettings, command_of
+from kl_lens.errors import KLLensError
+from kl_lens.pipeline import MeasureSettings, RunSettings, command_of, running
 from kl_lens.profiling import in_use
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.memory import MemoryUse
 from kl_lens.records import Plan
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import SessionSettings, read_artifact
+from kl_lens.targets import SessionSettings, get_target, read_artifact
+from kl_lens.targets.base import Health
 from tests.sensitivity.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -286,6 +288,23 @@ def test_an_estimate_names_every_stage_and_does_nothing(
         assert stage in said
     assert "Timing" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_too_little_room_and_a_slow_library_are_told_before_anything_else(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(stages: object) -> None:
+        raise KLLensError("begun")
+
+    slow = Health("some version", problem="slow: no dotprod", mend="kl-lens runtime build")
+    monkeypatch.setattr(get_target("openvino").__class__, "health", lambda target: slow)
+    monkeypatch.setattr(running._RunStages, "run", nothing)
+    little = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: little)
+    assert main(words(tmp_path / "run", tiny_folder, "--targets", "openvino")) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"run: about [\d.]+ [kMG]B will be written, and only 1.00 kB are free", said)
+    assert "OpenVINO is slow: no dotprod; try: kl-lens runtime build" in said
 
 
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(

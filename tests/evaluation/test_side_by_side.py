@@ -23,7 +23,7 @@ from kl_lens.evaluation import (
     side_by_side as module,
 )
 from kl_lens.evaluation.agreement import WINDOWS
-from kl_lens.evaluation.side_by_side import SideBySide, lanes_for
+from kl_lens.evaluation.side_by_side import SideBySide, lanes_for, threads_of
 from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress
 
@@ -91,6 +91,11 @@ def test_the_last_file_does_not_run_alone(
     for count, lanes in ((5, 5), (8, 8), (9, 5)):  # nine: two rounds with three threads each
         many = [JudgedArtifact(files[0].path, SessionSettings(), plan=str(index)) for index in range(count)]
         assert lanes_for(many, 0) == (lanes, many)
+
+
+def test_no_processor_is_left_over(files: list[JudgedArtifact], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "processors", lambda: 8)
+    assert list(threads_of(files).values()) == [3, 3, 2]
 
 
 def test_those_left_share_all_processors(

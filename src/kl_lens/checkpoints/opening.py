@@ -244,7 +244,9 @@ def load(
                 f"{name} does not fit onto {place}: {one_line(error)}; use --device cpu"
             ) from error
         except (CheckpointError, NotImplementedError):
-            pass  # transformers opens more, through the host's memory, and says what is wrong
+            # torch raises the latter for a parameter that the files lack. transformers fills such ones in foreign code,
+            # and opens other files, through the host's memory; if it cannot, it says what is wrong.
+            pass
     if model is None:
         if layout == "mamba_ssm":
             model = mamba_ssm.load(folder, config, chosen)

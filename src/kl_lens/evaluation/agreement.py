@@ -11,14 +11,14 @@ Rounding that differs from token to token scatters around zero. A difference wit
 (more with few windows, by Student's t) is such scatter, and may be up to twenty times as large as the limits above. A
 single window cannot tell the two apart, and may also differ that much.
 
-If both hold, the file *agrees*. But runtimes also round activations to 8 bits for their integer kernels, which is a
-real and significant loss and not the file's fault. So if the rule fails, PyTorch computes again with the activations
-that the runtime's kernels see (`Target.activations`). If the rule holds now, the file *agrees as deployed*: it holds
-the measured weights, and the difference to plain PyTorch is the cost of this runtime. If that does not settle it
-(half-precision arithmetic, kernels that are not modelled), the runtime computes the same file in float32 if it can; if
-the rule holds then, the file *agrees in float32*. Otherwise it *DISAGREES*: the file is not what was measured. The
-models' own standard errors are shown but decide nothing: they are errors of the text, ten and more times larger than
-the effect of a wrong scale.
+Runtimes round activations to 8 bits for their integer kernels, which is a real and significant loss and not the file's
+fault. So PyTorch computes with the activations that the runtime's kernels see, where they are modelled
+(`Target.activations`). If both hold, the file *agrees as deployed*: it holds the measured weights. If not, or without
+such a model, PyTorch computes plainly; if both hold then, the file *agrees*. If that does not settle it (half-precision
+arithmetic, kernels that are not modelled), the runtime computes the same file in float32 if it can; if the rule holds
+then, the file *agrees in float32*. Otherwise it *DISAGREES*: the file is not what was measured. The models' own
+standard errors are shown but decide nothing: they are errors of the text, ten and more times larger than the effect of
+a wrong scale.
 """
 
 from __future__ import annotations

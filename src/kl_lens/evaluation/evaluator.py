@@ -245,8 +245,9 @@ class Evaluator:
         """Files with the same weights in PyTorch, on the first windows. `windows` and `subjects`: of everything scored,
         by identity."""
         few = text.first(rule.WINDOWS)
-        scored: dict[JudgedArtifact, list[WindowScore]] = {}
-        counterparts: dict[JudgedArtifact, JudgedModel] = {}
+        plain: dict[JudgedArtifact, JudgedModel] = {}
+        # With the runtime's activations, where they are modelled.
+        nearest: dict[JudgedArtifact, JudgedModel] = {}
         for judged in files:
             try:
                 counterpart = None if self.model is None else judged.counterpart(self.model)
@@ -255,24 +256,29 @@ class Evaluator:
             except RUNTIME_ERRORS as error:
                 outcome.failures[judged.label] = _NOT_COMPARED.format(one_line(error))
                 continue
-            if counterpart is not None:
-                counterparts[judged] = counterpart
-        if not counterparts:
+            if counterpart is not None and self.model is not None:
+                plain[judged], nearest[judged] = counterpart, judged.emulated(self.model) or counterpart
+        if not plain:
             return
-        known = [self._known(counterpart, few, divergence) for counterpart in counterparts.values()]
+        known = [self._known(other, few, divergence) for other in nearest.values()]
         done = sum(window.targets for scores in known for window in scores.values())
-        self.progress.started(float(few.targets * len(counterparts)), float(done))
-        for judged, counterpart in counterparts.items():
-            scored[judged] = self._windows(counterpart, few, divergence)
-        ours = {judged: windows[judged.identity][: len(few.items)] for judged in scored}
-        if doubtful := self._doubtful(ours, scored):
+        self.progress.started(float(few.targets * len(nearest)), float(done))
+        found = {judged: self._windows(other, few, divergence) for judged, other in nearest.items()}
+        ours = {judged: windows[judged.identity][: len(few.items)] for judged in found}
+        doubtful = []  # in float32, so that they can run at the same time
+        for judged, theirs in found.items():
+            if nearest[judged] is plain[judged] and not rule.within(rule.differences(ours[judged], theirs)):
+                with suppress(*RUNTIME_ERRORS):  # `_agreement` reports it
+                    doubtful.append(self._in_float32(judged))
+        if doubtful := [exact for exact in doubtful if exact is not None]:
             self.progress.started(float(few.targets * len(doubtful)), 0.0)
             self._side_by_side(doubtful, few, divergence)
-        for judged, theirs in scored.items():
-            counterpart = counterparts[judged]
-            same_weights = subjects.get(counterpart.identity, counterpart.subject)
+        for judged, theirs in found.items():
+            same_weights = subjects.get(plain[judged].identity, plain[judged].subject)
+            others = plain[judged], nearest[judged]
+            scores = ours[judged], theirs
             try:
-                agreement = self._agreement(judged, few, ours[judged], theirs, same_weights, divergence)
+                agreement = self._agreement(judged, few, scores, others, same_weights, divergence)
             except RUNTIME_ERRORS as error:
                 outcome.failures[judged.label] = _NOT_COMPARED.format(one_line(error))
                 continue
@@ -283,45 +289,27 @@ class Evaluator:
         self,
         judged: JudgedArtifact,
         text: EvaluationText,
-        ours: Sequence[WindowScore],
-        theirs: Sequence[WindowScore],
+        scores: tuple[Sequence[WindowScore], Sequence[WindowScore]],
+        others: tuple[JudgedModel, JudgedModel],
         same_weights: Subject,
         divergence: bool,
     ) -> Agreement:
-        assert self.model is not None
+        """`others`: plain PyTorch, and what is nearest to the runtime. `scores`: the file's, and the latter's."""
+        (ours, theirs), (plain, nearest) = scores, others
         differences = rule.differences(ours, theirs)
-        verdict, decided_by = rule.AGREES, same_weights
+        verdict = rule.AGREES if nearest is plain else rule.AS_DEPLOYED
+        decided_by = same_weights if nearest is plain else nearest.subject
+        if not rule.within(differences) and nearest is not plain:
+            theirs = self._compared_anew(judged, nearest.subject, plain, text, divergence)
+            differences, decided_by, verdict = rule.differences(ours, theirs), same_weights, rule.AGREES
         if not rule.within(differences):
-            verdict = rule.DISAGREES
-            emulated = judged.emulated(self.model)
-            if emulated is not None:
-                again = self._compared_anew(judged, emulated, same_weights, text, divergence)
-                differences, decided_by = rule.differences(ours, again), emulated.subject
-                verdict = rule.AS_DEPLOYED if rule.within(differences) else verdict
-            exact = None if verdict == rule.AS_DEPLOYED else self._in_float32(judged)
+            verdict, exact = rule.DISAGREES, self._in_float32(judged)
             if exact is not None:
-                again = self._compared_anew(judged, exact, same_weights, text, divergence)
+                again = self._compared_anew(judged, same_weights, exact, text, divergence)
                 differences, decided_by = rule.differences(again, theirs), exact.subject
                 verdict = rule.IN_FLOAT32 if rule.within(differences) else verdict
         changes = {name: change for name, (change, _) in differences.items()}
         return Agreement(judged.subject, same_weights, decided_by, text.label, verdict, changes)
-
-    def _doubtful(
-        self,
-        ours: Mapping[JudgedArtifact, Sequence[WindowScore]],
-        theirs: Mapping[JudgedArtifact, Sequence[WindowScore]],
-    ) -> list[JudgedArtifact]:
-        """The float32 versions that `_agreement` will need, so that they can run at the same time."""
-        assert self.model is not None or not ours
-        wanted = []
-        for judged, scores in ours.items():
-            with suppress(*RUNTIME_ERRORS):  # `_agreement` reports it
-                if rule.within(rule.differences(scores, theirs[judged])):
-                    continue
-                modelled = self.model is not None and judged.emulated(self.model) is not None
-                if not modelled and (exact := self._in_float32(judged)) is not None:
-                    wanted.append(exact)
-        return wanted
 
     def _in_float32(self, judged: JudgedArtifact) -> JudgedArtifact | None:
         if judged.identity not in self._exact:
@@ -329,12 +317,10 @@ class Evaluator:
         return self._exact[judged.identity]
 
     def _compared_anew(
-        self, judged: Judged, other: Judged, same_weights: Subject, text: EvaluationText, divergence: bool
+        self, judged: Judged, unlike: Subject, other: Judged, text: EvaluationText, divergence: bool
     ) -> list[WindowScore]:
         """Scores of a replacement for one side of a comparison that failed."""
-        self.progress.message(
-            f"{judged.label} differs from {same_weights.label}: comparing with {other.label}"
-        )
+        self.progress.message(f"{judged.label} differs from {unlike.label}: comparing with {other.label}")
         done = sum(window.targets for window in self._known(other, text, divergence).values())
         self.progress.started(float(text.targets), float(done))
         return self._windows(other, text, divergence)

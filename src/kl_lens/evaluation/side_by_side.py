@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,12 @@ def lanes_for(files: Sequence[JudgedArtifact], logits_bytes: int) -> tuple[int, 
     return 1, []
 
 
+def threads_of(running: Collection[JudgedArtifact]) -> dict[JudgedArtifact, int]:
+    """All processors, shared out; the first files get what is left over."""
+    each, left = divmod(processors(), len(running))
+    return {judged: each + (index < left) for index, judged in enumerate(running)}
+
+
 def _size(judged: JudgedArtifact) -> int:
     return sum(path.stat().st_size for path in judged.files if path.is_file())
 
@@ -89,7 +95,7 @@ class SideBySide:
         self._arrived: queue.Queue[Arrived | JudgedArtifact | BaseException] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
         self._dropped: set[JudgedArtifact] = set()
-        self._share = processors() // lanes  # of the processors, for each file
+        self._threads: dict[JudgedArtifact, int] = {}  # of those that run
 
     def drop(self, judged: JudgedArtifact) -> None:
         """Stops this file."""
@@ -99,11 +105,13 @@ class SideBySide:
         waiting, running = list(self._missing), dict[JudgedArtifact, threading.Thread]()
         try:
             while waiting or running:
-                while waiting and len(running) < self._lanes:
-                    judged = waiting.pop(0)
+                begun = waiting[: self._lanes - len(running)]
+                waiting = waiting[len(begun) :]
+                for judged in begun:
                     running[judged] = threading.Thread(target=self._run, args=(judged,), daemon=True)
+                self._threads = threads_of(running)
+                for judged in begun:
                     running[judged].start()
-                self._share = processors() // len(running)
                 item = self._arrived.get()
                 if isinstance(item, BaseException):
                     raise item
@@ -129,13 +137,13 @@ class SideBySide:
 
     def _compute(self, judged: JudgedArtifact) -> None:
         judged.check()
-        session = judged.open(self._share)
+        session = judged.open(self._threads[judged])
         try:
             for window in self._missing[judged]:
                 if self._stopped.is_set() or judged in self._dropped:
                     return
                 if isinstance(session, ElasticSession):
-                    session.use_threads(self._share)
+                    session.use_threads(self._threads[judged])
                 begin = time.perf_counter()
                 logits = session.logits(self._text.items[window].ids)
                 seconds = time.perf_counter() - begin

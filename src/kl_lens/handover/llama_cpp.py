@@ -52,7 +52,7 @@ def write(model: LoadedModel, plan: Plan, folder: Path, statistics: StoredStatis
                 "run has no statistics; gather them with kl-lens calibrate"
             )
         model.weights.learnt_by((job.recipe for job in learning if job.recipe), plan.statistics)
-        _write_importance(folder / IMPORTANCE, learning, statistics)
+        _write_importance(folder / IMPORTANCE, learning, statistics, model.chain.device)
     sizes = Counter[str]()
     for job in jobs:
         if job.format not in _SPELLED:
@@ -91,7 +91,9 @@ def _line(job: TensorJob) -> str:
     return f"^{re.escape(job.rule.name)}$={_SPELLED.get(job.format, job.format)}"
 
 
-def _write_importance(path: Path, jobs: list[TensorJob], statistics: StoredStatistics) -> None:
+def _write_importance(
+    path: Path, jobs: list[TensorJob], statistics: StoredStatistics, device: torch.device
+) -> None:
     """In the format of `llama-imatrix`: for each tensor the sum of x² per column and the number of inputs."""
     text = statistics.identity["text"]
     writer = gguf_module().GGUFWriter(path, "imatrix")
@@ -100,10 +102,10 @@ def _write_importance(path: Path, jobs: list[TensorJob], statistics: StoredStati
     writer.add_uint32("imatrix.chunk_count", int(text["windows"]))
     writer.add_uint32("imatrix.chunk_size", int(text["length"]))
     for job in jobs:
-        found = statistics.of(job.component)
+        found = statistics.of(job.component, device)
         moments = found.second_moments
         matrices = moments[None] if moments.dim() == 2 else moments  # one, or one per expert
-        importance = torch.stack([column_importance(each) for each in matrices])
+        importance = torch.stack([column_importance(each) for each in matrices]).cpu()
         if job.rule.columns != (1, 1):
             importance = importance.unflatten(-1, (*job.rule.columns, -1)).transpose(-3, -2).flatten(-3)
         counts = torch.tensor(found.tokens, dtype=torch.float32).clamp_min(1).expand(len(matrices))[:, None]

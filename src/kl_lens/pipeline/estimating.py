@@ -6,6 +6,7 @@ Nothing is gathered, and no text is opened.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +169,11 @@ class Estimator:
         inside = sum(c.parameters for c in self.model.anatomy.candidates if c.block is not None)
         grown = 1 + moments / max(1, inside)  # the moments of every input besides the products
         seconds = LEARNT_WINDOWS * self.length * self.blocks * grown
-        return [StageCost("calibrate", None, seconds, 4 * moments)]
+        kept = {
+            c.component.name: math.prod(c.component.shape[:-2]) * c.component.shape[-1] ** 2
+            for c in self._all
+        }
+        return [StageCost("calibrate", None, seconds, 2 * sum(kept.values()))]  # of float32, one half
 
     def measure(self, target: str | None) -> StageCost:
         candidates = self.every[target]
@@ -207,8 +212,7 @@ class Estimator:
             stages += [self.measure(target), StageCost("plan", target, self.text(PLANS * self.held_out / 2))]
         stages += [self.export(target, FILES - 1, 0.8) for target in self.every]
         files = FILES * len(self.every)
-        # Every file also in PyTorch, and once more with its runtime's rounding or in float32.
-        compared = 2 * files * min(agreement.WINDOWS, judged)
+        compared = files * min(agreement.WINDOWS, judged)  # with PyTorch
         runtimes = files * judged * self.length * self._in_runtime
         stages.append(StageCost("evaluate", None, runtimes + self.text(judged + compared)))
         timed = files * (repeats + 1) * (160 + 2 * 32 * DECODING)

@@ -24,7 +24,7 @@ class Events:
         """Something the user should know."""
 
     def fail(self, text: str) -> None:
-        """Why a part failed that the rest does not need."""
+        """What a user of `run` should see at once, such as why a part failed that the rest does not need."""
         self.warn(text)
 
     def wrote(self, text: str) -> None:

@@ -8,6 +8,7 @@ Each stage is a command with the settings shown, and can be repeated alone. Fini
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -65,6 +66,7 @@ from kl_lens.runs import CALIBRATION, RECIPES, Run
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
 from kl_lens.targets import describe_target, get_target, menu_of, read_artifact, usual_targets
+from kl_lens.units import human_bytes
 from kl_lens.writing import write_text
 
 UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
@@ -252,6 +254,14 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
                 events.heading(
                     f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
                 )
+                if expected.disk > (free := shutil.disk_usage(folder).free):
+                    events.fail(
+                        f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
+                        f"{human_bytes(free)} are free"
+                    )
+            for target in map(get_target, settings.wanted):
+                if (health := target.health()).problem:
+                    events.fail(f"{target.title} is {health.problem}; try: {health.mend}")
         with going_on(folder):
             plans, exported = _RunStages(settings, model, stages, bench, events).run()
     seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Disk cache of quantized weights: content-addressed, atomic, checked when read, safe to delete.
+"""Disk cache of quantized weights: content-addressed, atomic, safe to delete. What another process wrote is checked.
 
 `objects/DIGEST.safetensors` hold weights under the digest of their content; `names/HASH` map requests to digests. Over
 the budget, the least recently used go first.
@@ -25,6 +25,7 @@ class DiskCache:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder = folder
         self._budget = budget
+        self._sound: dict[str, int] = {}  # digest → time of a file that was written here, or checked
 
     def take(self, name: str) -> Quantized | None:
         """The weight stored under this name, if it exists and is undamaged."""
@@ -36,6 +37,8 @@ class DiskCache:
                 parts = {part: file.get_tensor(part) for part in file.keys()}  # noqa: SIM118
             shape = tuple(int(size) for size in known["shape"].split(","))
             quantized = Quantized(known["format"], shape, **parts)
+            if self._sound.get(digest) == path.stat().st_mtime_ns:
+                quantized = quantized.known_as(digest)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None
         if quantized.digest != digest:  # damaged
@@ -43,6 +46,7 @@ class DiskCache:
             return None
         with suppress(FileNotFoundError):  # another store of this folder needed the room
             os.utime(path)
+            self._sound[digest] = path.stat().st_mtime_ns
         return quantized
 
     def put(self, name: str, quantized: Quantized) -> None:
@@ -54,6 +58,8 @@ class DiskCache:
         shape = ",".join(str(size) for size in quantized.shape)
         with whole(path) as temporary:
             save_file(tensors, temporary, {"format": quantized.format, "shape": shape})
+        with suppress(FileNotFoundError):  # as above
+            self._sound[quantized.digest] = path.stat().st_mtime_ns
         write_text(self._name(name), quantized.digest + "\n")
         self._trim(path)
 

@@ -313,7 +313,8 @@ def moved(quantized: Quantized, device: torch.device) -> Quantized:
         return None if part is None else part.to(device)
 
     data = quantized.data.to(device)
-    return replace(quantized, data=data, scales=to(quantized.scales), zero_points=to(quantized.zero_points))
+    made = replace(quantized, data=data, scales=to(quantized.scales), zero_points=to(quantized.zero_points))
+    return made.known_as(quantized.digest) if "digest" in vars(quantized) else made
 
 
 def _stacked(parts: list[Quantized], shape: tuple[int, ...]) -> Quantized:
