@@ -159,7 +159,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
 
     def stored_and_stopped(*arguments) -> None:
         store(*arguments)
-        raise KeyboardInterrupt  # tests/test_kills.py sends a signal, to a process of its own
+        raise KeyboardInterrupt  # not a signal: tests/conftest.py, `ctrl_c`
 
     monkeypatch.setattr(Run, "store_samples", stored_and_stopped)
     assert main(measure_arguments) == 130
