@@ -21,6 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from kl_lens.profiling import benchmark, machine  # noqa: E402
+from kl_lens.text import tokens  # noqa: E402
 from tests.families import tiny_model  # noqa: E402
 from tests.hub_server import Hub, serving  # noqa: E402
 
@@ -49,11 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def machine_measured_once() -> Iterator[None]:
+def machine_and_texts_read_once() -> Iterator[None]:
     """For all benchmarks, from little memory: where caches are large, to read what none holds takes many seconds."""
     short = functools.partial(machine.read_bandwidth, buffer_bytes=32 << 20, repeats=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "read_bandwidth", short)
+        patch.setattr(tokens, "_KEPT_STREAMS", 16)
         patch.setattr(benchmark, "measure_machine", functools.cache(benchmark.measure_machine))
         yield
 

@@ -14,6 +14,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from functools import cache
 from importlib import metadata
@@ -529,14 +530,8 @@ def named_plans(text: str) -> tuple[str, ...] | None:
 
 def provenance() -> dict[str, Any]:
     """Versions and machine, stored with every command."""
-    versions = {"kl-lens": __version__, "python": platform.python_version()}
-    for package in _packages():
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": dict(_versions()),
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "command": sys.argv[1:],
@@ -544,6 +539,14 @@ def provenance() -> dict[str, Any]:
 
 
 @cache
+def _versions() -> dict[str, str]:
+    versions = {"kl-lens": __version__, "python": platform.python_version()}
+    for package in _packages():
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
 def _packages() -> tuple[str, ...]:
     """The packages it depends on, with extras but without developers' tools."""
     try:

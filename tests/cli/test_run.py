@@ -104,7 +104,7 @@ def test_the_checkpoint_is_opened_once(
     monkeypatch.setattr(workbench, "load", counting)
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--targets", "openvino")) == 0
+    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--rivals", "none")) == 0
     assert opened == [str(tiny_folder)]
 
 
@@ -165,7 +165,7 @@ def test_no_rival_that_is_no_larger_is_as_good(finished: Path) -> None:
             assert rival.name in best.contest
 
 
-@pytest.mark.parametrize("budget", ["90%", "95%"])
+@pytest.mark.parametrize("budget", ["90%", pytest.param("95%", marks=pytest.mark.slow)])
 def test_a_budget_is_the_files(finished: Path, tiny_folder: Path, tmp_path: Path, budget: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
@@ -484,6 +484,7 @@ def test_weights_on_disk_are_refused_with_what_needs_them_in_memory(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_that_learnt_is_also_written_for_the_runtimes_own_quantizer(tmp_path: Path) -> None:
     little = ["--windows", "2", "--window-length", "32", "--held-out-windows", "2", "--rivals", "none"]
     words = [

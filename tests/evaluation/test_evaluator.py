@@ -144,7 +144,9 @@ def test_a_file_agrees_with_the_same_weights_in_pytorch(
     )
 
 
-@pytest.mark.parametrize(("divergence", "factor"), [(True, 1.1), (False, 1.5)])
+@pytest.mark.parametrize(
+    ("divergence", "factor"), [(True, 1.1), pytest.param(False, 1.5, marks=pytest.mark.slow)]
+)
 def test_a_file_with_other_weights_is_flagged(
     shipped: Path,
     divergence: bool,

@@ -61,7 +61,13 @@ def _dequantized(module: Any) -> np.ndarray:
     return np.array(values)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        f if f in {"mamba", "mamba2", "granitemoehybrid"} else pytest.param(f, marks=pytest.mark.slow)
+        for f in FAMILIES
+    ],
+)
 def test_a_family_as_mlx_lm_opens_it(family: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
 

@@ -41,7 +41,8 @@ FAMILIES = [
 ]
 # jamba without experts is inside jamba with them; the others are built of what others here have
 SLOW = {
-    "jamba", "bamba", "zamba2", "mamba2_groups", "lfm2_moe", "qwen3_5_text", "kimi_linear", "minimax", "rwkv",
+    "jamba", "bamba", "zamba2", "mamba2_groups", "lfm2_moe", "qwen3_5_text", "kimi_linear", "minimax", "rwkv", "zamba",
+    "lfm2", "falcon_mamba", "nemotron_h",
 }  # fmt: skip
 TOKENS = 90  # more than one chunk of the matrix form
 # Measured: 1.5e-6 (mamba) to 3.5e-5 (zamba2) of the logit range. The promise is 1e-3.
@@ -138,9 +139,9 @@ def test_meta_tokens_are_inside_a_static_graph(exported: Callable) -> None:
 
 
 def test_the_model_is_left_as_it_was(exported: Callable) -> None:
-    case = exported("zamba2")
+    case = exported("falcon_h1")
     changed = [name for name, module in case.model.model.named_modules() if "forward" in vars(module)]
     assert changed == []
-    fresh = loaded("zamba2").model
+    fresh = loaded("falcon_h1").model
     ids = token_ids(1, 12)
     np.testing.assert_array_equal(reference(case.model.model, ids), reference(fresh, ids))
