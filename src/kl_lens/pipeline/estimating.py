@@ -178,7 +178,7 @@ class Estimator:
     def measure(self, target: str | None) -> StageCost:
         candidates = self.every[target]
         count = float(len(candidates))
-        seconds = self.text(3 * self.windows)  # the original, and the noise floor
+        seconds = self.text(self.windows + 4)  # the original; the noise floor: two windows, twice
         if self.staged and screening.is_worth_it(candidates, with_a_limit=True):
             screen = screening.Screen(candidates)
             few = max(1, self.windows // screening.PART)

@@ -10,7 +10,7 @@ from kl_lens.sensitivity.metrics import TeacherRows, compare, window_metrics
 from kl_lens.sensitivity.precision import FLOAT32
 
 
-def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 4) -> dict[str, float]:
+def noise_floor(engine: Engine, ids: torch.Tensor, windows: int = 2) -> dict[str, float]:
     """The teacher against itself in another batch position.
 
     On tensor cores: twice their distance from float32, because teacher and student both run on them.
