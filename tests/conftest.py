@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_texts_read_once() -> Iterator[None]:
-    """For all benchmarks, from little memory: where caches are large, to read what none holds takes many seconds."""
+    """The machine for all benchmarks, from little memory: where caches are large, to read what none holds takes many
+    seconds. Texts: the tokens of more of them are kept than in a command."""
     short = functools.partial(machine.read_bandwidth, buffer_bytes=32 << 20, repeats=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "read_bandwidth", short)

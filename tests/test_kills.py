@@ -55,6 +55,8 @@ def command(words: list[str]) -> int:
 
 # -- the world -----------------------------------------------------------------------------------------------
 
+VOCABULARY = 300  # enough for every byte
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
@@ -66,7 +68,9 @@ def forks() -> Iterator[Forks]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Mamba with a byte-level tokenizer, which both runtimes take, and three texts beside it."""
     folder = tmp_path_factory.mktemp("kills") / "tiny"
-    tiny_model("mamba").save_pretrained(folder)
+    net = tiny_model("mamba")
+    net.resize_token_embeddings(VOCABULARY)
+    net.save_pretrained(folder)
     documents = [document.text for document in wikitext2("valid").documents]
     for name, part in {
         "calibration": documents[:8],
@@ -74,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "judged": documents[12:16],
     }.items():
         (folder / f"{name}.txt").write_text("\n\n".join(part))
-    save_tokenizer(folder, documents)
+    save_tokenizer(folder, documents, VOCABULARY)
     return folder
 
 

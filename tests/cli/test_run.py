@@ -104,7 +104,7 @@ def test_the_checkpoint_is_opened_once(
     monkeypatch.setattr(workbench, "load", counting)
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--rivals", "none")) == 0
+    assert main(words(folder, tiny_folder, "--again", "--without", "benchmark", "--targets", "openvino")) == 0
     assert opened == [str(tiny_folder)]
 
 
