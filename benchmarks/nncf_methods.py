@@ -17,7 +17,8 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.formats import get_format
 from kl_lens.records import Plan
 from kl_lens.targets import get_target
-from kl_lens.targets.openvino.session import read_graph
+from kl_lens.targets.openvino.folder import graph_file
+from kl_lens.targets.openvino.session import ATTENTION_MASK, BEAM_IDX, read_graph
 
 # Label → further arguments of `compress_weights`.
 NNCF_METHODS: dict[str, dict[str, bool]] = {
@@ -34,12 +35,13 @@ def put_file(
     """Replaces the graph in an exported folder by NNCF's; returns its bytes. The folder's record says how to run it."""
     import openvino as ov
 
+    others = {ATTENTION_MASK: np.ones((1, 1), np.int64), BEAM_IDX: np.zeros(1, np.int32)}
+    samples = [{"input_ids": window[None].numpy(), **others} for window in ids]
     with tempfile.TemporaryDirectory() as place:
-        plain = get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
-        samples = [{"input_ids": window[None].numpy()} for window in ids]
-        file = next(name for name in plain.files if name.endswith(".xml"))
-        graph = compressed(Path(place) / "fp16" / file, grid, method, samples, ratio=ratio)
-        ov.save_model(graph, folder / file, compress_to_fp16=False)
+        get_target("openvino").export(model, Plan("fp16", {}, "fp16"), Path(place) / "fp16")
+        file = graph_file(Path(place) / "fp16")
+        graph = compressed(file, grid, method, samples, ratio=ratio)
+        ov.save_model(graph, folder / file.name, compress_to_fp16=False)
     return get_target("openvino").loaded_bytes(folder)
 
 
