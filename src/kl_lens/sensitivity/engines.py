@@ -128,11 +128,13 @@ class Engine(ABC):
             start: Finish | None = None
             with suppress(torch.OutOfMemoryError):
                 start = self.started(own)
-            if start is None:  # finish what waits, and try again with all that it held
+            if start is None:  # finish what waits, and try again with all that it held, one at a time
                 yield from ((done, finish()) for done, finish in waiting)
                 waiting.clear()
-                _empty_gpu()
-                start = self.started(own)
+                for index in group:
+                    _empty_gpu()
+                    yield [index], self.started([perturbations[index]])()
+                continue
             waiting.append((group, start))
             while len(waiting) > behind:
                 done, finish = waiting.popleft()
