@@ -68,6 +68,20 @@ def test_where_a_group_fills_the_gpu_its_members_are_measured_alone(monkeypatch:
     assert too_full
 
 
+def test_the_weights_of_a_group_fit_into_an_eighth_of_the_memory() -> None:
+    model = loaded("mamba2")
+    candidates, _ = find_candidates(model.anatomy, [Recipe("int4"), Recipe("int8")])
+    perturbations = [candidate.perturbation for candidate in candidates]
+    weights = 4 * max(candidate.component.parameters for candidate in candidates)
+    sizes = [len(group) for group in FastEngine(model).groups(perturbations, rows=1)]
+    assert sum(sizes) == len(perturbations)
+    assert max(sizes) > 2
+    pairs = FastEngine(model, memory_budget=8 * 2 * weights).groups(perturbations, rows=1)
+    assert all(4 * sum(candidates[i].component.parameters for i in g) <= 2 * weights for g in pairs)
+    alone = FastEngine(model, memory_budget=8).groups(perturbations, rows=1)
+    assert {len(group) for group in alone} == {1}
+
+
 def test_meta_tokens_and_remote_code_are_measured_alike(remote_code_folder) -> None:
     from kl_lens.checkpoints import load
 

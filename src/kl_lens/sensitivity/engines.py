@@ -331,12 +331,15 @@ class FastEngine(Engine):
         rows = rows or max(batch.rows for batch in self.teacher.batches)
         most = max(1, self.batch_tokens // rows)
         group: list[int] = []
+        room = 0
         for index, perturbation in enumerate(perturbations):
             block = self._only_block(perturbation)
+            size = 4 * sum(self.model.anatomy.component(name).parameters for name in perturbation.recipes)
             fits = group and block is not None and block == self._only_block(perturbations[group[0]])
-            if group and not (fits and len(group) < most):
+            if group and not (fits and len(group) < most and size <= room):
                 yield group
                 group = []
+            room = (room if group else self.memory_budget // 8) - size  # 64 experts are one component
             group.append(index)
         if group:
             yield group
