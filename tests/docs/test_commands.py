@@ -40,8 +40,8 @@ SHORTER_PYTHON = {
 INSTEAD = {"--stride": "32", "--max-latency": "100s", "--task-limit": "2"}
 # benchmark_app takes a minute for each file otherwise.
 ADDED = {"--protocol": ["--quick"]}
-# Exercised as a whole in tests/cli; here its words are only understood.
-PARSED_ONLY = ("run", "doctor", "runtime")
+# Exercised in tests/cli and tests/autopsy; here their words are only understood.
+PARSED_ONLY = ("run", "doctor", "runtime", "autopsy")
 
 
 def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:

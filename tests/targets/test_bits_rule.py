@@ -34,7 +34,7 @@ def test_plans_keep_to_their_bits_and_lose_less_than_one_type_for_all() -> None:
     class Alike:
         digest = "alike"
 
-        def of(self, component: str) -> InputStatistics:
+        def of(self, component: str, device: object = "cpu") -> InputStatistics:
             return InputStatistics(torch.eye(model.anatomy.component(component).shape[-1]), (1000,))
 
     statistics = Alike()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,11 @@ def ours(folder: Path, prompt: str) -> str:
     return generate(settings, Events()).text.replace(TURN, "")
 
 
+def readable(text: str) -> str:
+    """Random models write bytes that are no text; how many marks such bytes get is each decoder's choice."""
+    return re.sub("\ufffd+", "\ufffd", text)
+
+
 def theirs(pipeline: Any, prompt: Any, **settings: Any) -> str:
     config = genai.GenerationConfig(max_new_tokens=NEW_TOKENS, **settings)
     config.set_eos_token_id(pipeline.get_tokenizer().get_eos_token_id())
@@ -110,7 +116,8 @@ def test_genai_writes_the_same_text(family: str, folder: Callable) -> None:
     place = folder(family)
     pipeline = genai.LLMPipeline(place, "CPU", **EXACT)
     for prompt in ("Once upon a time", "def f(x):"):  # the second begins afresh
-        assert theirs(pipeline, prompt, apply_chat_template=False) == ours(place, prompt)
+        text = theirs(pipeline, prompt, apply_chat_template=False)
+        assert readable(text) == readable(ours(place, prompt))
 
 
 @pytest.mark.parametrize(
