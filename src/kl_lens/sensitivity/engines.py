@@ -339,7 +339,8 @@ class FastEngine(Engine):
             if group and not (fits and len(group) < most and size <= room):
                 yield group
                 group = []
-            room = (room if group else self.memory_budget // 8) - size  # 64 experts are one component
+            # For the group's weights: the experts of a layer are one component, and may take gigabytes.
+            room = (room if group else self.memory_budget // 8) - size
             group.append(index)
         if group:
             yield group
