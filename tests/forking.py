@@ -74,7 +74,7 @@ class Forks:
     ) -> Ended:
         """`kill_after` seconds, or `kill_before` the n-th thing that Python does to a file of `folder`.
 
-        `ctrl_c_after` seconds, SIGINT for the fork and its children, as a terminal sends it.
+        `ctrl_c_after` seconds after the first words, SIGINT for the fork and its children, as a terminal sends it.
         """
         request = {
             "function": function, "arguments": list(arguments), "kill_after": kill_after, "kill_before": kill_before,
@@ -140,19 +140,21 @@ def _watched(child: int, reading: int, begin: float, request: dict[str, Any]) ->
     import select
 
     ctrl_c, kill = request["ctrl_c_after"], request["kill_after"]
-    deadline = begin + next(each for each in (ctrl_c, kill, request["limit"]) if each is not None)
+    deadline = begin + (request["limit"] if kill is None else kill)
     said, signals = b"", [signal.SIGKILL] if ctrl_c is None else [signal.SIGINT, signal.SIGKILL]
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
         if ready:
             part = os.read(reading, 65536)
+            if not said and ctrl_c is not None:
+                deadline = time.monotonic() + ctrl_c
             said = (said + part)[-20_000:]
             if not part:
                 break
         elif signals:
             number = signals.pop(0)
             (os.killpg if number == signal.SIGINT else os.kill)(child, number)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
         else:
             break  # a child of the fork still has its output
     os.close(reading)

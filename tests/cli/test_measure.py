@@ -7,23 +7,12 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from kl_lens.cli.main import main
 from kl_lens.runs import Run
-
-
-def _kl_lens(*arguments: str, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kl_lens.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 def _metrics(folder: Path) -> dict:
@@ -110,36 +99,6 @@ def test_killed_while_it_writes_the_sweep_still_ends_with_the_same_table(measure
         )
     assert main(measure_arguments) == 0
     assert _metrics(folder) == _metrics(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_the_sweep_still_ends_with_the_same_table(
-    measure_arguments, tmp_path
-) -> None:
-    arguments = [*measure_arguments[:-4], "--windows", "16", "--window-length", "64"]
-    whole = [*arguments]
-    whole[3] = str(tmp_path / "whole")
-    assert main(whole) == 0
-    expected = _metrics(tmp_path / "whole")
-    folder, moments = tmp_path / "run", random.Random(0)
-    kills = 0
-    for _ in range(40):
-        process = _kl_lens(*arguments)
-        # Wait until the journal grows, then kill at once or a little later.
-        begin, known = time.monotonic(), _rows(folder)
-        while process.poll() is None and _rows(folder) == known and time.monotonic() - begin < 60:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.15))
-        if process.poll() is not None:
-            break
-        process.kill()
-        process.wait()
-        kills += 1
-        if kills == 3:
-            break
-    assert kills >= 1, "nothing was interrupted"
-    assert main(arguments) == 0
-    assert _metrics(folder) == expected
 
 
 def _rows(folder: Path) -> int:

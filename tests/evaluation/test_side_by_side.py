@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -101,10 +101,32 @@ def test_no_processor_is_left_over(files: list[JudgedArtifact], monkeypatch: pyt
 def test_those_left_share_all_processors(
     files: list[JudgedArtifact], text: EvaluationText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "processors", lambda: 4)
+    """The long file's first window ends when the short file is done, whichever thread is quicker."""
     one, _, other = (JudgedArtifact(file.path, SessionSettings()) for file in files)
-    lanes = SideBySide({one: [0], other: [0, 1, 2, 3]}, text, 2)
-    assert {item.runtime["threads"] for item in lanes} == {2, 4}
+    alone, opened, shared_out = threading.Event(), JudgedArtifact.open, threads_of
+
+    def waiting(judged: JudgedArtifact, threads: int | None = None) -> object:
+        session = opened(judged, threads)
+        if judged is other:
+            logits = session.logits
+            session.logits = lambda ids: (logits(ids), alone.wait())[0]
+        return session
+
+    def seen(running: Collection[JudgedArtifact]) -> dict[JudgedArtifact, int]:
+        if list(running) == [other]:
+            alone.set()
+        return shared_out(running)
+
+    monkeypatch.setattr(module, "processors", lambda: 4)
+    monkeypatch.setattr(module, "threads_of", seen)
+    monkeypatch.setattr(JudgedArtifact, "open", waiting)
+    used = [
+        item.runtime["threads"]
+        for item in SideBySide({one: [0], other: [0, 1, 2, 3]}, text, 2)
+        if item.judged is other
+    ]
+    assert used[0] == 2
+    assert used[-1] == 4
 
 
 def test_a_file_that_fails_or_is_dropped_does_not_hold_up_the_others(

@@ -27,11 +27,11 @@ def forked_quarantine(*modules: str) -> Iterator[None]:
     with Forks("tests.hostile.aside", *modules) as forks, pytest.MonkeyPatch.context() as patch:
 
         def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-            ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=60)
+            ended = forks.call("tests.hostile.aside:look", [words[3:]], limit=600)
             took(ended.peak)
             if ended.code == -9:
                 told("(a hang aside)")
-                raise subprocess.TimeoutExpired(words, 60)
+                raise subprocess.TimeoutExpired(words, 600)
             if ended.code < 0:
                 told("(ended by a signal aside)")
             return subprocess.CompletedProcess(words, ended.code, b"", ended.said.encode())

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -274,10 +272,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(saved, tmp_path, monkeypatch
         assert sorted(path.name for path in run_folder.iterdir()) == before
 
 
-def sweep_from_disk(folder: str, run: str, spills: bool) -> None:
-    """What a fork does: six slabs of two windows each; of states either several waves, or a file."""
+def sweep_from_disk(folder: str, run: str, spills: bool, pieces: int) -> None:
+    """What a fork does: six slabs of two windows each; of states either several waves, or a file. Killed as it stores
+    the next piece after so many."""
     LanguageTask.rows_at_once = 40  # type: ignore[assignment, method-assign]
     StreamedEngine.spills = spills
+    store, left = Run.store_samples, iter(range(pieces, -1, -1))
+
+    def stored_or_killed(*arguments: object) -> None:
+        if next(left, 0) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store(*arguments)
+
+    Run.store_samples = stored_or_killed  # type: ignore[method-assign, assignment]
     model = _on_disk(Path(folder))
     with Run.create(Path(run)) as journal:
         Sweep(model, journal, memory_budget=4 * 20 * 64 * 3 * 30).measure(
@@ -287,34 +294,32 @@ def sweep_from_disk(folder: str, run: str, spills: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spills", [True, False])
-def test_killed_at_random_moments_it_goes_on_to_the_same_bits_and_leaves_nothing(
+def test_killed_between_pieces_it_goes_on_to_the_same_bits_and_leaves_nothing(
     spills: bool, saved, tmp_path, monkeypatch
 ) -> None:
     model, run, elsewhere = str(saved("mamba")), tmp_path / "run", tmp_path / "temporary"
     elsewhere.mkdir()
     monkeypatch.setenv("TMPDIR", str(elsewhere))
-    draw, kills, midway = random.Random(spills), 0, 0
     with Forks(__name__) as forks:
-        sweep = partial(forks.call, f"{__name__}:sweep_from_disk", [model, str(run), spills])
-        undisturbed = sweep()
-        assert undisturbed.code == 0, undisturbed
+
+        def sweep(pieces: int) -> int:
+            return forks.call(f"{__name__}:sweep_from_disk", [model, str(run), spills, pieces]).code
+
+        assert sweep(10**6) == 0
         expected, files = contents(run), {path.name for path in run.iterdir()}
-        every = len(expected["samples"])
-        while kills < 12:
-            shutil.rmtree(run)
-            for _ in range(4):
-                ended = sweep(kill_after=draw.uniform(0.2, 1.0) * undisturbed.seconds)
-                assert ended.code in (0, -signal.SIGKILL), ended
-                kills += ended.code < 0
-                left = {path.name for path in run.iterdir()} if run.exists() else set()
-                assert left <= files | {f"{FILE}-wal", f"{FILE}-shm"}, "states have no name"
-                midway += 0 < (len(contents(run)["samples"]) if (run / FILE).exists() else 0) < every
-            ended = sweep()
-            assert ended.code == 0, ended
-            assert contents(run) == expected
-            assert {path.name for path in run.iterdir()} == files
-            assert list(elsewhere.iterdir()) == []
-    assert midway > 3, "some were killed with a part of the sweep committed"
+        shutil.rmtree(run)
+        stored = [0]
+        for pieces in (0, 1, 4, 0, 9):
+            assert sweep(pieces) == -signal.SIGKILL
+            left = {path.name for path in run.iterdir()}
+            assert left <= files | {f"{FILE}-wal", f"{FILE}-shm"}, "states have no name"
+            stored.append(len(contents(run)["samples"]))
+        assert stored == sorted(stored)
+        assert 0 < stored[-1] < len(expected["samples"])
+        assert sweep(10**6) == 0
+        assert contents(run) == expected
+        assert {path.name for path in run.iterdir()} == files
+        assert list(elsewhere.iterdir()) == []
 
 
 def test_states_on_disk_have_no_name_and_come_back_as_they_were(tmp_path) -> None:
