@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 from kl_lens.accelerators import free_memory
 from kl_lens.calibration.tuning import TuningRates, tuned
-from kl_lens.checkpoints import States, load
+from kl_lens.checkpoints import Chain, States, load
 from kl_lens.errors import RunError
 from kl_lens.evaluation.torch_session import TorchSession
 from kl_lens.formats import get_format
@@ -22,13 +24,14 @@ from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine
-from kl_lens.sensitivity.metrics import TeacherRows, compare
+from kl_lens.sensitivity.metrics import TeacherRows, compare, compared_metrics
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.sensitivity.spilling import StateRoom
 from kl_lens.sensitivity.sweep import Sweep, chosen_engine, noise_floor
 from kl_lens.targets import deployed, get_target
 from tests.families import CONFIGS, tiny_model, token_ids
+from tests.planted import growing, larger
 from tests.sensitivity.conftest import loaded, some_windows
 from tests.sensitivity.test_engines import _one_of_each_kind
 
@@ -111,6 +114,86 @@ def test_scans_convolution_and_norms_equal_double_precision() -> None:
     gated = x.double() * functional.silu(_random(2, 75, 50, seed=5).double())
     expected = bias * gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5)
     assert _error(triton_scan.rms_norm_gpu(x, bias, 1e-5, _random(2, 75, 50, seed=5)), expected) < 1e-6
+
+
+@needs_gpu
+@pytest.mark.parametrize("factor", [1.001, 1.0001])
+@pytest.mark.parametrize(
+    ("module", "place", "family", "plant"),
+    [
+        ("triton_scan", "selective_scan_gpu", "mamba", growing),
+        ("triton_scan", "head_scan_gpu", "mamba2", growing),
+        ("triton_scan", "causal_convolution_gpu", "mamba2", larger),
+        ("triton_scan", "rms_norm_gpu", "mamba", larger),
+        ("swap", "chunked_scan", "mamba2", growing),  # for sizes that Triton's scan does not take
+    ],
+)
+def test_a_kernel_that_is_wrong_on_a_gpu_is_found_and_not_used(
+    module: str, place: str, family: str, plant, factor: float, monkeypatch
+) -> None:
+    kernels = importlib.import_module(f"kl_lens.checkpoints.kernels.{module}")
+    monkeypatch.setattr(kernels, place, plant(getattr(kernels, place), factor))
+    if module == "swap":
+        monkeypatch.setattr("kl_lens.checkpoints.kernels.triton_scan.fits_chunks", lambda *_: False)
+    said: list[str] = []
+    chain = Chain(tiny_model(family).cuda(), warn=said.append)
+    assert not chain.uses_kernels()
+    assert "is wrong here" in said[0]
+    assert len(said) == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("precision", "factor"),
+    [
+        ("tf32x3", 1.001),
+        ("tf32x3", 1.0001),
+        ("tf32", 1.01),
+        ("bf16", 1.05),
+    ],  # the others round more than 1.001
+)
+def test_wrong_products_are_found_and_torch_s_are_used(precision: str, factor: float, monkeypatch) -> None:
+    from kl_lens.checkpoints.kernels import triton_products
+
+    monkeypatch.setattr(triton_products, "linear", larger(triton_products.linear, factor))
+    model, said = loaded("mamba"), []
+    model.model.cuda()
+    model.warn = said.append
+    assert FastEngine(model, precision=precision).precision == "float32"
+    assert TorchSession(model).precision == "float32"
+    assert "matrix products" in said[0]
+
+
+@needs_gpu
+@pytest.mark.parametrize("factor", [1.001, 1.0001])
+def test_a_wrong_kl_on_a_gpu_is_found_and_computed_in_plain_torch(factor: float, monkeypatch) -> None:
+    from kl_lens.sensitivity import triton_metrics
+
+    teacher, targets = 5 * _random(40, 5000), torch.arange(40).cuda()
+    student = teacher + _random(40, 5000, seed=1)
+    expected = compare(TeacherRows.of(teacher, targets), student, kernel=False)
+    compared_metrics.cache_clear()
+    monkeypatch.setattr(triton_metrics, "compare_logits", larger(triton_metrics.compare_logits, factor))
+    try:
+        assert not all(comparison.holds for comparison in compared_metrics("cuda"))
+        np.testing.assert_array_equal(compare(TeacherRows.of(teacher, targets), student), expected)
+    finally:
+        compared_metrics.cache_clear()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_right_kernels_are_used_on_a_gpu(family: str, dtype: torch.dtype) -> None:
+    model = loaded(family)
+    model.warn = pytest.fail
+    model.model.to("cuda", dtype)
+    assert model.chain.uses_kernels()
+    assert model.chain.uses_kernels(gradients=True)
+    if dtype == torch.float32:
+        for precision in ("tf32x3", "tf32", "bf16"):
+            assert FastEngine(model, precision=precision).precision == precision
+    assert not model.chain.fault
 
 
 @needs_gpu
@@ -217,7 +300,13 @@ def test_on_a_gpu_fast_equals_plain(family: str) -> None:
 @pytest.mark.parametrize(("target", "recipe"), [("gguf", "q8_0"), ("openvino", "int8")])
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba2", "jamba_experts"])
 def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: str, recipe: str) -> None:
-    model, ids = loaded(family), token_ids(5, 24)
+    """But for ties: an activation next to the border between two integers may be rounded to the other one, and then
+    others behind it. All candidates of a window share the first of them, so only windows are independent. The same
+    happens on a CPU: with products off by 1e-6 at random, the sum of 5 windows moves by up to 1.4 %, that of 32 by
+    0.2 %, and by 0.01 % where activations are not rounded."""
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    model, ids = loaded(family), token_ids(32, 24)
     model.model.cuda()
     some = [c.perturbation for c in find_candidates(model.anatomy, [Recipe(recipe)])[0]]
     found = {}
@@ -227,10 +316,12 @@ def test_as_deployed_tensor_cores_give_what_float32_gives(family: str, target: s
     ):
         engine.prepare(ids)
         results = engine.measure([*some, Perturbation({n: r for p in some for n, r in p.recipes.items()})])
-        found[engine.precision] = [summarise(w)["kl_teacher_to_student"].value for w in results]
-    # An activation next to the border between two integers may be rounded to the other one.
-    assert found["tf32x3"] == pytest.approx(found["float32"], rel=5e-2, abs=1e-8)
-    assert sum(found["tf32x3"]) == pytest.approx(sum(found["float32"]), rel=5e-3)
+        found[engine.precision] = np.array([[w.kl_teacher_to_student for w in each] for each in results])
+    np.testing.assert_allclose(found["tf32x3"].sum(1), found["float32"].sum(1), rtol=0.2)
+    by_window = (found["tf32x3"] - found["float32"]).sum(0)
+    error = by_window.std(ddof=1) / np.sqrt(len(by_window))
+    assert abs(by_window.mean()) <= 4 * error, "it scatters around zero"
+    assert error < 0.01 * found["float32"].sum(0).mean(), "and a difference of 4 % would be seen"
 
 
 @needs_gpu
@@ -349,7 +440,7 @@ def test_the_noise_of_a_precision_is_measured_and_a_run_keeps_its_precision(tmp_
 
 
 def test_on_a_cpu_products_are_float32_and_nothing_else_can_be_had(mamba) -> None:
-    assert precision_for(None, mamba.model) == precision_for("float32", mamba.model) == "float32"
+    assert precision_for(None, mamba) == precision_for("float32", mamba) == "float32"
     with pytest.raises(
         RunError, match="--precision tf32: needs an Ampere GPU or later, Triton, and a model in float32"
     ):

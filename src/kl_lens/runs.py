@@ -63,6 +63,7 @@ TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = (
     "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
 )
+KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
 RECIPES = "recipes"  # folder: plans in the languages of other tools

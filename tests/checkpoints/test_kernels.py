@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from kl_lens.checkpoints.kernels import attention, fast_kernels
+from kl_lens.checkpoints import Chain
+from kl_lens.checkpoints.kernels import attention, fast_kernels, swap
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution, causal_convolution_reference
 from kl_lens.checkpoints.kernels.head_scan import head_scan
 from kl_lens.checkpoints.kernels.selective_scan import selective_scan, selective_scan_reference
-from tests.families import tiny_model, token_ids
+from tests.families import CONFIGS, tiny_model, token_ids
+from tests.planted import growing, larger
 
 
 def recurrence(
@@ -295,3 +299,112 @@ def test_the_gpus_scan_equals_the_recurrence(shape: tuple[int, int, int, int]) -
     expected, last = selective_scan_reference(*(t.double() for t in inputs), start.double())
     torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     torch.testing.assert_close(state.cpu().double(), last, rtol=1e-5, atol=1e-5 * float(last.abs().max()))
+
+
+# -- checked before they are used ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.001, 1.0001])
+@pytest.mark.parametrize(
+    ("place", "family", "plant", "gradients"),
+    [
+        ("selective_scan", "mamba", growing, False),
+        ("selective_scan", "hymba", growing, False),
+        ("head_scan", "mamba2", growing, False),
+        ("head_scan", "falcon_h1", growing, False),
+        ("causal_convolution", "mamba", larger, False),
+        ("causal_convolution", "mamba2", larger, False),
+        ("causal_attention", "llama", larger, False),
+        ("tracked_scan", "mamba", growing, True),
+        ("chunked_scan", "mamba2", growing, True),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_found_named_and_not_used(
+    place: str, family: str, plant, gradients: bool, factor: float, monkeypatch
+) -> None:
+    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(swap, place, plant(getattr(swap, place), factor))
+    said: list[str] = []
+    model, ids = tiny_model(family), token_ids(2, 140)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+    chain = Chain(model, warn=said.append)
+    with chain.kernels(gradients=gradients):
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(chain.full_logits(ids), expected)
+    (line,) = said
+    assert line.startswith(chain.fault)
+    assert "rounding allows 5" in line
+    assert "\n" not in line
+
+
+def test_a_wrong_gradient_is_found(monkeypatch) -> None:
+    class Wrong(torch.autograd.Function):
+        forward = staticmethod(lambda _, x: x.clone())
+        backward = staticmethod(lambda _, gradient: 1.001 * gradient)
+
+    sound = swap.tracked_scan
+    monkeypatch.setattr(
+        swap, "tracked_scan", lambda x, *more, **options: sound(Wrong.apply(x), *more, **options)
+    )
+    said: list[str] = []
+    chain = Chain(tiny_model("mamba"), warn=said.append)
+    assert chain.uses_kernels()
+    assert not chain.uses_kernels(gradients=True)
+    assert "Mamba-1 scan (gradients)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in (*CONFIGS, "zamba", "hymba", "mamba2_groups")),
+        *((family, torch.float16) for family in ("mamba", "mamba2", "hymba")),
+        *((family, torch.bfloat16) for family in ("mamba", "mamba2", "llama")),
+    ],
+)
+def test_right_kernels_are_used_in_every_precision(family: str, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    chain = Chain(tiny_model(family).to(dtype), warn=pytest.fail)
+    assert chain.uses_kernels()
+    assert chain.uses_kernels(gradients=True)
+    found = chain.compared_kernels()
+    if dtype == torch.float32:
+        assert all(each.error < each.limit / 5 for each in found), "far from the limit"
+
+
+def test_what_is_wrong_around_the_kernels_shows_in_the_logits(monkeypatch) -> None:
+    """A library whose mixers do something that our copies of them do not, for example by a decorator."""
+    model, said = tiny_model("mamba"), []
+    mixer = type(model.backbone.layers[0].mixer)
+    sound = mixer.forward
+
+    @functools.wraps(sound)
+    def decorated(*given, **options):
+        return 1.05 * sound(*given, **options)
+
+    monkeypatch.setattr(mixer, "forward", decorated)
+    assert not Chain(model, warn=said.append).uses_kernels()
+    assert "all layers together" in said[0]
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_double_precision_is_computed_in_double_precision(family: str, monkeypatch) -> None:
+    """By the library's code, which converts to float32 by name; there and back, nothing is lost."""
+    inputs = _mamba1_inputs(1, 70, 12, 4) if family == "mamba" else _mamba2_inputs(1, 70, 4, 8, 2, 6)
+    x, dt, a, b, c = (t.double() for t in inputs)
+    if family == "mamba":
+        from transformers.models.mamba.modeling_mamba import mamba_selective_scan as library
+
+        scan = swap.REPLACEMENTS["mamba_selective_scan"](library)
+        found = scan(*(t.transpose(1, 2) for t in (x, dt)), a, *(t.transpose(1, 2) for t in (b, c)))
+        found, (expected, _) = found.transpose(1, 2), selective_scan_reference(x, dt, a, b, c)
+    else:
+        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan as library
+
+        found = swap.REPLACEMENTS["mamba2_chunk_scan"](library)(x, dt, a, b, c, 16)
+        expected, _ = recurrence(x, dt, a, b, c)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for name in ("selective_scan", "head_scan", "causal_convolution"):
+        monkeypatch.setattr(swap, name, None)  # float32, and not called
+    Chain(tiny_model(family).double()).full_logits(token_ids(1, 40))

@@ -16,6 +16,7 @@ import pytest
 import kl_lens as kl
 from kl_lens import planning
 from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.checkpoints.kernels import swap
 from kl_lens.errors import KLLensError
 from kl_lens.evaluation import (
     EvaluationText,
@@ -32,7 +33,7 @@ from kl_lens.evaluation import (
     run_subjects,
 )
 from kl_lens.evaluation.agreement import AGREES, AS_DEPLOYED, DISAGREES, IN_FLOAT32, differences, within
-from kl_lens.evaluation.scoring import WindowScore
+from kl_lens.evaluation.scoring import WindowScore, packed
 from kl_lens.paper import write_published
 from kl_lens.records import Plan
 from kl_lens.reporting.data import collect
@@ -40,6 +41,7 @@ from kl_lens.runs import Run
 from kl_lens.sensitivity.sweep import Progress, model_identity
 from kl_lens.subjects import file_digest, plan_digest
 from kl_lens.targets import export, read_artifact
+from tests.planted import growing
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -177,18 +179,47 @@ def test_a_file_computed_in_half_precision_agrees_in_float32(reference: LoadedMo
     assert abs(agreement.differences["kl_mean"].value) < 1e-6
 
 
-def test_the_rule_looks_at_differences_by_window() -> None:
+@pytest.mark.parametrize(("windows", "length"), [(1, 255), (4, 255), (20, 100)])
+def test_the_rule_looks_at_differences_by_token(windows: int, length: int) -> None:
     """Text that varies wildly hides nothing; a small common shift is seen, one that scatters around zero is noise."""
-    hard = np.linspace(200, 500, 20)
-    scatter = np.random.default_rng(0).normal(0, 1, 20)
-    tokens = 100
+    noise = np.random.default_rng(0)
+    hard, kl = noise.gamma(2, 2, (windows, length)), noise.gamma(1, 1e-3, (windows, length))
+    scatter, small = (
+        noise.normal(0, 0.04, hard.shape),
+        noise.normal(0, 8e-4, hard.shape),
+    )  # as in an 8-bit file
 
-    def scores(nll: np.ndarray) -> list[WindowScore]:
-        return [WindowScore(tokens, 80, float(value)) for value in nll]
+    def scores(losses: np.ndarray, kls: np.ndarray) -> list[WindowScore]:
+        return [
+            WindowScore(length, 80, float(nll.sum()), token_nll=packed(nll), token_kl=packed(k))
+            for nll, k in zip(losses, kls, strict=True)
+        ]
 
-    assert within(differences(scores(hard + 0.05), scores(hard)))  # 0.0005 nats per token
-    assert not within(differences(scores(hard + 0.5), scores(hard)))  # 0.005
-    assert within(differences(scores(hard + scatter - scatter.mean()), scores(hard)))
+    original = scores(hard, kl)
+    assert within(differences(scores(hard + 0.0005, kl), original))
+    assert not within(differences(scores(hard + 0.011, kl), original))
+    assert within(differences(scores(hard + scatter - scatter.mean(), kl + small - small.mean()), original))
+    wrong = kl + 1.4e-3 + 5 * (small - small.mean())  # a Mamba scan whose state grows by 1.001 per step
+    assert not within(differences(scores(hard + scatter - scatter.mean(), wrong), original))
+
+
+@pytest.mark.parametrize("shipped", ["gguf"], indirect=True)
+def test_if_pytorch_is_the_side_that_is_wrong_it_is_computed_again_and_said(
+    shipped: Path, reference: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that was right on the short window of the check: the file is not blamed for it."""
+    said: list[str] = []
+    model = load("reference:mamba")
+    model.warn = said.append
+    assert model.chain.uses_kernels()
+    monkeypatch.setattr(swap, "selective_scan", growing(swap.selective_scan, 1.002))
+    text = prepare_text("wikitext2:test", reference.tokenizer, window=256, limit=2)
+    outcome = judged(model, shipped, text, tmp_path / "run")
+    (line,) = said
+    assert "our kernel for Mamba-1 scan is wrong here" in line
+    assert outcome.agreements[0].verdict != DISAGREES
+    runtimes = [score.runtime for score in outcome.scores if score.subject.what == "original"]
+    assert [runtime["kernels"] for runtime in runtimes] == ["our kernel for Mamba-1 scan is wrong here"]
 
 
 def test_an_evaluation_interrupted_and_resumed_gives_the_same_numbers(

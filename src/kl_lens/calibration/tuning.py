@@ -160,7 +160,7 @@ class _Student(torch.nn.Module):
         size = max(1, LOGIT_BYTES // (4 * ids.shape[1] * int(chain.head.weight.shape[0])))  # type: ignore[index]
         for part in ids.split(size):
             target = chain.full_logits(part).float().softmax(-1)
-            with chain.kernels():
+            with chain.kernels(gradients=True):
                 logits = torch.func.functional_call(self, placed, (part,)).float()
             # The KL but for the original's entropy, which has no gradient.
             loss = functional.cross_entropy(logits.flatten(0, -2), target.flatten(0, -2))

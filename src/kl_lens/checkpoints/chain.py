@@ -9,7 +9,8 @@ besides the hidden states is carried along (`linking.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from kl_lens.checkpoints.finding import check_linked, find_blocks
-from kl_lens.checkpoints.kernels import fast_kernels, replaceable
+from kl_lens.checkpoints.kernels import Comparison, Watch, fast_kernels, replaceable
 from kl_lens.checkpoints.linking import (
     HIDDEN,
     Arguments,
@@ -41,6 +42,16 @@ from kl_lens.errors import CheckpointError, one_line
 # computation.
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
 _HALF_ROUNDING = 3e-2
+# Our kernels are compared one by one, which sees small errors. The logits show large ones of what is around them. Deep
+# models amplify the last bits, so much is allowed.
+_AROUND_KERNELS, _AROUND_KERNELS_IN_HALF = 1e-3, 1e-1
+# Tokens of the comparison: enough for our attention, which leaves short windows to torch, and no multiple of any chunk.
+CHECKED_TOKENS = 136
+
+
+def warn(text: str) -> None:
+    """Without a command line to show it."""
+    warnings.warn(text, stacklevel=2)
 
 
 class _Stop(Exception):
@@ -71,13 +82,24 @@ class Chain:
         >>> logits = chain.logits(chain.finish(final, calls))    # equals model(ids).logits
     """
 
-    def __init__(self, model: nn.Module, *, fast: bool = True, task: Task | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fast: bool = True,
+        task: Task | None = None,
+        warn: Callable[[str], None] = warn,
+    ) -> None:
+        """`warn` hears of a kernel that turns out to be wrong."""
         self.model = model
         self.fast = fast
+        self.fault = ""  # why our kernels are not used, if they should be
+        self._warn = warn
         self.task = task or LanguageTask()
         self.head = self.task.head(model)
         self._batched: dict[int, tuple[tuple[bool, ...], ...]] = {}  # by length
         self._doubts: dict[int, str | None] = {}  # by length
+        self._unchecked = {False, True}  # kernels without and with gradients
         self._watch()
 
     def __len__(self) -> int:
@@ -201,6 +223,52 @@ class Chain:
             f"where the largest is {scale:.1e}"
         )
 
+    def uses_kernels(self, *, gradients: bool = False) -> bool:
+        """Whether our kernels are used. Before that, they are compared with the library's own code, once."""
+        if self.fast and gradients in self._unchecked:
+            self._unchecked.remove(gradients)
+            self.distrust(self.compared_kernels(gradients=gradients))
+        return self.fast
+
+    def distrust(self, comparisons: Iterable[Comparison]) -> None:
+        """Our kernels are not used again if one of them is wrong."""
+        wrong = next((each for each in comparisons if not each.holds), None)
+        if wrong is not None and self.fast:
+            self.fast = False
+            self.fault = f"our kernel for {wrong.kernel} is wrong here"
+            self._warn(
+                f"{self.fault} (off by {wrong.error:.1e}, rounding allows {wrong.limit:.1e}): transformers' own code "
+                "computes this model instead, which is slower; please report this, with what kl-lens doctor prints"
+            )
+
+    def compared_kernels(
+        self,
+        ids: torch.Tensor | None = None,
+        *,
+        gradients: bool = False,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> list[Comparison]:
+        """Our kernels beside the library's own code, on a short window; `around`: with more kernels, active within."""
+        rows = CHECKED_TOKENS if self.task.generates else 2
+        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        ids = self.task.sample(self.model, 1, min(rows, most or rows)) if ids is None else ids
+        ids = ids.to(self.device)
+        watch = Watch(gradients=gradients)
+        with watch.watching(), around or nullcontext():
+            logits = self._forward(ids).float()
+        found = list(watch.found.values())
+        if gradients or around is not None:
+            return found
+        with suppress(Exception), torch.inference_mode():  # code of a checkpoint may need a GPU: see `Watch`
+            expected = self.task.forward(self.model, ids).float()
+            # As in `_find_doubt`: most rows must agree.
+            off = (logits - expected).abs().amax(-1).median() / expected.abs().max().clamp(min=1e-30)
+            dtype = next(self.model.parameters()).dtype
+            limit = _AROUND_KERNELS if dtype in ROUNDING else _AROUND_KERNELS_IN_HALF
+            if bool(expected.isfinite().all()):
+                found.append(Comparison("all layers together", float(off), limit))
+        return found
+
     # -- running ------------------------------------------------------------------------------------------
 
     @property
@@ -208,31 +276,38 @@ class Chain:
         return next(self.model.parameters()).device
 
     @contextmanager
-    def kernels(self) -> Iterator[None]:
-        """Uses our fast kernels inside the model's layers, if enabled."""
-        with fast_kernels(self.model, self._replaceable) if self.fast else nullcontext():
+    def kernels(self, *, gradients: bool = False) -> Iterator[None]:
+        """Uses our fast kernels inside the model's layers, if enabled and right."""
+        self.uses_kernels(gradients=gradients)
+        with self._kernels():
             yield
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        return fast_kernels(self.model, self._replaceable) if self.fast else nullcontext()
 
     @cached_property
     def _replaceable(self) -> list[nn.Module]:
         return replaceable(self.model)
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(), self.kernels():
+        with torch.inference_mode(), self._kernels():
             return self.task.forward(self.model, ids)
 
     def full_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's own forward: (batch, time, vocabulary)."""
+        self.uses_kernels()
         return self._forward(ids.to(self.device))
 
     def final_states(self, ids: torch.Tensor) -> torch.Tensor:
         """The inputs of the head in the model's own forward: (batch, time, width)."""
+        self.uses_kernels()
         with _stopping_at(self.head) as seen:
             self._forward(ids.to(self.device))
         return self.task.by_row(seen[0], ids)
 
     def calls(self, ids: torch.Tensor) -> BlockCalls:
         """The input of the first block for these ids, and the other arguments of every block."""
+        self.uses_kernels()
         ids = ids.to(self.device)
         calls: list[Arguments] = []
         given: dict[int, Given] = {}
@@ -269,7 +344,7 @@ class Chain:
             raise ValueError(
                 f"{states.hidden.shape[0]} sequences are not a multiple of the batch of {calls.batch}"
             )
-        with torch.inference_mode(), self.kernels():
+        with torch.inference_mode(), self._kernels():
             for index in range(start, stop):
                 states = self._run_block(index, states, calls, copies)
         return states

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import transformers
 from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
-from kl_lens.checkpoints.chain import Chain
+from kl_lens.checkpoints.chain import Chain, warn
 from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
 from kl_lens.checkpoints.hub import Watch, download, pinned_name
 from kl_lens.checkpoints.norms import groups_of, normalise_per_group
@@ -70,6 +70,9 @@ class LoadedModel:
     residency: Residency | None = field(default=None, repr=False)  # if its weights stay on disk
     digest: str | None = field(default=None, repr=False)  # of its weights, where they were read one by one
     not_on_disk: str = field(default="", repr=False)  # why they could not stay there, if they should
+    warn: Callable[[str], None] = field(
+        default=warn, repr=False
+    )  # hears of a kernel that turns out to be wrong
 
     def __post_init__(self) -> None:
         normalise_per_group(self.model)
@@ -81,7 +84,7 @@ class LoadedModel:
 
     @cached_property
     def chain(self) -> Chain:
-        return Chain(self.model, fast=self.fast, task=self.task)
+        return Chain(self.model, fast=self.fast, task=self.task, warn=lambda text: self.warn(text))
 
     @cached_property
     def anatomy(self) -> Anatomy:

@@ -22,5 +22,5 @@ def show(result: DoctorResult) -> None:
     mends = dict.fromkeys(health.mend for health in result.parts.values() if health.problem and health.mend)
     for command in mends:
         out.print(f"To fix it: {command}", markup=False, soft_wrap=True)
-    if not mends:
+    if not any(health.problem for health in result.parts.values()):
         out.print("No problems found.")

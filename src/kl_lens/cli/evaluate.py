@@ -59,7 +59,8 @@ def show(result: EvaluateResult) -> None:
             one, other = subject_title(agreement.subject), subject_title(agreement.compared_with)
             out.print(
                 f"[bold red]{one} DISAGREES with {other}[/] on the same windows: {', '.join(changes)} nats per token. "
-                "The file is not what was measured: export it again. "
+                "PyTorch computes what transformers' own code computes, so the file is not what was measured: "
+                "export it again. "
                 "(Arithmetic that is not modelled, for example on a GPU, can look the same.)",
                 soft_wrap=True,
             )

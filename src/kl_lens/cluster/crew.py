@@ -227,7 +227,8 @@ class HiredCrew:
                 member.layout = answer.layout
                 return
             answer = Failed(
-                "it would compute differently from the others: another kind of device, or less memory"
+                "it would compute differently from the others: another kind of device, less memory, or a kernel "
+                "that is wrong there"
             )
         reason = f"{member.place} is not used: {answer.reason}"
         self._refusals.append(reason)

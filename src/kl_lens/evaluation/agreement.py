@@ -7,27 +7,28 @@ window; how much the text varies plays no part. Two differences are checked, pai
 - KL from the original, if measured: at most 2 % of PyTorch's KL plus 0.0001 nats. KL sees changes that leave the
   perplexity alone, and it cannot cancel.
 
-Rounding that differs from token to token scatters around zero. A difference within three of its own standard errors
-(more with few windows, by Student's t) is such scatter, and may be up to twenty times as large as the limits above. A
-single window cannot tell the two apart, and may also differ that much.
+Rounding that differs from token to token scatters around zero. A difference within three of its own standard errors is
+such scatter, and may be up to ten times as large as the limits above. The scatter is that of stretches of eight tokens:
+four windows alone would say little about it, and Student's t would let three times as much pass.
 
 Runtimes round activations to 8 bits for their integer kernels, which is a real and significant loss and not the file's
 fault. So PyTorch computes with the activations that the runtime's kernels see, where they are modelled
 (`Target.activations`). If both hold, the file *agrees as deployed*: it holds the measured weights. If not, or without
 such a model, PyTorch computes plainly; if both hold then, the file *agrees*. If that does not settle it (half-precision
 arithmetic, kernels that are not modelled), the runtime computes the same file in float32 if it can; if the rule holds
-then, the file *agrees in float32*. Otherwise it *DISAGREES*: the file is not what was measured. The models' own
-standard errors are shown but decide nothing: they are errors of the text, ten and more times larger than the effect of
-a wrong scale.
+then, the file *agrees in float32*. Otherwise PyTorch's side is looked at: our kernels beside transformers' own code, on
+this text. If they are wrong, everything is judged again without them. If they are right, the file *DISAGREES*: it is
+not what was measured. The models' own standard errors are shown but decide nothing: they are errors of the text, ten
+and more times larger than the effect of a wrong scale.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import stdtrit
 
 from kl_lens.evaluation import statistics
@@ -38,8 +39,11 @@ WINDOWS = 4  # of the text; a wrong weight shows in each of them
 CROSS_ENTROPY_FLOOR = 1e-3  # nats per token
 KL_FLOOR = 1e-4  # nats per token
 KL_SHARE = 0.02
-SCATTER = 20.0  # how many times larger scatter may be
+SCATTER = 10.0  # how many times larger scatter may be
+STRETCH = 8  # tokens
 _THREE_SIGMA = 0.99865  # one-sided
+
+Tokens = npt.NDArray[np.float32]
 
 AGREES, AS_DEPLOYED, DISAGREES = "agrees", "agrees as deployed", "DISAGREES"
 IN_FLOAT32 = "agrees in float32"
@@ -60,21 +64,12 @@ class Agreement(Record):
 def differences(
     artifact: Sequence[WindowScore], counterpart: Sequence[WindowScore]
 ) -> dict[str, tuple[Estimate, float]]:
-    """Each difference, paired by window, and its limit."""
-    tokens = np.array([float(score.targets) for score in artifact])
-
-    def paired(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-        return statistics.ratio(np.array(ours) - np.array(theirs), tokens)
-
-    change = paired([s.nll for s in artifact], [s.nll for s in counterpart])
-    changes = {"cross_entropy": (change, _limit(change, CROSS_ENTROPY_FLOOR, len(tokens)))}
+    """Each difference, paired by token, and its limit."""
+    ours, theirs = ([score.losses() for score in scores] for scores in (artifact, counterpart))
+    changes = {"cross_entropy": _judged(ours, theirs, CROSS_ENTROPY_FLOOR)}
     if all(score.token_kl is not None for score in (*artifact, *counterpart)):
-        ours, theirs = (
-            [float(s.kl().sum(dtype=float)) for s in scores] for scores in (artifact, counterpart)
-        )
-        change = paired(ours, theirs)
-        floor = KL_FLOOR + KL_SHARE * sum(theirs) / float(tokens.sum())
-        changes["kl_mean"] = (change, _limit(change, floor, len(tokens)))
+        ours, theirs = ([score.kl() for score in scores] for scores in (artifact, counterpart))
+        changes["kl_mean"] = _judged(ours, theirs, KL_FLOOR + KL_SHARE * float(np.concatenate(theirs).mean()))
     return changes
 
 
@@ -82,7 +77,16 @@ def within(changes: Mapping[str, tuple[Estimate, float]]) -> bool:
     return all(abs(change.value) <= limit for change, limit in changes.values())
 
 
-def _limit(change: Estimate, floor: float, windows: int) -> float:
-    if math.isnan(change.standard_error):  # one window cannot tell scatter from a difference
-        return SCATTER * floor
-    return min(max(floor, float(stdtrit(windows - 1, _THREE_SIGMA)) * change.standard_error), SCATTER * floor)
+def _judged(ours: Sequence[Tokens], theirs: Sequence[Tokens], floor: float) -> tuple[Estimate, float]:
+    """The mean difference of all tokens, and its limit."""
+    sums, sizes = [], []
+    for one, other in zip(ours, theirs, strict=True):
+        starts = STRETCH * np.arange(max(1, len(one) // STRETCH))  # the last stretch takes what is left over
+        sums.append(np.add.reduceat(one.astype(float) - other, starts))
+        sizes.append(np.diff([*starts, len(one)]).astype(float))
+    change = statistics.ratio(np.concatenate(sums), np.concatenate(sizes))
+    stretches = sum(map(len, sums))
+    if stretches < 2:  # too little to tell scatter from a difference
+        return change, SCATTER * floor
+    scatter = float(stdtrit(stretches - 1, _THREE_SIGMA)) * change.standard_error
+    return change, min(max(floor, scatter), SCATTER * floor)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, TargetError, UnlearntError, one_line
 from kl_lens.evaluation import agreement as rule
@@ -31,6 +33,7 @@ from kl_lens.sensitivity.sweep import Progress
 from kl_lens.targets.session import Logits, Session
 
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
+_CHECKED = 512  # ids of a window: transformers' own scans are slow
 _NOT_COMPARED = "not compared with PyTorch: {}"
 
 
@@ -116,7 +119,23 @@ class Evaluator:
             outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence, positions)
         files = [j for j in order if isinstance(j, JudgedArtifact) and j.identity in windows]
         self._compare(files, text, windows, {j.identity: j.subject for j in order}, divergence, outcome)
+        if any(a.verdict == rule.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
+            self.close()
+            self.journal.forget()
+            return self.judge_text(
+                subjects, text, perplexity=perplexity, divergence=divergence, positions=positions
+            )
         return outcome
+
+    def _kernels_hold(self, text: EvaluationText) -> bool:
+        """Whether PyTorch's side is right: our kernels beside transformers' own code, on this text. If they are wrong,
+        they are not used again."""
+        assert self.model is not None
+        chain = self.model.chain
+        if not chain.fast:
+            return True
+        chain.distrust(chain.compared_kernels(torch.tensor([text.items[0].ids[:_CHECKED]])))
+        return chain.fast
 
     def close(self) -> None:
         if self._teacher is not None:

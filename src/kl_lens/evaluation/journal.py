@@ -28,6 +28,10 @@ class ScoreJournal:
         self._again = again
         self._fresh: set[tuple[str, str, str]] = set()
 
+    def forget(self) -> None:
+        """Ignores all intermediate results so far."""
+        self._again, self._fresh = True, set()
+
     def load(self, kind: str, judged: Judged, name: str) -> Any | None:
         if self._again and (kind, judged.identity, name) not in self._fresh:
             return None
@@ -40,9 +44,9 @@ class ScoreJournal:
     def window(
         self, judged: Judged, window: TextWindow | ImageWindow, *, divergence: bool
     ) -> WindowScore | None:
-        """A window's score, if stored with everything needed."""
-        stored = self.load(WINDOW, judged, window.key)
-        if stored is None or (divergence and stored["token_kl"] is None):
+        """A window's score, if stored with everything needed; older versions stored no losses of single tokens."""
+        stored = self.load(WINDOW, judged, window.key) or {}
+        if stored.get("token_nll") is None or (divergence and stored["token_kl"] is None):
             return None
         return WindowScore.from_json(stored)
 

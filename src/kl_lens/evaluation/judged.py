@@ -11,7 +11,6 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -66,6 +65,7 @@ class JudgedModel(Judged):
         self.model = model
         self.recipes = dict(recipes or {})
         self.subject = subject or Subject(ORIGINAL, digest=plan_digest({}, model.fingerprint))
+        self._identities: dict[bool, str] = {}  # with our kernels, and by transformers' own code
 
     @classmethod
     def of_plan(
@@ -80,8 +80,14 @@ class JudgedModel(Judged):
     def as_deployed(self) -> str | None:
         return self.subject.target if "activations" in self.subject.settings else None
 
-    @cached_property
+    @property
     def identity(self) -> str:
+        fast = self.model.chain.uses_kernels()
+        if fast not in self._identities:
+            self._identities[fast] = self._identity(fast)
+        return self._identities[fast]
+
+    def _identity(self, fast: bool) -> str:
         parameter = next(self.model.model.parameters())
         return content_digest(
             {
@@ -90,6 +96,7 @@ class JudgedModel(Judged):
                 "dtype": str(parameter.dtype),
                 "deployed": self.as_deployed,
                 "runtime": [torch.__version__, parameter.device.type, platform.machine()],
+                **({} if fast else {"kernels": "transformers"}),
             }
         )
 

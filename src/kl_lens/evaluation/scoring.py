@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +36,18 @@ class WindowScore(Record):
     seconds: float = 0.0
     correct: float | None = None  # rows with the right class
     nll_bins: tuple[float, ...] | None = None  # `nll` by position, see `positions.py`
+    token_nll: str | None = None  # −ln p of every token, float32, base64
 
     def kl(self) -> npt.NDArray[np.float32]:
         return np.frombuffer(base64.b64decode(self.token_kl or ""), np.float32)
+
+    def losses(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(base64.b64decode(self.token_nll or ""), np.float32)
+
+
+def packed(values: npt.NDArray[np.floating[Any]]) -> str:
+    """As `token_kl` and `token_nll` are stored."""
+    return base64.b64encode(values.astype(np.float32).tobytes()).decode("ascii")
 
 
 Window = TextWindow | ImageWindow
@@ -56,9 +66,11 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
     likelihood = TeacherRows.of(torch.from_numpy(student), targets)
     losses = likelihood.cross_entropy
     nll, bins = float(losses.sum()), tuple(binned(losses.numpy()).tolist())
-    correct = float((likelihood.top == targets).sum())
+    more: dict[str, Any] = {
+        "correct": float((likelihood.top == targets).sum()), "nll_bins": bins, "token_nll": packed(losses.numpy()),
+    }  # fmt: skip
     if teacher is None:
-        return WindowScore(window.targets, window.words, nll, correct=correct, nll_bins=bins)
+        return WindowScore(window.targets, window.words, nll, **more)
     original = _rows(teacher, window)
     if original.shape != student.shape:
         raise TargetError(
@@ -66,16 +78,8 @@ def score_logits(logits: Logits, window: Window, teacher: Logits | None = None) 
             "KL needs the same vocabulary"
         )
     comparison = compare(TeacherRows.of(torch.from_numpy(original), targets), torch.from_numpy(student))
-    kl = comparison[:, KL_TEACHER_STUDENT].astype(np.float32)
-    return WindowScore(
-        window.targets,
-        window.words,
-        nll,
-        float(comparison[:, SAME_TOP].sum()),
-        base64.b64encode(kl.tobytes()).decode("ascii"),
-        correct=correct,
-        nll_bins=bins,
-    )
+    same_top, kl = float(comparison[:, SAME_TOP].sum()), packed(comparison[:, KL_TEACHER_STUDENT])
+    return WindowScore(window.targets, window.words, nll, same_top, kl, **more)
 
 
 def _rows(logits: Logits, window: Window) -> Logits:

@@ -11,6 +11,7 @@ import torch
 
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.recipes import Recipe
+from kl_lens.sensitivity.metrics import compared_metrics
 from kl_lens.sensitivity.perturbation import Kernels, Perturbation, applied, applied_by_block, replacements
 from kl_lens.sensitivity.precision import FLOAT32, TensorCores, precision_for
 from kl_lens.sensitivity.teacher import logit_rows
@@ -40,6 +41,8 @@ class TorchSession:
         deployed: Kernels | None = None,
         remember: int = 0,
     ) -> None:
+        model.chain.uses_kernels()  # before anything is perturbed
+        model.chain.distrust(compared_metrics("cpu"))
         self._model = model
         self._recipes = dict(recipes or {})
         self._deployed = deployed
@@ -52,7 +55,7 @@ class TorchSession:
             if not torch.equal(parameter.data, weight)
         ]
         # The same precision as the sweep on a GPU; as deployed, float32.
-        self.precision = FLOAT32 if deployed is not None else precision_for(None, model.model)
+        self.precision = FLOAT32 if deployed is not None else precision_for(None, model)
         parts = [*model.chain.blocks, model.chain.head] if self.precision != FLOAT32 else []
         self._layout = TensorCores(parts, self.precision)
         self._vocabulary = int(model.anatomy.component(model.anatomy.head).shape[0])
@@ -76,6 +79,7 @@ class TorchSession:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             **({} if self.precision == FLOAT32 else {"products": self.precision}),
+            **({"kernels": self._model.chain.fault} if self._model.chain.fault else {}),
             "activations": "as measured" if self._deployed is None else "rounded as in the runtime",
         }
 

@@ -63,12 +63,12 @@ class Workbench:
             return self._kept[("on disk", *key)]
         where = wanted or MEMORY
         if where == MEMORY or (where == AUTO and key in self._kept):
-            return self._once(key, lambda: load(source, **loading.how))
+            return self._once(key, lambda: self._load(source, **loading.how))
         budget = getattr(loading, "memory_budget", DEFAULT_MEMORY)
         known = (*key, where, budget)
         if known not in self._kept:
             room = None if budget == DEFAULT_MEMORY else budget
-            model = load(source, **loading.how, weights=where, memory_budget=room)
+            model = self._load(source, **loading.how, weights=where, memory_budget=room)
             if model.not_on_disk:
                 self.events.warn(
                     f"{model.name} is larger than the memory budget, but has to be loaded whole: {model.not_on_disk}"
@@ -78,6 +78,11 @@ class Workbench:
             self.events.note(f"{model.name}: weights stay on disk and are read one block at a time")
             self._kept[known] = self._kept[("on disk", *key)] = model
         return self._kept[known]
+
+    def _load(self, source: str, **how: Any) -> LoadedModel:
+        model = load(source, **how)
+        model.warn = self.events.fail
+        return model
 
     def model_of(self, run: Run, loading: Loading) -> LoadedModel:
         """The model of a run, from its recorded place or from --model. Raises if its weights differ."""

@@ -40,7 +40,7 @@ from kl_lens.records import (
 from kl_lens.reporting.names import runtime_title
 from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.reporting.spaces import Line, Space, read_spaces
-from kl_lens.runs import Result, Run
+from kl_lens.runs import KERNELS, Result, Run
 from kl_lens.sensitivity.correlation import Correlation, Point, Ranking, Reliability
 from kl_lens.subjects import current_results
 
@@ -76,6 +76,7 @@ class RunView:
     identity: dict[str, Any]
     table: SensitivityTable | None
     noise: float | None  # KL of the original against itself
+    kernels: str | None  # why transformers' own code computed, where our kernels should have
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
     spaces: dict[str | None, Space]  # by target
@@ -168,6 +169,7 @@ def collect(run: Run) -> RunView:
         identity=identity,
         table=table,
         noise=noise.get(KL),
+        kernels=run.load(KERNELS, run.measured_role()),
         ranking=_ranking(run),
         plans=plans,
         spaces=spaces,

@@ -24,7 +24,15 @@ from kl_lens.accelerators import free_memory, runs_triton
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.input_major import InputMajor, gains_by_input_major
-from kl_lens.sensitivity.metrics import Floats, TeacherRows, compare, mended, window_metrics
+from kl_lens.sensitivity.metrics import (
+    Floats,
+    TeacherRows,
+    compare,
+    compared_metrics,
+    kernels_hold,
+    mended,
+    window_metrics,
+)
 from kl_lens.sensitivity.perturbation import (
     Kernels,
     Perturbation,
@@ -71,6 +79,9 @@ class Engine(ABC):
         self.model = model
         self.deployed = deployed
         self.chain = model.chain
+        # Before anything is perturbed.
+        self.chain.uses_kernels()
+        self.chain.distrust(compared_metrics(self.chain.device.type))
         self.memory_budget = memory_on(self.chain.device, memory_budget)
         self.vocabulary = model.anatomy.component(model.anatomy.head).shape[0]
 
@@ -239,7 +250,7 @@ class FastEngine(Engine):
     ) -> None:
         super().__init__(model, memory_budget, deployed)
         # As deployed, a runtime's rounding is modelled: as exactly as in float32, whatever is asked for.
-        self.precision = precision_for(precision if deployed is None else None, model.model)
+        self.precision = precision_for(precision if deployed is None else None, model)
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)
 
     @cached_property
@@ -397,7 +408,7 @@ class FastEngine(Engine):
         self, batch: Batch, states: Sequence[torch.Tensor], own_head: Student | None = None
     ) -> list[Rows]:
         """`own_head`: the student, if its head is perturbed too; the teacher's logits use the original head."""
-        if runs_triton(self.chain.device):
+        if runs_triton(self.chain.device) and kernels_hold(self.chain.device):
             return self._compare_on_gpu(batch, states, own_head)
         parts: list[list[Floats]] = [[] for _ in states]
         for rows, teacher in self.teacher.rows(batch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kl_lens.accelerators import runs_triton
+from kl_lens.checkpoints.kernels import Comparison
 from kl_lens.errors import RunError
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity import metric_kernel
@@ -35,8 +37,12 @@ class TeacherRows:
 
     @classmethod
     def of(cls, logits: torch.Tensor, targets: torch.Tensor) -> Self:
+        return cls.computed(logits, targets, kernel=kernels_hold(logits.device))
+
+    @classmethod
+    def computed(cls, logits: torch.Tensor, targets: torch.Tensor, *, kernel: bool) -> Self:
         logits = logits.float()
-        if logits.device.type == "cpu":
+        if kernel and logits.device.type == "cpu":
             rows = logits.contiguous().numpy()
             lse = torch.from_numpy(metric_kernel.log_sum_exp(rows))
             top = torch.from_numpy(rows.argmax(-1))  # ten times as fast as torch's
@@ -66,7 +72,13 @@ KL_TEACHER_STUDENT, KL_STUDENT_TEACHER, SQUARED_ERROR, DELTA_CROSS_ENTROPY, SAME
 def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True) -> Floats:
     """(rows, 5): both divergences, Σ squared error, change in cross-entropy, same top token."""
     student = student.float()
-    if kernel and student.device.type == "cpu":
+    if kernel and kernels_hold(student.device):
+        return _compare_by_kernel(teacher, student)
+    return _compare_reference(teacher, student)
+
+
+def _compare_by_kernel(teacher: TeacherRows, student: torch.Tensor) -> Floats:
+    if student.device.type == "cpu":
         return metric_kernel.compare_rows(
             teacher.logits.contiguous().numpy(),
             teacher.lse.numpy(),
@@ -74,13 +86,67 @@ def compare(teacher: TeacherRows, student: torch.Tensor, *, kernel: bool = True)
             student.contiguous().numpy(),
             teacher.targets.numpy(),
         )
-    if kernel and runs_triton(student.device):
-        from kl_lens.sensitivity.triton_metrics import compare_logits
+    from kl_lens.sensitivity.triton_metrics import compare_logits
 
-        t = teacher
-        rows = compare_logits(t.logits, t.lse, t.top, t.targets, student).cpu().numpy()
-        return mended(rows, lambda bad: (t.some(bad), student[bad]))
-    return _compare_reference(teacher, student)
+    t = teacher
+    rows = compare_logits(t.logits, t.lse, t.top, t.targets, student).cpu().numpy()
+    return mended(rows, lambda bad: (t.some(bad), student[bad]))
+
+
+def kernels_hold(device: torch.device) -> bool:
+    """Whether there are kernels for this device, and they are right."""
+    if device.type != "cpu" and not runs_triton(device):
+        return False
+    return all(comparison.holds for comparison in compared_metrics(device.type))
+
+
+# Largest mean error of a row's metrics, relative to each; sound kernels are off by 1e-6. With a shared head, the
+# difference of the logits comes from a product of halves.
+_ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 5e-4
+
+
+@cache
+def compared_metrics(device: str) -> list[Comparison]:
+    """The kernels that compare logits beside the textbook's formulas in double precision, on random rows."""
+    generator = torch.Generator().manual_seed(0)
+    states, moves = torch.randn(2, 60, 64, generator=generator)
+    head = torch.randn(2500, 64, generator=generator) / 4  # three tiles, the last one not full
+    moved = states + moves * torch.logspace(-2, 0, 60)[:, None]
+    states, moved, head = (tensor.to(device) for tensor in (states, moved, head))
+    targets = torch.arange(60, device=device)
+    teacher = TeacherRows.computed(states @ head.T, targets, kernel=True)
+    student = moved @ head.T
+
+    exact = _textbook(teacher.logits.double(), student.double(), targets).cpu().numpy()
+    sizes = np.abs(exact)
+    sizes[:, DELTA_CROSS_ENTROPY] = sizes[:, DELTA_CROSS_ENTROPY].mean()  # those of single rows may be zero
+
+    def error(rows: Floats) -> float:
+        return float((np.abs(rows[:, :4] - exact) / sizes).mean(0).max())
+
+    found = [Comparison("KL", error(_compare_by_kernel(teacher, student)), _ROUNDING)]
+    if device != "cpu":
+        from kl_lens.sensitivity.triton_metrics import SharedHead, compare_logits
+
+        given = teacher.logits, teacher.lse, teacher.top, targets
+        rows = compare_logits(*given, student - teacher.logits, moved=True).cpu().numpy()
+        found.append(Comparison("KL from differences", error(rows), _ROUNDING))
+        rows = SharedHead(head, 1.0).compare(moved, states, *given).cpu().numpy()
+        found.append(Comparison("KL behind a shared head", error(rows), _ROUNDING_OF_HALVES))
+    return found
+
+
+def _textbook(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The first four columns of `compare`, from logits in double precision."""
+    log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
+    at = targets[:, None]
+    columns = (
+        (log_p.exp() * (log_p - log_q)).sum(-1),
+        (log_q.exp() * (log_q - log_p)).sum(-1),
+        (student - teacher).square().sum(-1),
+        (log_p.gather(1, at) - log_q.gather(1, at))[:, 0],
+    )
+    return torch.stack(columns, 1)
 
 
 def mended(rows: Floats, again: Callable[[torch.Tensor], tuple[TeacherRows, torch.Tensor]]) -> Floats:

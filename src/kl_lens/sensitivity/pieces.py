@@ -60,6 +60,7 @@ class Layout:
     precision: str  # of products
     windows: int  # of the text
     slab: int = field(compare=False)  # windows whose teacher states fit into memory
+    fault: str = ""  # why our kernels are not used, if they should be
 
     @classmethod
     def of(cls, engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor) -> Layout:
@@ -67,7 +68,8 @@ class Layout:
         slab = engine.slab_windows(length)
         batch = min(engine.batch_windows(length), slab, count)
         groups = engine.groups([candidate.perturbation for candidate in candidates], batch * length)
-        return cls(batch, tuple(map(tuple, groups)), engine.name, engine.precision, count, slab)
+        fault = engine.chain.fault
+        return cls(batch, tuple(map(tuple, groups)), engine.name, engine.precision, count, slab, fault)
 
     def whole(self, costs: Sequence[float]) -> list[Piece]:
         """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""

@@ -8,34 +8,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from kl_lens.accelerators import runs_triton
+from kl_lens.checkpoints import Chain, LoadedModel
+from kl_lens.checkpoints.kernels.checking import ROUNDING, Comparison, replacing
 from kl_lens.checkpoints.patching import has_own_forward, patched
 from kl_lens.errors import RunError
 
 FLOAT32, TF32X3, TF32, BF16 = PRECISIONS = ("float32", "tf32x3", "tf32", "bf16")
+PRODUCTS = "matrix products"
+_SOUND: WeakKeyDictionary[Chain, dict[str, bool]] = WeakKeyDictionary()  # precisions that were compared
 
 
-def precision_for(wanted: str | None, model: nn.Module) -> str:
-    """The wanted precision, or the fastest with float32's accuracy. Raises if the hardware does not have it."""
-    first = next(model.parameters())
-    possible = (
+def _rounding(precision: str, depth: int) -> float:
+    """Largest relative error of a sound product. Tensor cores cut off their sums instead of rounding them."""
+    return {TF32: 1e-3, BF16: 1e-2}.get(precision, ROUNDING + 1e-8 * depth)
+
+
+def has_tensor_cores(model: LoadedModel) -> bool:
+    first = next(model.model.parameters())
+    return (
         runs_triton(first.device)
         and first.dtype == torch.float32
         and torch.cuda.get_device_capability(first.device) >= (8, 0)  # the kernels' tiles need Ampere
     )
+
+
+def precision_for(wanted: str | None, model: LoadedModel) -> str:
+    """The wanted precision, or the fastest with float32's accuracy. Raises if the hardware does not have it."""
+    possible = has_tensor_cores(model)
     if wanted is None:
-        return TF32X3 if possible else FLOAT32
+        return _checked(TF32X3, model) if possible else FLOAT32
     if wanted != FLOAT32 and not possible:
+        first = next(model.model.parameters())
         raise RunError(
             f"--precision {wanted}: needs an Ampere GPU or later, Triton, and a model in float32; this one is in "
             f"{str(first.dtype).removeprefix('torch.')} on {first.device.type}; leave the option out"
         )
-    return wanted
+    return _checked(wanted, model)
+
+
+def _checked(precision: str, model: LoadedModel) -> str:
+    """The precision; float32 where our products turn out to be wrong."""
+    if precision == FLOAT32:
+        return FLOAT32
+    known = _SOUND.setdefault(model.chain, {})
+    if precision not in known:
+        found = compared_products(model, precision)
+        known[precision] = all(comparison.holds for comparison in found)
+        model.chain.distrust(found)
+    return precision if known[precision] else FLOAT32
+
+
+def compared_products(model: LoadedModel, precision: str) -> list[Comparison]:
+    """Our products beside torch's."""
+    products = TensorCores([*model.chain.blocks, model.chain.head], precision).active()
+    return [c for c in model.chain.compared_kernels(around=products) if c.kernel == PRODUCTS]
 
 
 class TensorCores:
@@ -57,12 +90,15 @@ class TensorCores:
     def _forward(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         from kl_lens.checkpoints.kernels.triton_products import linear
 
-        def forward(input: torch.Tensor) -> torch.Tensor:
+        def multiply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             if input.dtype != torch.float32:
-                return functional.linear(input, module.weight, module.bias)
-            return linear(input, module.weight, module.bias, self._precision)
+                return functional.linear(input, weight, bias)
+            return linear(input, weight, bias, self._precision)
 
-        return forward
+        ours = replacing(
+            PRODUCTS, functional.linear, multiply, _rounding(self._precision, module.in_features)
+        )
+        return lambda input: ours(input, module.weight, module.bias)
 
 
 def fastest_within(noise: float, medians: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.runs import CALIBRATION, Run, role_as
+from kl_lens.runs import CALIBRATION, KERNELS, Run, role_as
 from kl_lens.samples import summarise
 from kl_lens.sensitivity.choosing import engine_for
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, memory_on
@@ -111,6 +111,9 @@ class Sweep:
         layout, pieces, results = self._begun(candidates, windows.ids, costs)
         if self.deployed is None and layout.engine == FastEngine.name:
             self.run.identify({"precision": accuracy_of(layout.precision)})
+        self.run.store(KERNELS, role, layout.fault or None)
+        if self.crew and layout.fault:  # this process has not seen it
+            self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
         done = self.run.measured_windows(role)
         quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
         shown = [cost + q for cost, q in zip(costs, quantizing, strict=True)]

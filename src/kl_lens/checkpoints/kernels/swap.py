@@ -3,7 +3,7 @@
 transformers calls its scans and its table of attention functions by module-level names from each mixer's `forward`.
 Changing those names would change the library for everyone. Instead, within a `with` block, each mixer *instance* gets a
 copy of its own `forward` whose globals name our functions. Layers that look different (remote code, other libraries)
-keep their own: slower, never wrong.
+keep their own: slower, never wrong. `checking.py` compares ours with the library's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from kl_lens.accelerators import runs_triton
 from kl_lens.checkpoints.kernels.attention import causal_attention, is_faster
+from kl_lens.checkpoints.kernels.checking import replacing
 from kl_lens.checkpoints.kernels.chunked_scan import chunked_scan
 from kl_lens.checkpoints.kernels.convolution import causal_convolution
 from kl_lens.checkpoints.kernels.head_scan import head_scan
@@ -49,7 +50,6 @@ def _scan_for(tensor: torch.Tensor, states: int, *others: torch.Tensor | None) -
 
 
 def _mamba_selective_scan(original: Function) -> Function:
-    @functools.wraps(original)
     def scan(
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
@@ -83,11 +83,10 @@ def _mamba_selective_scan(original: Function) -> Function:
         y = y.transpose(1, 2)
         return (y, state) if return_last_state else y
 
-    return scan
+    return replacing("Mamba-1 scan", original, scan)
 
 
 def _mamba2_chunk_scan(original: Function) -> Function:
-    @functools.wraps(original)
     def scan(
         hidden_states: torch.Tensor,
         dt: torch.Tensor,
@@ -131,11 +130,10 @@ def _mamba2_chunk_scan(original: Function) -> Function:
         y = y.contiguous()  # callers use .view() on it
         return (y, state) if return_final_states else y
 
-    return scan
+    return replacing("Mamba-2 scan", original, scan)
 
 
 def _causal_conv1d_fn(original: Function) -> Function:
-    @functools.wraps(original)
     def convolve(
         hidden_states: torch.Tensor,
         weight: torch.Tensor,
@@ -153,13 +151,12 @@ def _causal_conv1d_fn(original: Function) -> Function:
         y = kernel(hidden_states.transpose(1, 2), weight, bias, with_silu=activation is not None)
         return y.transpose(1, 2).to(hidden_states.dtype)
 
-    return convolve
+    return replacing("convolution", original, convolve)
 
 
 def _causal_or(original: Function) -> Function:
     """Our causal attention if there is no mask or bias and it is known to be faster; else the library's."""
 
-    @functools.wraps(original)
     def attend(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -188,7 +185,7 @@ def _causal_or(original: Function) -> Function:
             dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
 
-    return attend
+    return replacing("attention", original, attend)
 
 
 class _AttentionFunctions:
@@ -281,7 +278,7 @@ def _norm_on_gpu(module: torch.nn.Module) -> Function | None:
             return original(hidden_states) if gate is None else original(hidden_states, gate)
         return rms_norm_gpu(hidden_states, module.weight, _epsilon(module), gate)  # type: ignore[arg-type]
 
-    return forward
+    return replacing("norm", original, forward)
 
 
 def replaceable(model: torch.nn.Module) -> list[torch.nn.Module]:

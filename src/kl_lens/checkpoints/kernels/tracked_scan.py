@@ -59,11 +59,11 @@ def tracked_scan(
     gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results of `selective_scan`, with gradients. What is between is computed again for them."""
-    step = dt if dt_bias is None else dt + dt_bias
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias
     step = functional.softplus(step) if dt_softplus else step
     y, state = checkpoint(_outputs, x, step, a, b, c, use_reentrant=False)
     y = y if skip is None else y + skip * x
-    return y if gate is None else y * functional.silu(gate), state
+    return y if gate is None else y * functional.silu(gate.float()), state
 
 
 def _outputs(

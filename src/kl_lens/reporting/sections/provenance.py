@@ -58,6 +58,7 @@ def _model(view: RunView) -> dict[str, object]:
         "what is quantized": ", ".join(map(_kind, view.measured)),
         "version of the metrics": identity.get("metrics_version"),
         "noise floor": noise,
+        "computed by transformers' own code": view.kernels,
     }
 
 

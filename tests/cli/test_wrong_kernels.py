@@ -1,0 +1,106 @@
+"""A kernel that computes something slightly wrong: every command that uses it says so, and computes without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kl_lens.checkpoints.kernels import attention, swap
+from kl_lens.cli.main import main
+from kl_lens.runs import CALIBRATION, KERNELS, Run
+from kl_lens.sensitivity import metric_kernel
+from kl_lens.sensitivity.metrics import compared_metrics
+from tests.planted import growing, larger
+
+
+@pytest.fixture(autouse=True)
+def compared_anew() -> Iterator[None]:
+    compared_metrics.cache_clear()
+    yield
+    compared_metrics.cache_clear()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, factor: float) -> str:
+    """Makes a kernel wrong; returns what it is called."""
+    if kernel == "compare_rows":
+        monkeypatch.setattr(metric_kernel, kernel, larger(metric_kernel.compare_rows, factor))
+        return "KL"
+    monkeypatch.setattr(swap, kernel, growing(getattr(swap, kernel), factor))
+    return "Mamba-1 scan"
+
+
+def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "is wrong here" in line]
+
+
+def measured(folder: Path) -> list[float]:
+    with Run.open(folder) as run:
+        return [m.metrics["kl_teacher_to_student"].value for m in run.measurements() if m.format == "int8"]
+
+
+@pytest.mark.parametrize("factor", [1.001, 1.0001])
+@pytest.mark.parametrize("kernel", ["selective_scan", "compare_rows"])
+def test_every_verb_says_it_once_and_does_without(
+    kernel: str, factor: float, measure_arguments, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    run, text = str(tmp_path / "run"), str(tiny_folder / "text.txt")
+    sound = [*measure_arguments, "--run", str(tmp_path / "sound"), "--formats", "int8"]
+    assert main(sound) == 0
+    compared_metrics.cache_clear()
+    name = plant(monkeypatch, kernel, factor)
+    capsys.readouterr()
+    commands = {
+        "fast": [*measure_arguments, "--formats", "int8"],
+        "plain": [*measure_arguments, "--formats", "int4", "--engine", "plain"],
+        "plan": ["plan", "--run", run, "--max-loss", "1", "--held-out-windows", "4"],
+        "evaluate": ["evaluate", "--run", run, "--window", "32", "--limit", "2"],
+    }
+    if kernel == "selective_scan":  # the other is not used
+        commands["calibrate"] = [
+            "calibrate",
+            str(tiny_folder),
+            "--run",
+            run,
+            "--text",
+            text,
+            "--windows",
+            "2",
+        ]
+    for which, command in commands.items():
+        assert main(command) == 0, which
+        (line,) = warnings_in(capsys)
+        assert f"our kernel for {name} is wrong here" in line, which
+        assert "transformers' own code computes this model instead" in line, which
+    with Run.open(tmp_path / "run") as kept:
+        assert kept.load(KERNELS, CALIBRATION) == f"our kernel for {name} is wrong here"
+    with Run.open(tmp_path / "sound") as kept:
+        assert kept.load(KERNELS, CALIBRATION) is None
+    assert measured(tmp_path / "run") == pytest.approx(measured(tmp_path / "sound"), rel=3e-5, abs=2e-11)
+    assert main(["report", "--run", run]) == 0
+    assert f"our kernel for {name} is wrong here" in (tmp_path / "run/report.html").read_text()
+
+
+def test_doctor_names_each_wrong_kernel_in_a_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(attention.platform, "machine", lambda: "aarch64")
+    for scan in ("selective_scan", "head_scan", "tracked_scan", "chunked_scan"):
+        monkeypatch.setattr(swap, scan, growing(getattr(swap, scan), 1.0001))
+    for kernel in ("causal_convolution", "causal_attention"):
+        monkeypatch.setattr(swap, kernel, larger(getattr(swap, kernel), 1.0001))
+    monkeypatch.setattr(metric_kernel, "compare_rows", larger(metric_kernel.compare_rows, 1.0001))
+    capsys.readouterr()
+    assert main(["doctor", "--json"]) == 1
+    part = json.loads(capsys.readouterr().out)["Kernels"]
+    wrong = {line.split(" on the CPU")[0] for line in part["problem"].removeprefix("wrong: ").split("; ")}
+    assert wrong >= {
+        "Mamba-1 scan",
+        "Mamba-2 scan",
+        "convolution",
+        "attention",
+        "Mamba-1 scan (with autograd)",
+        "Mamba-2 scan (with autograd)",
+        "KL",
+    }
+    assert len(part["facts"]) >= len(wrong)
