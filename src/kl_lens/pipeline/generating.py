@@ -76,7 +76,7 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
     begin = time.perf_counter()
     session = open_session(
         settings.artifact,
-        device=settings.device,
+        device=settings.device.upper(),
         threads=settings.threads,
         gpu_layers=settings.gpu_layers,
         load=settings.load,

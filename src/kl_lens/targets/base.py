@@ -294,9 +294,18 @@ class Target(ABC):
         except metadata.PackageNotFoundError:
             return "none"
 
-    def check_device(self, settings: SessionSettings) -> str | None:
-        """None, or why artifacts are skipped with these settings. Raises TargetError if the device does not exist."""
-        return None
+    def check_device(self, settings: SessionSettings) -> None:
+        """Raises TargetError if its runtime lacks the device that these settings name: results are labelled with it."""
+        if settings.gpu_layers:
+            raise TargetError(
+                f"--gpu-layers: {self.title} runs a file on one device; choose it with --device instead"
+            )
+        self.require_device(settings.device)
+
+    def require_device(self, device: str) -> None:
+        """Raises TargetError if its runtime does not have this device."""
+        if device != "CPU":
+            raise TargetError(f"--device {device}: {self.title} runs on CPU only")
 
     def device_label(self, settings: SessionSettings) -> str:
         """The device's name in a profile."""

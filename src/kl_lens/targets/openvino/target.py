@@ -199,11 +199,10 @@ class OpenVINOTarget(Target):
 
         return OpenVINODissection(place, self.open)
 
-    def check_device(self, settings: SessionSettings) -> str | None:
+    def require_device(self, device: str) -> None:
         from kl_lens.targets.openvino.session import require_device
 
-        require_device(settings.device)
-        return None
+        require_device(device)
 
     def fewest_threads(self, place: Path) -> int:
         from kl_lens.targets.openvino.session import fewest_threads, read_graph
