@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.formats import Format, Quantized, fitting_format, get_format
+from kl_lens.formats import Format, fitting_format, get_format
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import BORDERS
 from kl_lens.formats.zero_points import ZeroPointFormat

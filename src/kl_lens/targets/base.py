@@ -93,6 +93,7 @@ class Target(ABC):
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
     published: PublishedProgram | None = None  # the benchmark that publications quote
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
+    besides: ClassVar[str] = "the header"  # what those files hold besides weights
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 

@@ -29,7 +29,7 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
-    loads = (SUFFIX,)
+    loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
     builds = streams = holds_vocabulary = True
     methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"

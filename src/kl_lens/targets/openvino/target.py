@@ -42,6 +42,7 @@ _WRITTEN_TO_BE_SIZED = (
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
     loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
+    besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     methods, recipe_tool = ("gptq", "search"), "nncf"
     exact_options = (
