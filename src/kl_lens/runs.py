@@ -73,7 +73,6 @@ _MEANINGS = {
     "model_fingerprint": "the model's weights",
     "model": "the model",
     "metrics_version": "the definition of the metrics",
-    "dtype": "the compute dtype",
     "precision": "the precision of matrix products",
     "statistics": "the set of statistics",
 }
@@ -156,6 +155,8 @@ class Run:
         """Sets the model of the run, or raises if it has another one."""
         given = {**model, "metrics_version": METRICS_VERSION}
         with self.journal.alone():  # if two processes bring two models, the second is refused
+            if "dtype" in model:
+                self.require_dtype(model["dtype"])
             rows = self.journal.execute("SELECT key, value FROM identity").fetchall()
             known = {key: json.loads(value) for key, value in rows if key in _MEANINGS}
             for key, value in given.items():
@@ -166,6 +167,15 @@ class Run:
                     )
             self.journal.executemany(
                 "INSERT OR IGNORE INTO identity VALUES (?, ?)", [(k, json.dumps(v)) for k, v in given.items()]
+            )
+
+    def require_dtype(self, dtype: str) -> None:
+        """Raises if the run was made with another one: in it, the weights of the same model are others."""
+        made_with = self.identity.get("dtype", dtype)
+        if made_with != dtype:
+            raise RunError(
+                f"{self.folder} was made with --dtype {made_with}, not {dtype}; give --dtype {made_with}, or use "
+                "another --run"
             )
 
     @checks_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kl_lens.cli.main import main
 from kl_lens.runs import Run
 from kl_lens.targets import open_session
+from kl_lens.units import human_bytes
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("openvino", reason="needs the extra openvino")
@@ -49,15 +51,20 @@ def test_openvino(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "config.json",
     } <= {path.name for path in folder.iterdir()}
     with Run.open(planned) as run:
-        assert run.load("artifact", "openvino/small")["plan"] == "small"
-    capsys.readouterr()
+        record = run.load("artifact", "openvino/small")
+    assert record["plan"] == "small"
+    whole, weights = record["realised_bytes"], record["planned_bytes"]
     assert (
-        main(["generate", str(folder), "--prompt", "The history of the", "--max-new-tokens", "4", "--json"])
-        == 0
-    )
+        f"small: {human_bytes(whole)} on disk = {human_bytes(weights)} of weights as planned + "
+        f"{human_bytes(whole - weights)} for the graph (openvino_model.xml)."
+    ) in capsys.readouterr().out
+    generate = ["generate", str(folder), "--prompt", "The history of the", "--max-new-tokens", "4"]
+    assert main([*generate, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["new_tokens"] == 4
     assert result["text"].strip()
+    assert main(generate) == 0
+    assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
 
 
 def test_gguf_by_a_plan_and_by_a_format(
@@ -75,6 +82,11 @@ def test_gguf_by_a_plan_and_by_a_format(
         str(tmp_path / "q8"),
     ]
     assert main(whole) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"on disk = .* of weights as planned \+ .* for tensors stored as fp16 or fp32 instead \+ .* for the header",
+        said,
+    )
     for place in (planned_for_gguf / "artifacts/gguf/small", tmp_path / "q8"):
         capsys.readouterr()
         generate = [
@@ -161,4 +173,5 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_can_be_left_out(
     assert main(words) == 1
     assert "--without-tokenizer" in capsys.readouterr().err
     assert main([*words, "--without-tokenizer"]) == 0
+    assert f"--tokenizer.\nNext: kl-lens benchmark {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert len(open_session(tmp_path / "out", threads=1).logits([1, 2])) == 2

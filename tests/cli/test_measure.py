@@ -44,6 +44,7 @@ def test_json_and_legacy_files(measure_arguments, tmp_path, capsys) -> None:
         (["--formats", "int3"], "int3"),
         (["--formats", ","], "names no format"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--text", ""], "--text is empty; give it a value, or leave it out"),
         (["--window-length", "1000000"], "text.txt"),
         (["--memory-budget", "lots"], "is not a size"),
     ],
@@ -55,10 +56,12 @@ def test_bad_arguments_are_one_line_and_leave_nothing(measure_arguments, extra, 
     assert captured.err.strip().count("\n") == 0
 
 
-def test_another_text_in_the_same_run_is_refused(measure_arguments, capsys) -> None:
+def test_another_text_or_dtype_in_the_same_run_is_refused(measure_arguments, capsys) -> None:
     assert main(measure_arguments) == 0
     assert main([*measure_arguments, "--seed", "7"]) == 1
     assert "seed 42, now it is 7" in capsys.readouterr().err
+    assert main([*measure_arguments, "--dtype", "bfloat16"]) == 1
+    assert "was made with --dtype float32, not bfloat16; give --dtype float32" in capsys.readouterr().err
 
 
 # Kills itself while it writes the nth piece of work, between two statements of one transaction.

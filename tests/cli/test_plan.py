@@ -170,6 +170,18 @@ def test_the_frontier(measured: Path, capsys) -> None:
         (["--max-latency", "12ms"], "holds no latency profile"),
         (["--plan", "nowhere", "--verify"], "no such plan"),
         (["--max-bytes", "many"], "is not a size"),
+        (
+            ["--max-bytes", "1MB", "--target", "gguf"],
+            "llama.cpp can store none of the measured formats (int4, int8)",
+        ),
+        (
+            ["--frontier", "--target", "gguf"],
+            "repeat kl-lens measure with --target gguf instead of --formats",
+        ),
+        (
+            ["--max-loss", "0.1", "--dtype", "float16"],
+            "was made with --dtype float32, not float16; give --dtype",
+        ),
     ],
 )
 def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:

@@ -67,7 +67,9 @@ def test_what_was_settled_by_hand_is_left_as_it_is(
     one, other, _ = files
     alone = (1, [])
     assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(threads=2))], 0) == alone
-    assert lanes_for([one, JudgedArtifact(other.path, SessionSettings(gpu_layers=1))], 0) == alone
+    on_gpu = JudgedArtifact(other.path)
+    on_gpu.settings = SessionSettings(gpu_layers=1)
+    assert lanes_for([one, on_gpu], 0) == alone
     assert lanes_for([one], 0) == alone
     assert lanes_for(files, 1 << 60) == alone  # no room for logits
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kl_lens.formats import Format, Quantized, fitting_format, get_format
+from kl_lens.formats import Format, fitting_format, get_format
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.normal_float import BORDERS
 from kl_lens.formats.zero_points import ZeroPointFormat
@@ -19,8 +19,7 @@ ov = pytest.importorskip("openvino", reason="the extra 'openvino' is not install
 nncf = pytest.importorskip("nncf", reason="the extra 'openvino' is not installed")
 from openvino import opset13 as op  # noqa: E402
 
-from kl_lens.targets.openvino.rewrites import whole_levels  # noqa: E402
-from kl_lens.targets.openvino.session import ON_ARM  # noqa: E402
+from kl_lens.targets.openvino.constants import integer_constant  # noqa: E402
 
 logging.getLogger("nncf").setLevel(logging.ERROR)
 
@@ -161,47 +160,24 @@ def test_int8_groups_follow_nncf_s_arithmetic() -> None:
         )
 
 
-def stored_model(stored: Quantized, fmt: Format) -> Any:
-    """A matrix product with the weight built from nothing but what `Quantized` and `pack` give."""
-    assert stored.scales is not None
-    rows, groups = stored.scales.shape
-    shape = [rows, groups, stored.shape[-1] // groups]
-    kinds = {"int8": "i8", "uint4": "u4", "nf4": "nf4", "uint2": "u2", "mxfp4": "f4e2m1"}
-    own = getattr(ov.Type, kinds.get(fmt.name.partition("-")[0], "i4"))
-
-    def constant(packed: np.ndarray, shape: list[int], kind: Any = own) -> Any:
-        tensor = ov.Tensor(kind, ov.Shape(shape))
-        tensor.data.view(np.uint8).reshape(-1)[:] = packed
-        return op.convert(op.constant(tensor), np.float16)
-
-    integers = constant(fmt.pack(stored), shape)
-    if isinstance(fmt, ZeroPointFormat):
-        integers = op.subtract(integers, constant(fmt.pack_zero_points(stored), [rows, groups, 1]))
-    scales = op.constant(stored.scales.unsqueeze(-1).numpy())
-    if fmt.name == "mxfp4":
-        scales = constant(stored.scales.numpy().reshape(-1), [rows, groups, 1], ov.Type.f8e8m0)
-    weight = op.multiply(integers, scales)
-    weight = op.convert(op.reshape(weight, list(stored.shape), False), np.float32)
-    x = op.parameter([-1, stored.shape[-1]], np.float32)
-    return ov.Model([op.result(op.matmul(x, weight, False, True))], [x])
-
-
 @pytest.mark.parametrize("name", [*FORMATS, "int8-g128", "uint2-g64", "mxfp4"])
-def test_openvino_computes_with_our_values(name: str) -> None:
-    """A product with the identity shows the weights that the plugin uses: (q − z) · fp16(s) in float32, exactly.
+def test_openvino_computes_with_our_values(name: str, tmp_path: Path) -> None:
+    """A saved file shows the weights that the plugin uses, multiplied and looked up: (q − z) · fp16(s), exactly.
 
     With its default on ARM, half-precision execution, the plugin rounds that product to FP16.
     """
     fmt = get_format(name)
     w = torch.from_numpy(awkward_matrices(seed=5)[2 * 6 + 1])
     stored = fmt.quantize(w)
-    model = stored_model(stored, fmt)
-    if ON_ARM and name.startswith("nf4"):
-        assert whole_levels(model) == 1  # as a session does: the plugin would round the levels to FP16
+    weight, _, _ = integer_constant(stored, fmt, "w")
+    x, ids = op.parameter([-1, w.shape[-1]], np.float32), op.parameter([-1], np.int64)
+    ends = [op.matmul(x, weight, False, True), op.gather(weight, ids, op.constant(np.int64(0)))]
+    ov.save_model(ov.Model([op.result(end) for end in ends], [x, ids]), tmp_path / "m.xml")
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-    compiled = ov.Core().compile_model(model, "CPU", exact)
-    product = compiled([np.eye(w.shape[-1], dtype=np.float32)])[0]
-    assert np.array_equal(product.T, fmt.dequantize(stored).numpy())
+    compiled = ov.Core().compile_model(tmp_path / "m.xml", "CPU", exact)
+    given = compiled([np.eye(w.shape[-1], dtype=np.float32), np.arange(len(w))])
+    for found in (given[0].T, given[1]):
+        assert np.array_equal(found, fmt.dequantize(stored).numpy())
 
 
 @pytest.mark.parametrize(("columns", "expected"), [(256, 128), (192, 64), (96, 32)])

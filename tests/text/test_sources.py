@@ -173,6 +173,8 @@ def test_missing_file_empty_folder_and_unknown_name(tmp_path: Path) -> None:
         TextError, match="wikitext3: no text of that name: use one of wikitext2, ptb, c4, pile"
     ):
         open_text("wikitext3")
+    with pytest.raises(TextError, match="an empty name: no text of that name"):  # and not the current folder
+        open_text("")
     with pytest.raises(TextError, match="two different splits, test and train"):
         open_text("wikitext2:test", "train")
 

@@ -15,7 +15,7 @@ def as_json(result: GenerateResult) -> dict[str, Any]:
 
 def show(result: GenerateResult) -> None:
     print(
-        f"\n[{result.prompt_tokens} prompt tokens at {result.prompt_tokens_per_second:.1f} tokens/s, "
+        f"[{result.prompt_tokens} prompt tokens at {result.prompt_tokens_per_second:.1f} tokens/s, "
         f"{result.new_tokens} new at {result.tokens_per_second:.1f} tokens/s "
         f"({result.ms_per_token:.2f} ms each), loaded in {result.load_seconds:.2f} s, "
         f"peak memory {result.peak_memory_bytes / 1e6:.0f} MB]",

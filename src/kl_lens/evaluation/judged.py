@@ -120,6 +120,7 @@ class JudgedArtifact(Judged):
         self.path, self.artifact = locate(path)
         self._plan = plan
         self.target = get_target(self.artifact.target) if self.artifact else target_of(self.path)
+        self.target.check_device(self.settings)  # the label says where it ran
         outside = {} if plan is not None else {"path": outside_path(self.path)}
         self.subject = Subject(
             ARTIFACT,

@@ -4,8 +4,8 @@
     q = the level nearest to w / s                  (with the float32 scale; a tie goes down)
     w′ = level[q] · fp16(s)                         (levels in float32)
 
-OpenVINO 2026.4's CPU plugin computes with exactly these values when it runs in float32: on x86-64 from the file as it
-is, on ARM after `whole_levels` of the target's rewrites.
+OpenVINO 2026.4's CPU plugins compute with exactly these values from our files, in float32. In NNCF's own files the
+levels pass through FP16, and the plugins may round them.
 """
 
 from __future__ import annotations

@@ -227,7 +227,11 @@ class _Evaluation:
     def _selection(self) -> evaluation.Selection:
         settings = self.settings
         runtime = evaluation.SessionSettings(
-            settings.runtime_device, settings.threads, settings.gpu_layers, settings.exact, settings.load
+            settings.runtime_device.upper(),
+            settings.threads,
+            settings.gpu_layers,
+            settings.exact,
+            settings.load,
         )
         if settings.artifact:
             kept = self.run if settings.is_kept else None

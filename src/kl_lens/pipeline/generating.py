@@ -76,7 +76,7 @@ def generate(settings: GenerateSettings, events: Events) -> GenerateResult:
     begin = time.perf_counter()
     session = open_session(
         settings.artifact,
-        device=settings.device,
+        device=settings.device.upper(),
         threads=settings.threads,
         gpu_layers=settings.gpu_layers,
         load=settings.load,
@@ -107,7 +107,10 @@ def _continued(writer: _Writer, prompt: str) -> tuple[str, str]:
     ids = writer.tokenizer.begin(prompt)
     if not ids:
         raise TargetError("the prompt holds no tokens")
-    return prompt, writer.write(ids, shown_before=prompt)
+    text = writer.write(ids, shown_before=prompt)
+    if not (prompt + text).endswith("\n"):  # a pipe's reader wants whole lines
+        writer.events.wrote("\n")
+    return prompt, text
 
 
 def _conversation(writer: _Writer) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.pipeline.target_planner import TargetPlanner, verified
 from kl_lens.pipeline.tuning import with_tuning
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.recipes import FP16
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.runs import RECIPES, SCREENED, Run
 from kl_lens.targets import TARGETS, SessionSettings, describe_target
@@ -51,6 +52,8 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
             plans = [_read(folder, name, table) for name in settings.compare]
             return PlanResult(table, plans, differences=planning.compare(plans, table.components).differences)
         planner = TargetPlanner(settings, run, bench)
+        if settings.limits or settings.frontier:
+            _require_storable(settings, table, planner)
         if settings.frontier:
             return _frontier(settings, run, table, planner, events)
         if not settings.dry_run:
@@ -88,6 +91,16 @@ def _handed_over(
         for note in each.notes:
             events.note(note)
     return made
+
+
+def _require_storable(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner) -> None:
+    """Otherwise the only plan would be FP16."""
+    chosen = settings.formats or table.formats
+    if planner.target and set(planner.target.storable(table, chosen)) == {FP16} != set(chosen):
+        raise PlanError(
+            f"{planner.target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
+            f"measure with --target {planner.target.name} instead of --formats"
+        )
 
 
 def _warn_of_another_limit(settings: PlanSettings, run: Run, events: Events) -> None:

@@ -18,6 +18,7 @@ from kl_lens.pipeline.settings import HeldOut, Loading
 from kl_lens.runs import CALIBRATION, TUNING, Run
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.sensitivity.sweep import model_identity
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
 
@@ -94,6 +95,7 @@ class Workbench:
             how["revision"] = None
         model = self.model(replace(loading, model=place, **how))
         if known.get("model_fingerprint") != model.fingerprint:
+            run.require_dtype(str(model_identity(model)["dtype"]))
             raise RunError(
                 f"{place} is not the model of {run.folder}: its weights differ; name the right one with --model"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -87,13 +87,13 @@ def plan_for_budget(
         target=target,
         fixed_bytes=fixed_bytes,
     )
-    limits = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
+    limits, flags = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
     if goal not in QUANTITIES or (goal == "latency" and latency is None):
         raise PlanError(
             f"cannot minimise {goal!r}; choose bytes or kl, or latency with a profile of the target"
         )
-    selection, optimum = solve(problem, goal, limits)
+    selection, optimum = solve(problem, goal, limits, flags)
     totals = problem.totals(selection)
     notes: dict[str, object] = {
         "minimised": goal,
@@ -139,16 +139,22 @@ def achievable_range(problem: Problem) -> AchievableRange:
     )
 
 
-def solve(problem: Problem, goal: str, limits: dict[str, float]) -> tuple[list[int], knapsack.Optimum]:
-    """The selection that minimises `goal` within limits on the other quantities (totals, including fixed parts)."""
-    _require_each_possible(problem, limits)
+def solve(
+    problem: Problem, goal: str, limits: dict[str, float], flags: Mapping[str, str] | None = None
+) -> tuple[list[int], knapsack.Optimum]:
+    """The selection that minimises `goal` within limits on the other quantities (totals, including fixed parts).
+
+    `flags`: quantity → its limit as the user gave it, for messages.
+    """
+    flags = flags or {quantity: _flag(quantity, most) for quantity, most in limits.items()}
+    _require_each_possible(problem, limits, flags)
     amounts = _amounts(problem)
     fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "latency": problem.fixed_seconds}
     rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
     optimum = knapsack.minimise(amounts[goal], rows)
     # A limit on the goal itself needs no row: compare the minimum with it.
     if optimum is None or (goal in limits and _reached(problem, optimum.selection, goal) > limits[goal]):
-        raise BudgetError(_contradiction(problem, limits))
+        raise BudgetError(_contradiction(problem, limits, flags))
     return optimum.selection, optimum
 
 
@@ -172,13 +178,14 @@ def _limits(
     max_bpw: float | None,
     max_kl: float | None,
     max_latency: float | None,
-) -> dict[str, float]:
-    limits: dict[str, float] = {}
-    sizes = [max_bytes] if max_bytes is not None else []
+) -> tuple[dict[str, float], dict[str, str]]:
+    """The limit of each quantity, and how the user gave it."""
+    limits: dict[str, float] = {} if max_bytes is None else {"bytes": max_bytes}
+    flags: dict[str, str] = {}
     if max_bpw is not None:
-        sizes.append(max_bpw * problem.parameters / 8 + problem.besides_bytes)
-    if sizes:
-        limits["bytes"] = min(sizes)
+        size = max_bpw * problem.parameters / 8 + problem.besides_bytes
+        if "bytes" not in limits or not size >= limits["bytes"]:
+            limits["bytes"], flags["bytes"] = size, f"--max-bpw {max_bpw:g}"
     if max_kl is not None:
         limits["kl"] = max_kl
     if max_latency is not None:
@@ -189,13 +196,18 @@ def _limits(
         )
     for quantity, most in limits.items():
         if not math.isfinite(most):
-            raise PlanError(f"{_OPTION[quantity]} {most} is not a limit; give a number")
+            given = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
+            raise PlanError(f"{given} is not a limit; give a number")
         if quantity == "bytes":
             limits[quantity] = math.floor(most)
-    return limits
+    return limits, {quantity: _flag(quantity, most) for quantity, most in limits.items()} | flags
 
 
-def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
+def _flag(quantity: str, most: float) -> str:
+    return f"{_OPTION[quantity]} {_HUMAN[quantity](most)}"
+
+
+def _require_each_possible(problem: Problem, limits: dict[str, float], flags: Mapping[str, str]) -> None:
     possible = achievable_range(problem)
     for quantity, most in limits.items():
         low, high = getattr(possible, quantity)
@@ -206,14 +218,13 @@ def _require_each_possible(problem: Problem, limits: dict[str, float]) -> None:
                 bits = [8 * (end - problem.besides_bytes) / problem.parameters for end in (low, high)]
                 extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
             raise BudgetError(
-                f"{_OPTION[quantity]} {show(most)} cannot be met: plans from these measurements range from "
+                f"{flags[quantity]} cannot be met: plans from these measurements range from "
                 f"{show(low)} to {show(high)}{extra}; raise the budget or measure smaller formats"
             )
 
 
-def _contradiction(problem: Problem, limits: dict[str, float]) -> str:
+def _contradiction(problem: Problem, limits: dict[str, float], flags: Mapping[str, str]) -> str:
     """Explains limits that are possible one by one but not together."""
-    asked = " and ".join(f"{_OPTION[q]} {_HUMAN[q](most)}" for q, most in limits.items())
     facts = []
     for quantity in limits:
         others = {q: most for q, most in limits.items() if q != quantity}
@@ -222,9 +233,9 @@ def _contradiction(problem: Problem, limits: dict[str, float]) -> str:
         except BudgetError:
             continue
         reached = _reached(problem, selection, quantity)
-        rest = " and ".join(f"{q} ≤ {_HUMAN[q](most)}" for q, most in others.items())
+        rest = " and ".join(flags[q] for q in others)
         facts.append(f"with {rest} the smallest {quantity} is {_HUMAN[quantity](reached)}")
-    return f"{asked} cannot be met together: {'; '.join(facts)}; relax one of them"
+    return f"{' and '.join(flags.values())} cannot be met together: {'; '.join(facts)}; relax one of them"
 
 
 def _name(goal: str, limits: dict[str, float]) -> str:

@@ -140,10 +140,12 @@ class Benchmark:
 
     def _has_place(self, subject: Timed, notes: list[str]) -> bool:
         most = {name: values[-1] for name, values in self.choices.items()}
-        reason = subject.target.check_device(replace(self.settings, **most).runtime)
-        if reason is not None:
-            notes.append(f"{subject.name} left out: {reason}")
-        return reason is None
+        try:
+            subject.target.check_device(replace(self.settings, **most).runtime)
+        except TargetError as error:
+            notes.append(f"{subject.name} left out: {error}")
+            return False
+        return True
 
     def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
         steps = sum(timing.steps(subjects, self.settings) for timing in self.timings)

@@ -93,6 +93,7 @@ class Target(ABC):
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
     published: PublishedProgram | None = None  # the benchmark that publications quote
     loads: ClassVar[tuple[str, ...]]  # suffixes of the files that the runtime loads; only these count as size
+    besides: ClassVar[str] = "the header"  # what those files hold besides weights
     methods: ClassVar[tuple[str, ...]] = ()  # quantization methods of its menu, best first
     exact_options: ClassVar[str] = ""  # how its users get the arithmetic of an exact session
 
@@ -294,9 +295,18 @@ class Target(ABC):
         except metadata.PackageNotFoundError:
             return "none"
 
-    def check_device(self, settings: SessionSettings) -> str | None:
-        """None, or why artifacts are skipped with these settings. Raises TargetError if the device does not exist."""
-        return None
+    def check_device(self, settings: SessionSettings) -> None:
+        """Raises TargetError if its runtime lacks the device that these settings name: results are labelled with it."""
+        if settings.gpu_layers:
+            raise TargetError(
+                f"--gpu-layers: {self.title} runs a file on one device; choose it with --device instead"
+            )
+        self.require_device(settings.device)
+
+    def require_device(self, device: str) -> None:
+        """Raises TargetError if its runtime does not have this device."""
+        if device != "CPU":
+            raise TargetError(f"--device {device}: {self.title} runs on CPU only")
 
     def device_label(self, settings: SessionSettings) -> str:
         """The device's name in a profile."""

@@ -123,7 +123,9 @@ def open_session(
     `exact`: float32 arithmetic where the runtime would use something faster. `load`: llama.cpp only.
     """
     place, _ = locate(path)
-    return target_of(place).open(place, SessionSettings(device, threads, gpu_layers, exact, load))
+    target, settings = target_of(place), SessionSettings(device, threads, gpu_layers, exact, load)
+    target.check_device(settings)
+    return target.open(place, settings)
 
 
 def menu_of(target: Target, *, full: bool = False, small: bool = False) -> tuple[Recipe, ...]:

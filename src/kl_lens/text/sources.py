@@ -47,9 +47,9 @@ def open_text(
         return _open_known(base, split_in_name or split, for_evaluation, max_characters)
 
     path = Path(name)
-    if not path.exists() and not _looks_like_a_path(name):
+    if not name or (not path.exists() and not _looks_like_a_path(name)):
         raise TextError(
-            f"{name}: no text of that name: use one of {', '.join(KNOWN_NAMES)} "
+            f"{name or 'an empty name'}: no text of that name: use one of {', '.join(KNOWN_NAMES)} "
             f"(`wikitext2:test` for a split), or the path of a file ({supported_suffixes()}) or folder"
         )
     documents, complete = collect(read_path(path), max_characters)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from kl_lens.cli.main import main
 from kl_lens.errors import TargetError
 from kl_lens.records import Plan
 from kl_lens.targets import LOAD_MODES
@@ -215,6 +216,14 @@ def test_gpu_layers_without_a_gpu_are_refused(whole: Path) -> None:
         pytest.skip("this llama.cpp has a GPU backend")
     with pytest.raises(TargetError, match=r"--gpu-layers 4: .* has no GPU backend, or finds no GPU"):
         open_session(whole, gpu_layers=4)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate --prompt a"])
+@pytest.mark.parametrize("device", ["NPU", "gpu"])
+def test_a_device_that_llama_cpp_lacks_is_refused(whole: Path, verb: str, device: str, capsys) -> None:
+    """It would run on the processor and be labelled with the device."""
+    assert main([*verb.split(), str(whole), "--device", device]) == 1
+    assert f"--device {device.upper()}: llama.cpp runs on CPU; --gpu-layers N puts" in capsys.readouterr().err
 
 
 def test_no_layers_on_a_gpu_means_no_gpu(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:

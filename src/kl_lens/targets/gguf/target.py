@@ -29,7 +29,7 @@ SUFFIX = ".gguf"
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
-    loads = (SUFFIX,)
+    loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
     builds = streams = holds_vocabulary = True
     methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
@@ -206,14 +206,15 @@ class GGUFTarget(Target):
             version = "none"
         return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE) or origin_of()}"
 
-    def check_device(self, settings: SessionSettings) -> str | None:
+    def check_device(self, settings: SessionSettings) -> None:
         from kl_lens.targets.gguf.library import find_library
 
+        if settings.device != "CPU":
+            raise TargetError(
+                f"--device {settings.device}: llama.cpp runs on CPU; --gpu-layers N puts layers on a GPU"
+            )
         if settings.gpu_layers:
             find_library().require_gpu(settings.gpu_layers)
-        if settings.device == "CPU" or settings.gpu_layers:
-            return None
-        return f"llama.cpp takes --gpu-layers N, not --device {settings.device}"
 
     def device_label(self, settings: SessionSettings) -> str:
         """llama.cpp has no device names: layers are on a GPU or not."""

@@ -152,12 +152,13 @@ class MLXTarget(Target):
         )
         return Health(f"mlx {self.version}", (fact,))
 
-    def check_device(self, settings: SessionSettings) -> str | None:
+    def require_device(self, device: str) -> None:
         import mlx.core as mx
 
-        if settings.device == GPU and not mx.is_available(mx.gpu):
+        if device not in (CPU, GPU):
+            raise TargetError(f"--device {device}: MLX runs on CPU or GPU")
+        if device == GPU and not mx.is_available(mx.gpu):
             raise TargetError("--device GPU: MLX finds no GPU on this machine; it runs on CPU")
-        return None if settings.device in (CPU, GPU) else f"MLX runs on CPU or GPU, not on {settings.device}"
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact or settings.device == CPU else replace(settings, exact=True)

@@ -246,7 +246,11 @@ def _floating(data: npt.NDArray[Any], name: str, baseline: str) -> Any:
 
 
 def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any, int, str]:
-    """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32."""
+    """NNCF's pattern: integers → FP16 (− zero point) × scale (→ back from groups) → float32.
+
+    NF4 goes to float32 before the product. By way of FP16, as NNCF writes it, the ARM plugin rounds the levels, and the
+    x86 plugin does so where rows are looked up (2026.4.1).
+    """
     assert quantized.scales is not None
     scales = quantized.scales.numpy()
     rows, columns = quantized.shape[:-1], quantized.shape[-1]
@@ -262,7 +266,10 @@ def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any,
     else:
         scale = ops.constant(np.ascontiguousarray(scale_values))
         scale.set_friendly_name(f"{name}/scale")
-    value, zero_points = ops.convert(constant, "f16"), np.empty(0, np.uint8)
+    wide = isinstance(fmt, NormalFloatFormat)
+    if wide:
+        scale = ops.convert(scale, "f32")
+    value, zero_points = ops.convert(constant, "f32" if wide else "f16"), np.empty(0, np.uint8)
     if isinstance(fmt, ZeroPointFormat):
         zero_points = fmt.pack_zero_points(quantized)
         zero = _packed_constant(zero_points, element, scale_values.shape, f"{name}/zero_point")
@@ -273,8 +280,9 @@ def integer_constant(quantized: Quantized, fmt: Format, name: str) -> tuple[Any,
     if grouped:
         value = ops.reshape(value, ops.constant(np.asarray(quantized.shape, np.int64)), False)
         value.set_friendly_name(f"{name}/ungrouped")
-    value = ops.convert(value, "f32")
-    value.set_friendly_name(f"{name}/convert")
+    if not wide:
+        value = ops.convert(value, "f32")
+        value.set_friendly_name(f"{name}/convert")
     digest = bytes_digest(packed, scale_values, zero_points)
     return value, packed.nbytes + scales.nbytes + zero_points.nbytes, digest
 

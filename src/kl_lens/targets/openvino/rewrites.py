@@ -1,8 +1,7 @@
-"""Changes to a finished graph: three that the CPU plugins need to be right, and XAMBA's three for accelerators.
+"""Changes to a finished graph: two that the CPU plugins need to be right, and XAMBA's three for accelerators.
 
 - exact softplus: the ARM CPU plugin's SoftPlus is off by 4e-4 (2025.2 to 2026.4.1), enough to spoil Δ.
 - equal batches: the x86 CPU plugin (2026.4.1) loses the tokens of one batch that meets a stack of matrices.
-- whole levels: the ARM CPU plugin (2026.4.1) rounds NF4's levels to FP16.
 - CumBA: CumSum as a product with a triangular matrix of ones.
 - ReduBA: ReduceSum and ReduceMean over the last axis as a product with a vector.
 - ActiBA: SiLU and softplus by piecewise-linear tables. Unlike the others it changes the result, by at most the bound
@@ -167,21 +166,6 @@ def equal_batches(model: ov.Model) -> int:
         )
 
     return _each(model, ("MatMul",), copied)
-
-
-def whole_levels(model: ov.Model) -> int:
-    """Multiplies NF4 by its scale in float32, for sessions on ARM. In the pattern that NNCF writes, by way of FP16, the
-    ARM plugin rounds the levels to FP16, and weights are off by up to 2^−11 of themselves."""
-
-    def widened(node: Any) -> Any | None:
-        levels, scale = node.input_value(0).get_node(), node.input_value(1)
-        if levels.get_type_name() != "Convert" or levels.input_value(0).get_element_type() != ov.Type.nf4:
-            return None
-        return ops.multiply(ops.convert(levels.input_value(0), "f32"), ops.convert(scale, "f32"))
-
-    replaced = _each(model, ("Multiply",), widened)
-    model.validate_nodes_and_infer_types()
-    return replaced
 
 
 def is_gated(model: ov.Model) -> bool:

@@ -26,7 +26,7 @@ from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.image_session import ImageSession
-from kl_lens.targets.openvino.rewrites import equal_batches, is_gated, whole_levels
+from kl_lens.targets.openvino.rewrites import equal_batches, is_gated
 from kl_lens.targets.session import Logits, Session, checked_tokens
 from kl_lens.writing import DERIVED
 
@@ -51,7 +51,6 @@ DEPLOYED = {"KV_CACHE_PRECISION": "f16", "PERFORMANCE_HINT": "LATENCY"}
 # Kernels that compute with the stored integers, each row of activations quantized to int8 on the fly. The number is
 # 2^64 − 1, "a whole row"; the plugin accepts it only as a string.
 WHOLE_ROW = "18446744073709551615"
-ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 
 def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
@@ -99,8 +98,6 @@ def open_session(
         )
     graph = read_graph(graph_file(folder))
     equal_batches(graph)  # for IRs written before export did so
-    if device == "CPU" and ON_ARM:
-        whole_levels(graph)
     static = artifact.settings.get("static_tokens")
     of_images = artifact.settings.get("task") == "image"
     length = graph.inputs[0].get_partial_shape()[1]

@@ -42,6 +42,7 @@ _WRITTEN_TO_BE_SIZED = (
 class OpenVINOTarget(Target):
     name, title, extra, packages = "openvino", "OpenVINO", "openvino", ("openvino",)
     loads = (IR_FILE, WEIGHT_FILE)  # and not the graphs of the tokenizer
+    besides = f"the graph ({IR_FILE})"
     published = BenchmarkApp()
     methods, recipe_tool = ("gptq", "search"), "nncf"
     exact_options = (
@@ -199,11 +200,10 @@ class OpenVINOTarget(Target):
 
         return OpenVINODissection(place, self.open)
 
-    def check_device(self, settings: SessionSettings) -> str | None:
+    def require_device(self, device: str) -> None:
         from kl_lens.targets.openvino.session import require_device
 
-        require_device(settings.device)
-        return None
+        require_device(device)
 
     def fewest_threads(self, place: Path) -> int:
         from kl_lens.targets.openvino.session import fewest_threads, read_graph
