@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from kl_lens.errors import KLLensError
 
 DEFAULTS = {
     # Threads that spin while they wait take cores from other threads: on a busy machine two spinning threads are slower
@@ -21,12 +24,27 @@ DEFAULTS = {
 }
 
 SPINS = "1000"
+# Prefixes of …_NUM_THREADS, which libraries read when they load, and the most that is accepted: with a million threads
+# the process ends without a word.
+THREAD_VARIABLES = ("OMP", "MKL", "OPENBLAS", "NUMBA")
+_MOST_THREADS = 4096
 
 
 def set_defaults() -> None:
     """Sets variables that the user has not set. Call before torch is first imported."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def require_thread_counts() -> None:
+    """Raises for numbers of threads that libraries cannot use; some crash, others ignore them with a page of text."""
+    for name in (f"{prefix}_NUM_THREADS" for prefix in THREAD_VARIABLES):
+        value = os.environ.get(name) or "1"
+        counts = value.split(",") if name.startswith("OMP") else [value]  # OpenMP takes one per level
+        if not all(re.fullmatch("[0-9]{1,4}", n.strip()) and 1 <= int(n) <= _MOST_THREADS for n in counts):
+            raise KLLensError(
+                f"{name}={value}: expected a number of threads from 1 to {_MOST_THREADS}; change it, or: unset {name}"
+            )
 
 
 @contextmanager

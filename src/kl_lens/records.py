@@ -113,7 +113,9 @@ class Measurement(Record):
     seconds: float
 
 
-_PLAN_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+_PLAN_NAME = re.compile(
+    r"(?!all$|-)[A-Za-z0-9._-]{1,80}"
+)  # --plan all means every plan, -x looks like a flag
 # Where a plan comes from: one recipe for all components, the paper's points, an exact budget, γ-greedy, a stock recipe,
 # anything else.
 PLAN_FAMILIES = ("uniform", "paper", "exact", "greedy", "stock", "other")
@@ -123,7 +125,8 @@ def checked_plan_name(name: str) -> str:
     """Returns a valid plan name or raises: it becomes part of file names, commands and records."""
     if not isinstance(name, str) or not _PLAN_NAME.fullmatch(name) or set(name) == {"."}:
         raise PlanError(
-            f"{name!r} is not a valid plan name: use letters, digits, dots, dashes and underscores, at most 80"
+            f"{name!r} is not a valid plan name: use letters, digits, dots, dashes and underscores, at most 80, "
+            "no dash in front; `all` means every plan"
         )
     return name
 

@@ -111,6 +111,8 @@ class Run:
         try:
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder} is a file; --run needs a folder")
+            if (folder / "config.json").exists() and not (folder / FILE).exists():
+                raise RunError(f"{folder} holds a model (config.json); use another --run")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{folder} cannot be written ({error.strerror}); use another --run") from error

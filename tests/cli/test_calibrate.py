@@ -214,6 +214,8 @@ def test_measurements_of_other_statistics_are_never_mixed(
     capsys.readouterr()
     assert main(learnt) == 1
     assert "another set of statistics" in capsys.readouterr().err
+    assert main([*calibrate, "--window-length", "1000000", "--again"]) == 1  # the text is shorter
+    assert _formats(tmp_path / "run") == {"int4", "int4+gptq"}
     assert main([*calibrate, "--seed", "8", "--again"]) == 0
     assert _formats(tmp_path / "run") == {"int4"}  # what learnt nothing is still there
     assert main(learnt) == 0

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from kl_lens.checkpoints import load
 from kl_lens.cli.main import main
 from kl_lens.planning import plan_path
+from tests.byte_level import save_tokenizer
 from tests.families import tiny_model
 from tests.hostile.saying import cases, says_one_line
 from tests.reporting.sample import make_run
 
+Q8_0 = ["--target", "gguf", "--format", "q8_0"]
 ODD: list[Any] = [None, "abc", -1, 0, 1.5, 10**12, float("nan"), [], {}, True, "\x1b[31m", [[]]]
 KEYS = [
     "hidden_size", "num_hidden_layers", "vocab_size", "state_size", "expand", "conv_kernel", "time_step_rank",
@@ -123,6 +130,121 @@ def test_a_checkpoint_that_config_does_not_describe_is_not_exported(
         ):
             says_one_line([words[0], str(folder), *words[1:]], capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba_experts"])
+def test_a_tensor_that_is_missing_is_named_by_a_streaming_export(family: str, tmp_path: Path, capsys) -> None:
+    """Each kind once: the embedding, a head that is not tied, a bias that some checkpoints do without, an expert."""
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    whole = load_file(file := tmp_path / "model/model.safetensors")
+    kinds = {re.sub(r"\.\d+\.", ".*.", name): name for name in whole}
+    for name in kinds.values():
+        save_file({other: tensor for other, tensor in whole.items() if other != name}, file, {"format": "pt"})
+        line = says_one_line(
+            ["export", str(tmp_path / "model"), *Q8_0, "--out", str(tmp_path / "out")], capsys
+        )
+        expert = re.search(r"experts\.\d+\.(\w+)", name)
+        assert (expert[1] if expert else name) in line
+    assert not (tmp_path / "out").exists()
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+QUANTIZED: dict[str, tuple[str, str, torch.dtype, dict[str, Any] | None, str]] = {
+    "int8 without scales": ("weight", "", torch.int8, None, "as I8, and the files hold no scales for it"),
+    "fp8 without scales": ("weight", "", torch.float8_e4m3fn, FP8, "as F8_E4M3, and the files hold no scales"),
+    "fp8 without a configuration": (
+        "weight", "weight_scale_inv", torch.float8_e4m3fn, None, "config.json has no quantization_config"
+    ),
+    "gptq": ("qweight", "scales", torch.int32, {"quant_method": "gptq", "bits": 4, "group_size": 64}, "gptq"),
+}  # fmt: skip
+
+
+def quantize(folder: Path, weight: str, scale: str, dtype: torch.dtype, settings: Any) -> None:
+    """The large matrices of a tiny Mamba as other tools store them."""
+    held = load_file(folder / "model.safetensors")
+    for name in [name for name in held if name.endswith(("in_proj.weight", "out_proj.weight"))]:
+        held[name.removesuffix("weight") + weight] = (matrix := held.pop(name)).mul(100).to(dtype)
+        if scale:
+            held[name.removesuffix("weight") + scale] = torch.full([n // 32 for n in matrix.shape], 0.01)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | ({"quantization_config": settings} if settings else {}))
+    )
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_never_taken_for_floats(
+    name: str, healthy: Path, tmp_path: Path, capsys
+) -> None:
+    *how, said = QUANTIZED[name]
+    folder = tmp_path / "model"
+    shutil.copytree(healthy, folder)
+    quantize(folder, *how)  # type: ignore[arg-type]
+    words = ["measure", str(folder), "--run", str(tmp_path / "out")]
+    for each in (words, [*words, "--weights", "disk"], ["export", str(folder), *Q8_0, "--out", words[-1]]):
+        assert said in says_one_line(each, capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fp8_weights_are_multiplied_with_their_scales(healthy: Path, tmp_path: Path) -> None:
+    shutil.copytree(healthy, tmp_path / "model")
+    quantize(tmp_path / "model", "weight", "weight_scale_inv", torch.float8_e4m3fn, FP8)
+    name, model = "backbone.layers.0.mixer.in_proj.weight", load(tmp_path / "model")
+    stored = load_file(tmp_path / "model/model.safetensors")[name]
+    assert torch.equal(model.tensor(name), stored.float() * 0.01)
+    model.model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    assert load_file(tmp_path / "saved/model.safetensors")[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_encoder_is_not_measured_as_a_causal_model(causal: bool, tmp_path: Path, capsys) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=97, is_decoder=causal, **sizes)
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
+    line = says_one_line(["inspect", str(tmp_path)], capsys, may_succeed=causal)
+    assert ("BertLMHeadModel is not causal" in line) != causal
+
+
+def test_tokens_without_a_row_in_the_embedding(healthy: Path, tmp_path: Path, capsys) -> None:
+    """The text is refused, not the model: many tokenizers have tokens that no text contains."""
+    folder, out = tmp_path / "model", str(tmp_path / "out")
+    shutil.copytree(healthy, folder)
+    (tmp_path / "text.txt").write_text("The history of the city. " * 200)
+    save_tokenizer(folder, [(tmp_path / "text.txt").read_text()], vocabulary=300)
+    text = ["--text", str(tmp_path / "text.txt"), "--windows", "2", "--window-length", "16", "--run", out]
+    named = r"'.+' is token 2\d\d, but the embedding of model has only 97 rows; .* with --tokenizer"
+    for verb in ("measure", "calibrate"):
+        assert re.search(named, says_one_line([verb, str(folder), *text], capsys))
+    assert "but the embedding only 97 rows" in says_one_line(
+        ["export", str(folder), *Q8_0, "--out", out], capsys
+    )
+    assert not Path(out).exists()
+    pytest.importorskip("openvino")
+    assert main(["export", str(folder), "--target", "openvino", "--format", "int8", "--out", out]) == 0
+    assert "the embedding has 97 rows, and the tokenizer" in capsys.readouterr().out
+    line = says_one_line(["generate", out, "--prompt", "The city"], capsys)
+    assert re.search(r"'.+' is token 2\d\d, but .* has only 97 tokens; .* with --tokenizer", line)
+
+
+def test_a_model_is_not_overwritten(healthy: Path, tmp_path: Path, capsys) -> None:
+    folder = str(tmp_path / "model")
+    shutil.copytree(healthy, folder)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "text.txt").write_text("The history of the city. " * 200)
+    save_tokenizer(tmp_path / "tokens", [(tmp_path / "text.txt").read_text()])
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    text = ["--text", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "tokens"), "--windows", "2"]
+    text += ["--window-length", "16"]
+    for words in (
+        *([verb, folder, *text, "--run", folder] for verb in ("measure", "calibrate", "run")),
+        *(
+            ["export", folder, "--target", target, "--format", fmt, "--out", folder]
+            for target, fmt in {"gguf": "q8_0", "openvino": "int8", "mlx": "affine4-g64"}.items()
+        ),
+    ):
+        assert f"{folder} holds a model (config.json)" in says_one_line(words, capsys)
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
 
 
 def test_a_model_with_code_of_its_own_is_refused_by_its_family(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +55,35 @@ SLIPS = {
     "plans to make and to compare": (["plan", "--compare", "a", "b", "--paper"], "leave out --paper"),
     "one name for many plans": (["plan", "--uniform", "int8", "--name", "x"], "--name x names one plan"),
     "a name with a slash": (["plan", "--max-bpw", "6", "--name", "a/b"], "'a/b' is not a valid plan name"),
+    "a plan named like all of them": (
+        ["plan", "--max-bpw", "6", "--name", "all"],
+        "'all' is not a valid plan",
+    ),
+    "a plan named like a flag": (["plan", "--max-bpw", "6", "--name=-x"], "'-x' is not a valid plan name"),
+    "a revision of a folder": (
+        ["inspect", "docs", "--revision", "v1"],
+        "--revision v1 works with hub ids only",
+    ),
+    "a revision of what ships with KL Lens": (
+        ["measure", "reference:mamba", "--revision", "v1"],
+        "--revision",
+    ),
+    "a flag of another command": (
+        ["run", "--target", "gguf"],
+        "there is no --target; did you mean --targets?",
+    ),
+    "the same the other way round": (
+        ["export", "--targets", "gguf"],
+        "there is no --targets; did you mean --tar",
+    ),
+    "an abbreviation": (["plan", "--max-byt", "3"], "there is no --max-byt; did you mean --max-bytes?"),
+    "an abbreviation in front": (["--vers"], "there is no --vers; did you mean --version?"),
+    "a misspelt flag with its value": (
+        ["measure", "--widows=3"],
+        "there is no --widows; did you mean --windows?",
+    ),
+    "a flag in the wrong place": (["inspect", "--debug"], "put it in front: kl-lens --debug"),
+    "a flag like no other": (["plan", "--zzz"], "there is no --zzz; see kl-lens plan --help-all"),
     "rivals without a target": (["plan", "--max-bpw", "6", "--rivals"], "name it with --target"),
     "nothing to plan": (["plan"], "say what to plan"),
     "an existing folder for a rescaled model": (
@@ -90,6 +121,25 @@ def test_common_slips_are_one_line(name: str, capsys, monkeypatch: pytest.Monkey
     line = says_one_line(words, capsys)
     assert named in line
     assert "unexpected" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OMP", "0"), ("OMP", "-3"), ("OMP", "2,x"), ("OMP", "999999"), ("MKL", "2,1"), ("NUMBA", "many")],
+)
+def test_numbers_of_threads_that_libraries_cannot_use(
+    name: str, value: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{name}_NUM_THREADS", value)
+    line = says_one_line(["inspect", "reference:mamba"], capsys)
+    assert f"{name}_NUM_THREADS={value}: expected a number of threads" in line
+
+
+def test_closed_standard_output_is_said_before_anything_is_done() -> None:
+    command = f"exec {sys.executable} -m kl_lens.cli.main run --write-config >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    said = "kl-lens run: standard output is closed; use >/dev/null to discard the result\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 # Values for the fuzzers below.

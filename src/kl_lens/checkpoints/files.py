@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 # Settings that count layers, which have at least one tensor each, and settings that are the length of an axis.
 _LAYER_COUNT = re.compile(r"^n(um)?_(\w+_)?layers?$")
 _AXIS = re.compile(r"^(d_model|\w*(size|_dim|_rank|_width|_heads|_experts))$")
+# Types of tensors, as safetensors and torch spell them: plain floats, and numbers of one byte or less.
+_FLOATS = re.compile(r"B?F(16|32|64)|b?float(16|32|64)")
+_NARROW = re.compile(r"([FIU]|u?int|float)[468](_\w+)?")
+_SCALE = re.compile("scale|SCB|absmax")  # in the names of their scales
 _PICKLED_TENSOR = 256  # least bytes of a tensor in a pickle
 _ALWAYS_FINE = 1000  # sizes below this are never refused
 
@@ -74,6 +80,55 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
+def is_quantized(name: str, kind: str) -> bool:
+    """Whether a tensor of this type holds weights that are no plain floats; indexes, masks and counters do not."""
+    narrow = _NARROW.fullmatch(kind) and not name.endswith("bias")  # old GPT-2 files keep masks as attn.bias
+    return bool(narrow or name.endswith("weight")) and not _FLOATS.fullmatch(kind)
+
+
+def quant_method(config: dict[str, Any]) -> str | None:
+    """What quantized the weights, according to config.json."""
+    settings = config.get("quantization_config")
+    return str(settings.get("quant_method")) if isinstance(settings, dict) else None
+
+
+def refuse_quantized(folder: Path, config: dict[str, Any], what_to_do: str | None = None) -> None:
+    """Raises for stored weights that mean nothing without scales, if there are none or nothing says how to use them.
+
+    `what_to_do`: raise for all quantized weights, with this advice; None: transformers will multiply with the scales.
+    """
+    types = dict(_types(folder))
+    scaled = {name.rpartition(".")[0] for name in types if _SCALE.search(name.rpartition(".")[2])}
+    method = quant_method(config)
+    for name, kind in types.items():
+        if not is_quantized(name, kind):
+            continue
+        if not scaled & {name, name.rpartition(".")[0]}:
+            reason = "and the files hold no scales for it"
+        elif method is None:
+            reason = "and config.json has no quantization_config that says how to read it"
+        elif what_to_do:
+            reason = f"quantized with {method}"
+        else:
+            continue
+        advice = what_to_do or "give the original checkpoint, in 16 or 32 bits"
+        raise CheckpointError(f"{folder}: {name} is stored as {kind}, {reason}; {advice}")
+
+
+def _types(folder: Path) -> Iterator[tuple[str, str]]:
+    """The name and type of every tensor in the weight files."""
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="numpy") as file:
+                yield from ((name, file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+        else:
+            import torch
+
+            with suppress(Exception):  # opening the model says what is wrong with the file
+                held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                yield from ((name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in held.items())
+
+
 def check_sizes(folder: Path, config: dict[str, Any]) -> None:
     """Raises for counts and sizes that cannot fit weights of this size; a library would try to allocate them."""
     tensors = sum(_count_tensors(path) for path in weight_files(folder))
@@ -120,6 +175,11 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is not valid JSON ({one_line(error)}); download it again") from error
 
 
+def and_more(items: Sequence[Any]) -> str:
+    """What to write behind the first of these."""
+    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
+
+
 def _shards(index: Path) -> list[Path]:
     content = _read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
@@ -134,7 +194,6 @@ def _shards(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index.parent}: shard {missing[0]} of {len(names)} is missing"
-            f"{f' (and {len(missing) - 1} more)' if len(missing) > 1 else ''}; finish the download"
+            f"{index.parent}: shard {missing[0]} of {len(names)} is missing{and_more(missing)}; finish the download"
         )
     return [index.parent / name for name in names]

@@ -21,7 +21,15 @@ from kl_lens import models
 from kl_lens.checkpoints import mamba_ssm
 from kl_lens.checkpoints.anatomy import Anatomy, anatomy_of
 from kl_lens.checkpoints.chain import Chain, warn
-from kl_lens.checkpoints.files import check_sizes, read_config, weight_bytes
+from kl_lens.checkpoints.files import (
+    and_more,
+    check_sizes,
+    is_quantized,
+    quant_method,
+    read_config,
+    refuse_quantized,
+    weight_bytes,
+)
 from kl_lens.checkpoints.hub import Watch, download, pinned_name
 from kl_lens.checkpoints.norms import groups_of, normalise_per_group
 from kl_lens.checkpoints.residency import (
@@ -34,7 +42,17 @@ from kl_lens.checkpoints.residency import (
     join_twins,
     without_weights,
 )
-from kl_lens.checkpoints.tasks import IMAGE, TEXT, TIMM, ImageTask, LanguageTask, Task, is_timm, task_of
+from kl_lens.checkpoints.tasks import (
+    IMAGE,
+    TEXT,
+    TIMM,
+    ImageTask,
+    LanguageTask,
+    Task,
+    is_timm,
+    task_of,
+    vocabulary_size,
+)
 from kl_lens.digests import tensor_digest
 from kl_lens.errors import CheckpointError, FormatError, one_line
 from kl_lens.images import DIGITS
@@ -80,7 +98,7 @@ class LoadedModel:
     @property
     def task(self) -> Task:
         """What its batches are, and what is right."""
-        return self.classifier or LanguageTask(self.tokenizer, self.name)
+        return self.classifier or LanguageTask(self.tokenizer, self.name, vocabulary_size(self.model))
 
     @cached_property
     def chain(self) -> Chain:
@@ -150,6 +168,20 @@ class LoadedModel:
         names = [component.weight, *(other + suffix for other in component.tied_with)]
         unique = {id(p): p for p in (self.model.get_parameter(name) for name in names)}
         return list(unique.values())
+
+    @property
+    def unread_tokens(self) -> str | None:
+        """A line about tokens that the embedding has no row for; None: there are none."""
+        rows = None if self.tokenizer is None or self.classifier else vocabulary_size(self.model)
+        known = {} if rows is None else self.tokenizer.get_vocab()  # type: ignore[union-attr]
+        beyond = sorted((token, text) for text, token in known.items() if token >= rows)
+        if not beyond:
+            return None
+        token, text = beyond[0]
+        return (
+            f"the embedding has {rows} rows, and the tokenizer {len(beyond)} tokens more, from {text!r} ({token}) on: "
+            "text with one of them is refused; if this is not the model's own tokenizer, give that with --tokenizer"
+        )
 
     def require_tokenizer(self) -> Any:
         return LanguageTask(self.tokenizer, self.name).require_tokenizer()
@@ -222,6 +254,7 @@ def load(
     chosen = _dtype(dtype)
     place = _chosen_device(folder, chosen, weights) if device == AUTO else _device(device)
     check_sizes(folder, config)
+    refuse_quantized(folder, config)
     models.register()
     kind = task_of(config, task)
     layout = "mamba_ssm" if mamba_ssm.is_layout(config) else "transformers"
@@ -288,6 +321,10 @@ def own_images(source: str | Path) -> str | None:
 def model_folder(source: str | Path, *, revision: str | None = None, watch: Watch | None = None) -> Path:
     """The model's local folder; downloads from the hub if it is not in the cache."""
     text = str(source)
+    if revision and not _is_on_hub(source):
+        raise CheckpointError(
+            f"--revision {revision} works with hub ids only; leave it out: {text} is no hub id"
+        )
     if text.startswith("reference:"):
         name = text.partition(":")[2]
         if name not in REFERENCES:
@@ -323,6 +360,7 @@ def _from_disk(
     whole: bool = False,
 ) -> tuple[Residency, torch.nn.Module]:
     """A model whose matrices are read from disk when needed; `whole`: now, straight to the device."""
+    refuse_quantized(folder, config, "use --weights memory")
     if mamba_ssm.is_layout(config):
         with without_weights():
             model: Any = mamba_ssm.empty_model(folder, config).to(dtype)
@@ -355,6 +393,13 @@ def _load_transformers(
     except Exception as error:  # what a library raises over a strange setting can be anything
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_bad_tensors(folder, info)
+    if quant_method(config):
+        for name, tensor in model.state_dict().items():
+            if is_quantized(name, kind := str(tensor.dtype).removeprefix("torch.")):
+                raise CheckpointError(
+                    f"{folder}: transformers keeps {name} as {kind}; give the original checkpoint, in 16 or 32 bits"
+                )
+        model._weight_conversions = None  # they would quantize what is converted or saved from here
     return model
 
 
@@ -382,6 +427,8 @@ def _parsed(
     except Exception as error:  # as above
         raise CheckpointError(why_not_loaded(folder, config, error)) from error
     _refuse_more_than_the_files_hold(folder, empty)
+    if quant_method(config) in ("fp8", "mxfp4"):
+        parsed.quantization_config["dequantize"] = True  # with a GPU too
     if getattr(parsed, "rescale_every", 0) and dtype != torch.float16:
         # RWKV halves its hidden states and weights every few blocks, so that float16 does not overflow.
         parsed.rescale_every = 0  # the same function with the weights of the file
@@ -394,6 +441,11 @@ def why_not_loaded(folder: Path, config: dict[str, Any], error: Exception) -> st
         for name, value in config.items():
             if isinstance(value, str) and error.args == (value,):
                 return f"{folder / 'config.json'}: {name} is {value!r}, which transformers does not know"
+    if method := quant_method(config):
+        return (
+            f"{folder}: the weights are already quantized ({method}), and transformers cannot turn them into floats "
+            f"({one_line(error)}); give the original checkpoint, in 16 or 32 bits"
+        )
     return f"{folder} could not be loaded: {type(error).__name__}: {one_line(error)}"
 
 
@@ -425,18 +477,18 @@ def _refuse_bad_tensors(folder: Path, info: dict[str, Any]) -> None:
         name, in_file, in_model = mismatched[0]
         raise CheckpointError(
             f"{folder}: tensor {name} has shape {tuple(in_file)}, config.json asks for {tuple(in_model)}"
-            f"{_and_more(mismatched)}; weights and config.json do not belong together"
+            f"{and_more(mismatched)}; weights and config.json do not belong together"
         )
     missing = sorted(info.get("missing_keys") or ())
     if missing:
         raise CheckpointError(
-            f"{folder}: the weights lack {missing[0]}{_and_more(missing)}; download the checkpoint again, "
+            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, "
             "or check that config.json belongs to these weights"
         )
     unused = sorted(name for name in info.get("unexpected_keys") or () if not _HARMLESS.search(name))
     if unused:
         raise CheckpointError(
-            f"{folder}: the weights have {unused[0]}{_and_more(unused)}, which config.json does not describe; "
+            f"{folder}: the weights have {unused[0]}{and_more(unused)}, which config.json does not describe; "
             "weights and config.json do not belong together"
         )
 
@@ -505,7 +557,3 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise CheckpointError(f"{dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
     return named
-
-
-def _and_more(items: list[Any]) -> str:
-    return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -23,7 +23,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from kl_lens.checkpoints.anatomy import component_name
-from kl_lens.checkpoints.files import check_weight_files, weight_files
+from kl_lens.checkpoints.files import and_more, check_weight_files, weight_files
 from kl_lens.errors import CheckpointError, one_line
 
 
@@ -151,12 +151,8 @@ class CheckpointTensors(TensorSource):
         ):
             self._assemblies.pop("lm_head.weight", None)
             self.aliases["lm_head.weight"] = embedding
-        elif "lm_head.weight" not in self._assemblies:
-            raise CheckpointError(
-                f"{folder} has no lm_head.weight, and config.json does not tie it to the embedding"
-            )
         self.shapes = {name: assembly.shape for name, assembly in self._assemblies.items()}
-        _require_shapes(folder, config, self.shapes)
+        _require_shapes(folder, config, self.shapes, self.aliases)
 
     def is_twice(self, name: str, other: str) -> bool:
         """Whether one matrix is stored under both names; an opened model has it once (`join_twins`). They are read one
@@ -222,8 +218,10 @@ class CheckpointTensors(TensorSource):
         return self._open
 
 
-def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises for shapes that differ from config.json, as opening the model would."""
+def _require_shapes(
+    folder: Path, config: Any, shapes: dict[str, tuple[int, ...]], aliases: dict[str, str]
+) -> None:
+    """Raises for missing tensors and for shapes that differ from config.json, as opening the model would."""
     try:
         with torch.device("meta"):
             wanted = transformers.AutoModelForCausalLM.from_config(config).state_dict()
@@ -232,6 +230,11 @@ def _require_shapes(folder: Path, config: Any, shapes: dict[str, tuple[int, ...]
         raise CheckpointError(
             f"{folder}: config.json does not describe a model ({reason}); download it again"
         ) from error
+    if missing := sorted(set(wanted) - set(shapes) - set(aliases)):
+        raise CheckpointError(
+            f"{folder}: the weights lack {missing[0]}{and_more(missing)}; download the checkpoint again, or check "
+            "that config.json belongs to these weights"
+        )
     for name, shape in shapes.items():
         if name in wanted and tuple(wanted[name].shape) != shape:
             raise CheckpointError(
@@ -261,7 +264,13 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
     for owner, kinds in experts.items():
         ordered = {kind: _in_order(owner, kind, items) for kind, items in kinds.items()}
         if "gate_proj" in ordered:
-            assemblies[f"{owner}.gate_up_proj"] = _gate_up(ordered.pop("gate_proj"), ordered.pop("up_proj"))
+            gates, ups = ordered.pop("gate_proj"), ordered.pop("up_proj", [])
+            if [gate.shape for gate in gates] != [up.shape for up in ups]:
+                raise CheckpointError(
+                    f"{owner}: {len(gates)} gate_proj and {len(ups)} up_proj do not fit together; download the "
+                    "checkpoint again"
+                )
+            assemblies[f"{owner}.gate_up_proj"] = _gate_up(gates, ups)
         for kind, items in ordered.items():
             shape = (len(items), *items[0].shape)
             assemblies[f"{owner}.{kind}"] = _Assembly(
@@ -273,6 +282,10 @@ def assemblies_of(stored: dict[str, _Stored]) -> dict[str, _Assembly]:
 def _in_order(owner: str, kind: str, items: dict[int, _Stored]) -> list[_Stored]:
     if sorted(items) != list(range(len(items))):
         raise CheckpointError(f"{owner}: experts {sorted(items)} of {kind} have gaps in their numbers")
+    if len(shapes := {item.shape for item in items.values()}) > 1 or len(*shapes) != 2:
+        raise CheckpointError(
+            f"{owner}: {kind} of its experts must be matrices of one shape, not {sorted(shapes)}"
+        )
     return [items[index] for index in range(len(items))]
 
 

@@ -139,6 +139,7 @@ class LanguageTask(Task):
 
     tokenizer: Any = None
     model_name: str = "the model"
+    rows: int | None = None  # of the embedding; None: not known
 
     name, unit, head_kind = TEXT, "tokens", "lm_head"
     window_length, judged_length = 512, 2048
@@ -166,7 +167,9 @@ class LanguageTask(Task):
         split: str | None = None,
     ) -> Windows:
         length = length or self.window_length
-        return draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
+        return self._fitting(
+            draw_windows(_text(source), self.require_tokenizer(), windows, length, seed, split)
+        )
 
     def from_start(
         self,
@@ -178,7 +181,19 @@ class LanguageTask(Task):
         split: str | None = None,
     ) -> Windows:
         length = length or self.judged_length
-        return evaluation_windows(_text(source), self.require_tokenizer(), length, stride, limit, split)
+        return self._fitting(
+            evaluation_windows(_text(source), self.require_tokenizer(), length, stride, limit, split)
+        )
+
+    def _fitting(self, windows: Windows) -> Windows:
+        """Raises for a token that the embedding has no row for."""
+        if self.rows is not None and (beyond := windows.ids[windows.ids >= self.rows]).numel():
+            token = int(beyond[0])
+            raise TextError(
+                f"{windows.label}: {self.require_tokenizer().decode([token])!r} is token {token}, but the embedding of "
+                f"{self.model_name} has only {self.rows} rows; give the model's own tokenizer with --tokenizer"
+            )
+        return windows
 
     def sample(self, model: nn.Module, windows: int, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

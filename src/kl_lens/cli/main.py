@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -13,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kl_lens.environment import set_defaults
+from kl_lens.environment import require_thread_counts, set_defaults
 
 set_defaults()
 
@@ -65,6 +67,30 @@ USUAL = {
 
 
 class _Parser(argparse.ArgumentParser):
+    """Takes flags only as they are spelled: an abbreviation would change its meaning with the next flag."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(allow_abbrev=False, **named)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(args)
+        if self._subparsers:  # the words behind the verb are for its own parser
+            words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and " " not in word and flag not in self._option_string_actions:
+                self.error(f"there is no {flag}{self._instead(flag)}")
+        return super().parse_known_args(args, namespace)
+
+    def _instead(self, flag: str) -> str:
+        if flag == "--debug":
+            return " behind a command; put it in front: kl-lens --debug …"
+        known = list(self._option_string_actions)
+        close = [name for name in known if name.startswith(flag)][:4]
+        if close := close or difflib.get_close_matches(flag, known, 1):
+            return f"; did you mean {' or '.join(close)}?"
+        return f"; see {self.prog} --help{'-all' * ('--help-all' in known)}"
+
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
 
@@ -245,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     program = " ".join(["kl-lens", *_verb(words)])
     try:
+        _open_streams()
+        require_thread_counts()
         arguments = parse(words)
         if not arguments.debug:
             _quiet_libraries()
@@ -283,6 +311,22 @@ def _said(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
             "command with --weights disk, or measure with a smaller --memory-budget"
         )
     return EXIT_CODE, unexpected(error, words)
+
+
+def _open_streams() -> None:
+    """Raises if standard output is closed. Of the other two, a closed one becomes /dev/null: the next file that is
+    opened would get its number, and libraries would write into that."""
+    closed = sys.stdout is None
+    if closed or sys.stdin is None or sys.stderr is None:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+        sys.stdin, sys.stdout, sys.stderr = (
+            stream or open(number, mode, closefd=False)  # noqa: SIM115
+            for number, (stream, mode) in enumerate(((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
+        )
+    if closed:
+        raise KLLensError("standard output is closed; use >/dev/null to discard the result")
 
 
 def _drop_output() -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.environment import available_memory, for_child, processors
+from kl_lens.environment import THREAD_VARIABLES, available_memory, for_child, processors
 from kl_lens.errors import KLLensError
 from kl_lens.units import human_bytes
 
@@ -35,8 +35,6 @@ LEAST_OPERATIONS = 1.5e12
 # Memory of a process before it opens a model: Python, torch, transformers, compiled kernels.
 PROCESS_BYTES = 600 * 10**6
 _MOST = 4  # workers per processor; more would only wait for each other
-# prefixes of …_NUM_THREADS
-_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")
 
 
 def workers_by_default(cores: int, copy_bytes: int, budget: int, free: int, operations: float) -> int:
@@ -122,7 +120,7 @@ class _Process:
         self.pipe, theirs = Pipe()
         # What libraries print; its last line may explain a crash.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = for_child() | {f"{name}_NUM_THREADS": str(order.threads) for name in _THREADS}
+        environment = for_child() | {f"{name}_NUM_THREADS": str(order.threads) for name in THREAD_VARIABLES}
         with theirs:
             # Its own session, so that Ctrl-C reaches only the driver.
             self._process = subprocess.Popen(

@@ -15,6 +15,7 @@ from kl_lens.calibration import IN_ORDER, StoredStatistics, gather
 from kl_lens.calibration.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
+from kl_lens.journal import FILE
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
@@ -64,8 +65,8 @@ class LearningText(Settings):
     def is_given(self) -> bool:
         return any(value is not None for value in (self.text, self.windows, self.window_length, self.seed))
 
-    def drawn(self, run: Run, model: LoadedModel, bench: Workbench) -> Windows:
-        measured = run.text_identity(CALIBRATION) or {}
+    def drawn(self, run: Run | None, model: LoadedModel, bench: Workbench) -> Windows:
+        measured = (run and run.text_identity(CALIBRATION)) or {}
         text, split = self.text or DEFAULT_TEXT, None
         if self.text is None and measured:
             text, split = measured["source"], measured["split"]
@@ -133,7 +134,10 @@ def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> 
         with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
             return _calibrated(run, bench.model_of(run, loading), settings, bench, events)
     model = bench.model(loading)
-    with Run.create(new_run_folder(settings.run, model.name)) as run:
+    folder = new_run_folder(settings.run, model.name)
+    if not (folder / FILE).exists():
+        settings.drawn(None, model, bench)  # a text that cannot be used leaves no run behind
+    with Run.create(folder) as run:
         return _calibrated(run, model, settings, bench, events)
 
 
@@ -143,6 +147,7 @@ def _calibrated(
     run.identify(model_identity(model))
     run.note_command(["kl-lens", *command_of(settings)])
     if settings.again:
+        settings.drawn(run, model, bench)  # a text that cannot be used deletes nothing
         forget(run)
     statistics = _gathered(run, model, settings, bench, events)
     bench.drop_statistics()

@@ -151,6 +151,11 @@ class _Writer:
         if known == 0 or known >= len(ids) or ids[:known] != self._fed:
             self.session.reset()
             known = 0
+        if (wrong := next((i for i in ids if i >= self.session.vocabulary), None)) is not None:
+            raise TargetError(
+                f"{self.tokenizer.decode([wrong])!r} is token {wrong}, but {self.settings.artifact} has only "
+                f"{self.session.vocabulary} tokens; give the model's own tokenizer with --tokenizer"
+            )
         begin = time.perf_counter()
         logits = self.session.prefill(ids[known:])
         self.read_seconds += time.perf_counter() - begin

@@ -19,7 +19,7 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("artifact", type=Path)
     parser.add_argument(
         "--target", nargs=2, metavar=("NAME", "MODULE:CLASS"), help="target to register first"

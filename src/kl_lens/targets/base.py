@@ -200,6 +200,10 @@ class Target(ABC):
             earlier = read_artifact(folder).files
         except TargetError:
             earlier = ()
+            if (folder / "config.json").exists():
+                raise TargetError(
+                    f"{folder} holds a model (config.json) that would be overwritten; export to another folder"
+                ) from None
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}

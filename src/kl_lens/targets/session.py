@@ -109,6 +109,6 @@ def checked_tokens(ids: Sequence[int], vocabulary: int, where: str) -> list[int]
     if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
         raise TargetError(
             f"{where}: token {wrong[0]} is outside the vocabulary of {vocabulary}; "
-            "the text was tokenized for another model"
+            "the text was tokenized for another model: give this one's tokenizer with --tokenizer"
         )
     return tokens

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from kl_lens.checkpoints import mamba_ssm
-from kl_lens.checkpoints.files import check_sizes, read_config
+from kl_lens.checkpoints.files import check_sizes, read_config, refuse_quantized
 from kl_lens.checkpoints.opening import why_not_loaded
 from kl_lens.errors import CheckpointError
 from kl_lens.targets.gguf.architectures import get_architecture
@@ -18,6 +18,7 @@ def read_configuration(folder: Path) -> Any:
     """The transformers configuration of a checkpoint folder, whichever library wrote it."""
     raw = read_config(folder)
     check_sizes(folder, raw)
+    refuse_quantized(folder, raw, "give the original checkpoint, in 16 or 32 bits")
     if mamba_ssm.is_layout(raw):
         version2 = (raw.get("ssm_cfg") or {}).get("layer", "Mamba1") == "Mamba2"
         return mamba_ssm.mamba2_config(raw) if version2 else mamba_ssm.mamba1_config(raw)

@@ -99,7 +99,8 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
     highest = max([*names, *added])
     if highest >= vocabulary:
         raise TargetError(
-            f"the tokenizer has a token {highest}, but the model only {vocabulary} rows; give the model's own tokenizer"
+            f"the tokenizer has a token {highest}, but the embedding only {vocabulary} rows; give the model's own "
+            "tokenizer with --tokenizer; --without-tokenizer makes a file that works with token ids only"
         )
     tokens, types = [], []
     for index in range(vocabulary):

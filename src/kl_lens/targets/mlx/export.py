@@ -62,6 +62,7 @@ def export(
         notes = ["mlx_lm.load wants a tokenizer, and the checkpoint has none; kl-lens opens the folder"]
     elif with_tokenizer:
         model.tokenizer.save_pretrained(folder)
+        notes = [model.unread_tokens] if model.unread_tokens else []
     tensors = file.records()
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
     return Artifact(

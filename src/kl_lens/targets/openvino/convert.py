@@ -139,7 +139,8 @@ def export(
         model.tokenizer.save_pretrained(place)
     converses = with_tokenizer and task is None and static is None
     missing = write_tokenizer(model.tokenizer, place) if converses else None
-    if notes := [note for note in (missing, _expanded_here(realised)) if note]:
+    beyond = model.unread_tokens if with_tokenizer else None
+    if notes := [note for note in (beyond, missing, _expanded_here(realised)) if note]:
         settings["notes"] = notes
     if task is not None:
         task.preparation.write(place)
