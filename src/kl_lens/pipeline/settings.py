@@ -174,7 +174,9 @@ class Option:
 
     def read(self, text: str) -> Any:
         """Parses one word; raises KLLensError if it is not valid."""
-        if not text.strip() and self.kind.parse in (str, Path):  # an empty path is the current folder
+        if (
+            not text.strip() and text != self.bare and self.kind.parse in (str, Path)
+        ):  # Path("") is the current folder
             raise KLLensError(f"{self.flag or self.name} is empty; give it a value, or leave it out")
         try:
             value = self.kind.parse(text)
