@@ -10,7 +10,7 @@
 set -euo pipefail
 model=${1:?usage: board.sh MODEL SIZE [flags of kl-lens run]} size=${2:?a size such as 90MB}
 shift 2
-run=runs/board there=kl-lens-board
+run=runs/board-$size there=kl-lens-board
 
 on_board() { if [ -n "${BOARD:-}" ]; then ssh "$BOARD" "$(printf '%q ' "$@")"; else "$@"; fi; }
 ship() { if [ -n "${BOARD:-}" ]; then scp -q "$@" "$BOARD:$there/"; else cp "$@" "$there/"; fi; }
@@ -19,9 +19,9 @@ ship() { if [ -n "${BOARD:-}" ]; then scp -q "$@" "$BOARD:$there/"; else cp "$@"
 kl-lens run "$model" --run "$run" --targets gguf --max-bytes "$size" --without benchmark "$@"
 
 on_board mkdir -p "$there"
-ship "$run"/artifacts/gguf/recommended-gguf/*.gguf "$run"/artifacts/gguf/uniform_fp16/*.gguf
+ship "$run"/artifacts/gguf/recommended-gguf-*/*.gguf "$run"/artifacts/gguf/uniform_fp16/*.gguf
 
 # There: the file beside FP16, then some text.
-best=$(basename "$run"/artifacts/gguf/recommended-gguf/*.gguf) whole=$(basename "$run"/artifacts/gguf/uniform_fp16/*.gguf)
+best=$(basename "$run"/artifacts/gguf/recommended-gguf-*/*.gguf) whole=$(basename "$run"/artifacts/gguf/uniform_fp16/*.gguf)
 on_board kl-lens benchmark "$there/$best" "$there/$whole" --repeats 3 --prompt-lengths 32 --new-tokens 32
 on_board kl-lens generate "$there/$best" --prompt "The history of the city" --max-new-tokens 20

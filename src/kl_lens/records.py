@@ -142,6 +142,12 @@ class Measured(Record):
     windows: int
 
     @property
+    def rise(self) -> Estimate:
+        """Of the perplexity, as a share of the original's."""
+        change = self.perplexity.value / self.original_perplexity - 1
+        return Estimate(change, self.perplexity.standard_error / self.original_perplexity)
+
+    @property
     def place(self) -> str:
         """`wikitext2:valid, 4 windows`."""
         return f"{self.text}, {self.windows} window{'' if self.windows == 1 else 's'}"
@@ -174,6 +180,16 @@ class Plan(Record):
     interaction: float = 1.0  # how much more whole plans lose than their parts; included in `predicted_kl`
     contest: str | None = None  # how it compares with stock recipes, in a sentence
     edited: bool = False  # by hand since KL Lens wrote it
+
+    @property
+    def missed(self) -> Estimate | None:
+        """The loss on held-out text (of KL, or the rise of perplexity) if that, with its error, is above the limit."""
+        if self.measured is None:
+            return None
+        loss = self.measured.rise if "drop" in self.limits else self.measured.kl
+        most = self.limits.get("drop", self.limits.get("loss", math.inf))
+        error = 0.0 if math.isnan(loss.standard_error) else loss.standard_error  # of one window
+        return loss if loss.value + error > most else None
 
     @property
     def file_bytes(self) -> int | None:

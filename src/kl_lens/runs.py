@@ -66,6 +66,7 @@ SCREENED = (
 KERNELS = "kernels"  # kind of record: why transformers' own code computed, where our kernels should have
 WEIGHTS = "weights"  # measurements without a target's activations
 ALL_PLANS = "all"
+RECOMMENDED = "recommended"  # name of plans, kind of records: what the last `kl-lens run` recommends
 RECIPES = "recipes"  # folder: plans in the languages of other tools
 STATISTICS = "statistics/statistics.json"  # describes the run's statistics
 # Names for the parts of a run's identity.
@@ -76,6 +77,12 @@ _MEANINGS = {
     "precision": "the precision of matrix products",
     "statistics": "the set of statistics",
 }
+
+
+def recommended_name(target: str | None, limit: str = "") -> str:
+    """What `kl-lens run` calls the plan it recommends. `limit`: the user's, so that files of several limits can be in
+    one run. (No dot before the target: `.gguf` would make a folder look like a file.)"""
+    return "-".join(filter(None, (RECOMMENDED, target, limit)))
 
 
 def role_as(role: str, target: str | None) -> str:
@@ -501,6 +508,11 @@ class Run:
         inside = self.folder / "artifacts" / name
         record = self.load("artifact", name)
         return inside if record is None or inside.is_dir() else Path(record["folder"])
+
+    def recommended(self, target: str | None) -> str:
+        """Name of the plan that the last `kl-lens run` recommends for a target."""
+        usual = recommended_name(target)
+        return self.load(RECOMMENDED, usual) or usual
 
     @checks_rows
     def imported(self) -> list[Measurement]:

@@ -57,8 +57,9 @@ def spell_bytes(count: int) -> str:
     """Exact inverse of `parse_bytes`."""
     for unit in ("GB", "MB", "kB"):
         size = _DECIMAL[unit[0].lower()]
-        if count and count % size == 0:
-            return f"{count // size}{unit}"
+        text = f"{count / size:.12g}{unit}"
+        if count >= size and parse_bytes(text) == count:
+            return text
     return str(count)
 
 

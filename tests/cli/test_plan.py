@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,36 @@ def test_a_drop_over_one_window_is_refused(measured: Path, tmp_path: Path, capsy
     words = ["plan", "--run", str(measured), "--max-drop", "3%", "--held-out", str(tmp_path / "short.txt")]
     assert main(words) == 2
     assert "use more held-out text" in capsys.readouterr().err
+
+
+def test_a_limit_on_the_loss_is_kept_where_it_is_judged(measured: Path, tmp_path: Path, capsys) -> None:
+    """Four easy windows decide, four hard ones confirm: the plan must keep its limit there too, with its error."""
+    from kl_lens.reporting.answer import target_of
+    from kl_lens.reporting.data import collect
+    from kl_lens.runs import Run
+    from kl_lens.text import wikitext2
+
+    hard = "\n\n".join(document.text for document in wikitext2("test").documents[:3])
+    (tmp_path / "hard.txt").write_text(hard)
+    (tmp_path / "text.txt").write_text(", . " * 64 + hard)
+    words = ["plan", "--run", str(measured), "--verify", "--held-out-windows", "8", "--held-out"]
+    limit = ["--max-loss", "0.03", "--name", "kept"]
+    assert main([*words, str(tmp_path / "text.txt"), *limit]) == 0
+    kl = _plan(measured, "kept")["measured"]["kl"]
+    assert 0.02 < kl["value"] + kl["standard_error"] <= 0.03
+    assert "misses its target" not in capsys.readouterr().err
+    # Where it cannot be kept, on other text, the sentence says what was promised and what came.
+    (tmp_path / "easy.txt").write_text(", . " * 400)
+    assert main([*words, str(tmp_path / "easy.txt"), *limit[:-1], "missed"]) == 0
+    assert main([*words, str(tmp_path / "hard.txt"), "--plan", "missed"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(
+        r"missed misses its target: the KL is 0\.\d+ ± 0\.\d+ on \S+hard\.txt, 4 windows, and at", said
+    )
+    with Run.open(measured) as run:
+        plan = collect(run).plan("missed")
+    assert plan is not None
+    assert re.match(r"Target: KL ≤ 0\.03 .*\. Missed on held-out text: 0\.\d+ ± ", target_of(plan))
 
 
 def test_a_copied_plan_does_not_overwrite_the_first(measured: Path, held_out: list[str], capsys) -> None:

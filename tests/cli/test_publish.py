@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from kl_lens.cli.main import main
 from kl_lens.environment import for_child
-from kl_lens.runs import Run
+from kl_lens.runs import RECOMMENDED, Run
 from kl_lens.targets import read_artifact
 from tests.hub_server import Hub, serving
 
@@ -93,7 +93,21 @@ def test_the_folder_holds_the_file_and_its_proof(run: Path) -> None:
     assert {row["recipe"] for row in rows} >= {"int4", "int8"}
     assert all(row["kl_teacher_to_student"] >= 0 for row in rows)
     assert json.loads((folder / "plan.json").read_text())["name"] == "recommended-openvino"
+    record = json.loads((folder / "artifact.json").read_text())
+    (folder / "artifact.json").unlink()  # a link
+    (folder / "artifact.json").write_text(json.dumps(record | {"files": [*record["files"], "old.bin"]}))
+    (folder / "old.bin").touch()
     assert main(words) == 0, "again, over the same files"
+    assert not (folder / "old.bin").exists(), "a file of the earlier export, which would be uploaded too"
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main([*words, "--plan", "stock.int8_sym"]) == 0
+    assert (run / "published/stock.int8_sym/README.md").is_file()
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    with Run.open(run) as journal:
+        journal.store(RECOMMENDED, "recommended-openvino", "stock.int8_sym")
+    (run / "published/stock.int8_sym/plan.json").unlink()
+    assert main(words) == 0, "what the last run recommends"
+    assert (run / "published/stock.int8_sym/plan.json").is_file()
 
 
 def test_it_is_uploaded(run: Path, signed_in: Hub, capsys: pytest.CaptureFixture[str]) -> None:

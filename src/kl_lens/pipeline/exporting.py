@@ -28,9 +28,9 @@ from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Artifact, Plan
 from kl_lens.runs import ALL_PLANS, Run, named_plans
 from kl_lens.sensitivity.sweep import model_identity
-from kl_lens.subjects import plan_digest
-from kl_lens.targets import TARGETS, describe_target, export as write_files, get_target
-from kl_lens.units import parse_names
+from kl_lens.subjects import artifact_digest, plan_digest
+from kl_lens.targets import TARGETS, describe_target, earlier_artifact, export as write_files, get_target
+from kl_lens.units import human_bytes, parse_names
 
 _KINDS = {
     "switch": Kind(str),
@@ -142,7 +142,7 @@ def export(settings: ExportSettings, bench: Workbench, events: Events) -> Export
     if settings.format:
         if _learns(settings.format):
             return ExportResult([_model_with_statistics(settings, settings.format, bench, events)])
-        return ExportResult([_plain_model(settings, settings.format, bench)])
+        return ExportResult([_plain_model(settings, settings.format, bench, events)])
     with Run.open(settings.run_folder) as run:
         return _plans_of(run, settings, bench, events)
 
@@ -173,7 +173,7 @@ def _model_with_statistics(
         source = _streamed(settings, name)
         with Run.open(folder) as run:
             plan = get_target(settings.target).uniform_plan(source, recipe)
-            return _written(run, settings, source, plan, settings.out)
+            return _written(run, settings, source, plan, events, settings.out)
     model = bench.model(settings)
     folder = new_run_folder(settings.run, model.name)
     model = bench.in_run(model, folder)
@@ -183,10 +183,12 @@ def _model_with_statistics(
         run.note_command(["kl-lens", *command_of(settings)])
         plan = replace(_uniform(model, recipe), statistics=learnt)
         _quantize(model, plan, settings, events)
-        return _written(run, settings, model, plan, settings.out)
+        return _written(run, settings, model, plan, events, settings.out)
 
 
-def _plain_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[Path, Artifact]:
+def _plain_model(
+    settings: ExportSettings, fmt: str, bench: Workbench, events: Events
+) -> tuple[Path, Artifact]:
     source = _named_model(settings)
     extra = settings.target_options
     model: LoadedModel | Path
@@ -201,7 +203,25 @@ def _plain_model(settings: ExportSettings, fmt: str, bench: Workbench) -> tuple[
         model = bench.model(settings)
         plan, name = _uniform(model, fmt), model.name
     folder = settings.out or new_run_folder(settings.run, name) / "artifacts" / settings.target / plan.name
-    return folder, write_files(model, plan, settings.target, folder, **extra)
+    return folder, _export(model, plan, settings, folder, extra, events)
+
+
+def _export(
+    model: LoadedModel | Path,
+    plan: Plan,
+    settings: ExportSettings,
+    folder: Path,
+    extra: dict[str, Any],
+    events: Events,
+) -> Artifact:
+    """Writes the files, and says so if they replace others of the same name."""
+    earlier = earlier_artifact(folder)
+    artifact = write_files(model, plan, settings.target, folder, **extra)
+    if earlier is not None and artifact_digest(earlier) != artifact_digest(artifact):
+        events.warn(
+            f"{folder}: the files of an earlier export ({human_bytes(earlier.realised_bytes)}) were replaced"
+        )
+    return artifact
 
 
 def _uniform(model: LoadedModel, name: str) -> Plan:
@@ -227,7 +247,7 @@ def _plans_of(run: Run, settings: ExportSettings, bench: Workbench, events: Even
         if isinstance(model, LoadedModel):
             _quantize(model, plan, settings, events)
         events.note(f"exporting {plan.name} to {settings.target}")
-        made.append(_written(run, settings, model, plan))
+        made.append(_written(run, settings, model, plan, events))
     return ExportResult(made)
 
 
@@ -262,7 +282,12 @@ def _quantize(model: LoadedModel, plan: Plan, settings: ExportSettings, events: 
 
 
 def _written(
-    run: Run, settings: ExportSettings, model: LoadedModel | Path, plan: Plan, folder: Path | None = None
+    run: Run,
+    settings: ExportSettings,
+    model: LoadedModel | Path,
+    plan: Plan,
+    events: Events,
+    folder: Path | None = None,
 ) -> tuple[Path, Artifact]:
     folder = folder or (settings.out or run.folder / "artifacts" / settings.target) / plan.name
     extra = settings.target_options
@@ -274,7 +299,7 @@ def _written(
         if any(_learns(recipe) for recipe in plan.assignment.values()):
             extra["statistics"] = for_streaming(run, fingerprint)
         extra["weights_folder"] = run.folder / WEIGHTS
-    artifact = write_files(model, plan, settings.target, folder, **extra)
+    artifact = _export(model, plan, settings, folder, extra, events)
     about = {
         "folder": str(folder.resolve()),
         "of_plan": plan_digest(

@@ -55,6 +55,7 @@ from kl_lens.runs import CALIBRATION, POSITIONS, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
+from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.precision import PRECISIONS
 from kl_lens.sensitivity.sweep import Sweep, SweepResult
 from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
@@ -264,7 +265,9 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         role = role_as(text, target)
         if len(candidates) < everything:
             limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
-            run.store(SCREENED, role, {"measured": len(candidates), "of": everything, "limit": limit})
+            chosen = [key_of(candidate) for candidate in candidates]
+            known = {"measured": len(candidates), "of": everything, "limit": limit, "chosen": chosen}
+            run.store(SCREENED, role, known)
             events.note(
                 f"measured {len(candidates)} of {everything} candidates: by their predicted KL, no good plan "
                 f"{'near this limit ' if limit else ''}uses the others; --exhaustive measures all"

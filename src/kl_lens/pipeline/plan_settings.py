@@ -104,8 +104,8 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
     verify: bool = _proof(False, "measure the whole plan")
     rivals: str | None = _proof(
         None,
-        "also measure the target's stock recipes, such as Q4_K_M; one that is no larger and not measurably worse "
-        "replaces the plan (usual: a few of them; without a value: all)",
+        "also measure the target's stock recipes, such as Q4_K_M; one that is no larger and not worse replaces the "
+        "plan (usual: a few of them; without a value: all)",
         choices=(USUAL, ALL),
         nargs="?",
         bare=ALL,

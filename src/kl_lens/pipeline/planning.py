@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from kl_lens.pipeline.rivals import with_rivals
 from kl_lens.pipeline.settings import (
     command_of,
 )
-from kl_lens.pipeline.target_planner import TargetPlanner, verified
+from kl_lens.pipeline.target_planner import TargetPlanner, nats_allowed, verified
 from kl_lens.pipeline.tuning import with_tuning
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import FP16
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.runs import RECIPES, SCREENED, Run
-from kl_lens.targets import TARGETS, SessionSettings, describe_target
+from kl_lens.subjects import plan_digest
+from kl_lens.targets import TARGETS, SessionSettings, describe_target, exported_places
 from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
 from kl_lens.units import human_seconds, spell_share
 
@@ -72,11 +73,26 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         if planner.target:
             planning.store_fixed_bytes(run, planner.target, planner.fixed_bytes)
         for each in plans:
-            planning.write_plan(each, planning.plan_path(folder, each.name), table.components)
+            path = planning.plan_path(folder, each.name)
+            if each.name != settings.plan:
+                _say_replaced(path, each, run, events)
+            planning.write_plan(each, path, table.components)
         handovers = (
             _handed_over(settings.write_recipe, plans, planner, run, events) if settings.write_recipe else ()
         )
         return PlanResult(table, plans, folder, handovers=handovers)
+
+
+def _say_replaced(path: Path, plan: Plan, run: Run, events: Events) -> None:
+    """A name that is used again means another plan from now on; files keep the old one until they are exported."""
+    with suppress(PlanError):  # none, or one that cannot be read
+        earlier = planning.read_plan(path, run.table().components)
+        if plan_digest(earlier.assignment, None, earlier.statistics) != plan_digest(
+            plan.assignment, None, plan.statistics
+        ):
+            old = [str(place) for (_, name), place in exported_places(run).items() if name == plan.name]
+            kept = f"; until the next export, the earlier one stays in {' and '.join(old)}" if old else ""
+            events.fail(f"{plan.name} replaces another plan of this name{kept}")
 
 
 def _handed_over(
@@ -193,32 +209,23 @@ def _greedy(settings: PlanSettings, table: SensitivityTable, planner: TargetPlan
 def _within_loss(
     settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
-    """The smallest plan within a measured loss: of KL, or of perplexity."""
-    meter = planner.halves[0]
-
-    # Add one standard error: on little text the plan would otherwise be too small.
-    def lost_perplexity(assignment: Mapping[str, str]) -> float:
-        effect = meter.measure(assignment)
-        change = effect.delta_cross_entropy
-        return change.value + change.standard_error
-
-    def lost_kl(assignment: Mapping[str, str]) -> float:
-        kl = meter.measure(assignment).kl
-        return kl.value + kl.standard_error
-
+    """The smallest plan within a measured loss, of KL or of perplexity, on both halves of the held-out text."""
     if settings.max_drop is not None:
-        asked, loss, allowed = spell_share(settings.max_drop), lost_perplexity, math.log1p(settings.max_drop)
-        limits = {"drop": settings.max_drop}
+        asked, limits = spell_share(settings.max_drop), {"drop": settings.max_drop}
     else:
         assert settings.max_loss is not None
-        asked, loss, allowed = f"{settings.max_loss:g} nats", lost_kl, settings.max_loss
-        limits = {"loss": settings.max_loss}
+        asked, limits = f"{settings.max_loss:g} nats", {"loss": settings.max_loss}
     result = planning.plan_for_loss(
-        table, loss, max_loss=allowed, name=settings.name, target=planner.target, **settings.choice
+        table,
+        lambda assignment: planner.lost(assignment, limits),
+        max_loss=nats_allowed(limits),
+        name=settings.name,
+        target=planner.target,
+        **settings.choice,
     )
     events.note(
-        f"target {asked}: {result.evaluations} plans measured; the smallest that fits loses {result.loss:.4g} nats "
-        f"per token, one standard error included, on {meter.text.label}"
+        f"target {asked}: {result.evaluations} plans measured; the smallest that fits loses at most {result.loss:.4g} "
+        f"nats per token, one standard error included, on each half of {planner.halves[0].text.label}"
     )
     return replace(result.plan, limits=limits)
 

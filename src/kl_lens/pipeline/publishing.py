@@ -12,8 +12,8 @@ from kl_lens import planning
 from kl_lens.errors import KLLensError, RunError, one_line
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, option
-from kl_lens.runs import RECIPES, Run
-from kl_lens.targets import TARGETS, locate
+from kl_lens.runs import RECIPES, Run, recommended_name
+from kl_lens.targets import TARGETS, earlier_artifact, locate
 from kl_lens.writing import RECORD_FILE, replacing
 
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -27,13 +27,19 @@ class PublishSettings(Settings):
     run: str = option(help="the run folder", positional=True, metavar="RUN")
     target: str = option(help="whose file to publish", positional=True, choices=TARGETS, metavar="TARGET")
     to: str = option(help="the repository on the hub; it is made if it does not exist", metavar="ORG/NAME")
-    plan: str | None = option(None, "the plan whose file it is (default: recommended-TARGET)", metavar="NAME")
+    plan: str | None = option(
+        None, "the plan whose file it is (default: what the last kl-lens run recommends)", metavar="NAME"
+    )
     base_model: str | None = option(
         None, "the original on the hub (default: where the run's model came from)", metavar="ORG/NAME"
     )
     license: str | None = option(None, "as the hub spells it (default: the original's)", metavar="ID")
     private: bool = option(False, "make the repository private")
-    out: Path | None = option(None, "where to write (default: RUN/published/TARGET)", metavar="DIR")
+    out: Path | None = option(
+        None,
+        "where to write (default: RUN/published/TARGET; RUN/published/PLAN if it is not recommended-TARGET)",
+        metavar="DIR",
+    )
     dry_run: bool = option(False, "write the folder, upload nothing")
 
     def check(self) -> None:
@@ -60,16 +66,18 @@ class PublishResult:
 
 
 def publish(settings: PublishSettings, events: Events) -> PublishResult:
-    folder = settings.out or Path(settings.run) / "published" / settings.target
     with Run.open(Path(settings.run)) as run:
-        card = _write(run, settings, folder, events)
+        name = settings.plan or run.recommended(settings.target)
+        place = settings.target if name == recommended_name(settings.target) else name
+        folder = settings.out or run.folder / "published" / place
+        card = _write(run, settings, name, folder, events)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     url = None if settings.dry_run else _upload(settings, folder, card, events)
     return PublishResult(folder, files, url)
 
 
-def _write(run: Run, settings: PublishSettings, folder: Path, events: Events) -> Any:
+def _write(run: Run, settings: PublishSettings, name: str, folder: Path, events: Events) -> Any:
     """Writes the folder; returns the client's own view of the card."""
     import pyarrow
     from huggingface_hub import ModelCard
@@ -78,7 +86,6 @@ def _write(run: Run, settings: PublishSettings, folder: Path, events: Events) ->
     from kl_lens.reporting.card import CHART, card, chart, front_matter, score_of
     from kl_lens.reporting.data import collect
 
-    name = settings.plan or f"recommended-{settings.target}"
     place, artifact = locate(run.artifact_folder(f"{settings.target}/{name}"))
     view = collect(run)
     plan = view.plan(name)
@@ -102,6 +109,7 @@ def _write(run: Run, settings: PublishSettings, folder: Path, events: Events) ->
     parsed = ModelCard(content)
     if parsed.data.to_dict() != about:
         raise RunError(f"{run.folder}: the card's front matter cannot be read back; please report it")
+    earlier = earlier_artifact(folder)
     with replacing(folder) as new:
         for file in (*artifact.files, RECORD_FILE):
             _link(place / file, new / file)
@@ -112,6 +120,8 @@ def _write(run: Run, settings: PublishSettings, folder: Path, events: Events) ->
         parquet.write_table(pyarrow.Table.from_pylist(rows), new / "sensitivities.parquet")
         (new / CHART).write_text(chart(view, plan), encoding="utf-8")
         (new / "README.md").write_text(content, encoding="utf-8")
+    for file in set(earlier.files if earlier else ()) - set(artifact.files):  # or they would be uploaded too
+        (folder / file).unlink(missing_ok=True)
     return parsed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from kl_lens import planning
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.plan_settings import ALL, PlanSettings
 from kl_lens.pipeline.target_planner import TargetPlanner, verified
+from kl_lens.recipes import FP16, Recipe, parsed
 from kl_lens.records import Plan, SensitivityTable
 
 
@@ -30,11 +30,15 @@ def with_rivals(
     if not plans:
         return measured
     ours, others = measured[len(plans) - 1], measured[len(plans) :]
-    contest = judged(planner, ours, others)
-    sentence = contest.sentence(ours.name)
-    events.note(f"{ours.name}: {sentence}")
-    kept = [replace(ours, contest=sentence)]
-    if contest.winner != ours.name:
+    same = next((each for each in others if _stored(each) == _stored(ours)), None)
+    contest = judged(planner, ours, [each for each in others if each is not same])
+    sentence = contest.sentence(same.name if same else None)
+    # One window decides nothing, whatever the rivals are: the user should ask for more.
+    (events.fail if contest.unknown and contest.windows < 2 else events.note)(f"{ours.name}: {sentence}")
+    if contest.winner == ours.name:
+        notes = ours.notes | ({"taken_over": same.name} if same else {})
+        kept = [replace(ours, contest=sentence, notes=notes)]
+    else:
         winner = next(each for each in others if each.name == contest.winner)
         made_by = f"{winner.made_by}; replaces our own plan"
         notes = winner.notes | {"taken_over": winner.name}
@@ -43,6 +47,10 @@ def with_rivals(
         )
         kept = [planner.sized(replace(ours, name=f"{ours.name}.own")), planner.sized(taken)]
     return [*measured[: len(plans) - 1], *others, *kept]
+
+
+def _stored(plan: Plan) -> dict[str, Recipe]:
+    return {name: recipe for name, recipe in parsed(plan.assignment).items() if recipe != FP16}
 
 
 def rival_plans(
@@ -81,9 +89,7 @@ def judged(planner: TargetPlanner, ours: Plan, rivals: Sequence[Plan]) -> planni
         return planning.Contender(plan.name, size, meter.kl_by_window(plan.assignment))
 
     def keeps(rival: planning.Contender) -> bool:
-        result = meter.measure(by_name[rival.name].assignment)
-        within = result.kl.value <= ours.limits.get("loss", math.inf)
-        return within and result.delta_cross_entropy.value <= math.log1p(ours.limits.get("drop", math.inf))
+        return planner.keeps(by_name[rival.name].assignment, ours.limits)
 
     by_name = {plan.name: plan for plan in rivals}
     return planning.contest(contender(ours), [contender(each) for each in rivals], keeps=keeps)

@@ -62,14 +62,21 @@ from kl_lens.pipeline.spreading import Workers
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import FP16, Recipe
-from kl_lens.runs import CALIBRATION, RECIPES, Run
+from kl_lens.runs import CALIBRATION, RECIPES, RECOMMENDED, Run, recommended_name
 from kl_lens.sensitivity.perturbation import find_candidates
 from kl_lens.sensitivity.sweep import model_identity, windows_by_cost
-from kl_lens.targets import describe_target, get_target, menu_of, read_artifact, usual_targets
-from kl_lens.units import human_bytes
+from kl_lens.targets import (
+    describe_target,
+    earlier_artifact,
+    get_target,
+    menu_of,
+    read_artifact,
+    usual_targets,
+)
+from kl_lens.units import human_bytes, spell_bytes, spell_share
 from kl_lens.writing import write_text
 
-UNIFORM_FP16, RECOMMENDED = "uniform_fp16", "recommended"
+UNIFORM_FP16 = "uniform_fp16"
 PAPER_FORMATS = ("int4", "int8")
 MAX_LOSS = 0.01  # nats per token: about one percent of perplexity
 PROMPTS = ("The history of the city", "In the early years of the war ,")
@@ -79,11 +86,6 @@ SHORT, FULL, SMALL, NONE = "short", "full", "small", "none"
 _ANY_SHAPE = (1024, 1024)  # every format fits it
 _wanted = partial(grouped("target size or loss (give one)"), excludes="limit")
 _proof = grouped("checking the result")
-
-
-def recommended(target: str | None) -> str:
-    """Name of the recommended plan. (No dot: `.gguf` would make a folder look like a file.)"""
-    return RECOMMENDED if target is None else f"{RECOMMENDED}-{target}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +194,16 @@ class RunSettings(Workers, HeldOut, Calibration, OfModel, FromDisk):
         if self.budget is None:
             return self.max_bytes
         return int(self.budget * sum(2 * component.parameters for component in anatomy.components))
+
+    def recommended(self, target: str | None) -> str:
+        """Name of the plan for a target, with the limit if it is not the usual one: a run with another limit replaces
+        nothing."""
+        limit = "" if self.max_loss == MAX_LOSS else f"kl{self.max_loss!r}"
+        if self.max_bytes is not None:
+            limit = spell_bytes(self.max_bytes)
+        elif (share := self.budget if self.max_drop is None else self.max_drop) is not None:
+            limit = ("" if self.max_drop is None else "drop") + spell_share(share).replace("%", "pct")
+        return recommended_name(target, limit)
 
     def check(self) -> None:
         super().check()
@@ -338,7 +350,9 @@ class _RunStages:
         self.bench.drop_meters()
         plans = {target or TORCH: self._compared(target) for target in aims}
         exported = {
-            t: self.folder / "artifacts" / t / recommended(t) for t in usable if self._export(t, plans[t][1:])
+            t: self.folder / "artifacts" / t / plans[t][-1]
+            for t in usable
+            if self._export(t, plans[t][1:], plans[t][-1])
         }
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
@@ -428,7 +442,7 @@ class _RunStages:
     def _plan(self, target: str | None) -> None:
         """Plans for a target and compares with stock recipes."""
         rivals = None if target is None or self.settings.rivals == NONE else self.settings.rivals
-        name = recommended(target)
+        name = self.settings.recommended(target)
         self.stages.do(
             PlanSettings(
                 name=name, target=target, rivals=rivals, verify=True, tune=self.settings.tune,
@@ -438,6 +452,8 @@ class _RunStages:
             inputs=self.stages.measurements(target),
             outputs=[f"plans/{name}.json"],
         )  # fmt: skip
+        with Run.open(self.folder) as journal:
+            journal.store(RECOMMENDED, recommended_name(target), name)
         self._hand_over(target)
 
     def _hand_over(self, target: str | None) -> None:
@@ -447,7 +463,9 @@ class _RunStages:
             return
         with Run.open(self.folder) as journal:
             components = journal.table().components
-        plan = planning.read_plan(self.folder / "plans" / f"{recommended(target)}.json", components)
+        plan = planning.read_plan(
+            self.folder / "plans" / f"{self.settings.recommended(target)}.json", components
+        )
         place = self.folder / RECIPES / f"{plan.name}.{tool}"
         with suppress(PlanError):
             model = self.bench.in_run(self.model, self.folder)  # recipes learn from the run's statistics
@@ -472,8 +490,12 @@ class _RunStages:
             components = journal.table().components
         paths = sorted((self.folder / "plans").glob("*.json"))
         plans = {path.stem: planning.read_plan(path, components) for path in paths}
-        name = recommended(target)
-        own = sorted((p for p in plans.values() if p.target == target), key=lambda p: -(p.file_bytes or 0))
+        name = self.settings.recommended(target)
+        # What runs with other limits recommended stays as it is.
+        of_runs, ours = recommended_name(target), (name, f"{name}.own")
+        own = [p for p in plans.values() if p.target == target]
+        own = [p for p in own if p.name in ours or not p.name.startswith(of_runs)]
+        own.sort(key=lambda p: -(p.file_bytes or 0))
         names = [UNIFORM_FP16, *(p.name for p in own if target is not None)]
         if self.settings.paper and self._holds_paper(target):
             points = [p for p in plans.values() if p.target in (None, target)]
@@ -498,8 +520,9 @@ class _RunStages:
                 ),
                 key=f"export {target} {key}".strip(),
                 inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
-                lost=not all(_is_whole(folder / name) for name in plans),
-                outputs=[f"artifacts/{target}/{name}/artifact.json" for name in plans],
+                lost=not all(earlier_artifact(folder / name) for name in plans),
+                # Runs with other limits write the files of stock recipes again; their weights are the same.
+                outputs=[f"artifacts/{target}/{plans[-1]}/artifact.json"],
             )
         except UnsupportedError as error:
             self.events.fail(f"not exported to {target}: {error}")
@@ -557,16 +580,8 @@ class _RunStages:
                 new_tokens=32,
                 threads=None if self.settings.threads is None else (self.settings.threads,),
             ),
-            key="benchmark",
+            key=f"benchmark {plans[-1]}",
             # Another version may have another speed.
             inputs=" ".join([self.stages.files(*artifacts), *(get_target(name).version for name in targets)]),
             optional=True,
         )
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        read_artifact(folder)
-    except TargetError:
-        return False
-    return True

@@ -16,7 +16,7 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 from kl_lens.pipeline.verbs import perform
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.runs import Run
+from kl_lens.runs import SCREENED, Run
 
 
 class Stages:
@@ -108,11 +108,15 @@ class Stages:
     # -- what stages depend on -------------------------------------------------------------------------
 
     def measurements(self, target: str | None = None) -> str:
-        """A digest of the measurements for a target."""
+        """A digest of the measurements for a target; of a staged search, of what it chose: what searches for other
+        limits measured besides is no reason to plan again."""
         with Run.open(self.folder) as run:
+            role = run.measured_role(target)
+            chosen = (run.load(SCREENED, role) or {}).get("chosen")
             rows = [
                 (m.component, m.format, m.windows, m.metrics["kl_teacher_to_student"].value)
-                for m in run.measurements(run.measured_role(target))
+                for m in run.measurements(role)
+                if chosen is None or [m.component, m.format] in chosen
             ]
         return _digest(json.dumps(sorted(rows)).encode())
 

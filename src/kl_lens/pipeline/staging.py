@@ -120,8 +120,9 @@ class StagedSearch:
         return planning.plan_for_budget(table, **how).plan
 
     def _room(self, table: SensitivityTable, room: float, limits: Limits) -> float:
-        """The sum of KLs at which whole plans reach the limit on held-out text, with one standard error, as `plan`
-        counts it: by a plan for the sum that seemed right so far."""
+        """The sum of KLs at which whole plans reach the limit on the held-out half that decides, with one standard
+        error: by a plan for the sum that seemed right so far. (`plan` asks the other half too: a few percent,
+        and the plans of the last round begin below.)"""
         assert limits.loss is not None
         plan = self._plan(table, max_kl=room)
         parts = planning.Predictor(table, KL).total(plan.assignment)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
-from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.sensitivity.joint import JointResult, PlanMeter
 from kl_lens.targets import computed_as, get_target
 from kl_lens.units import human_bytes
 
@@ -38,7 +39,8 @@ class TargetPlanner:
 
     @property
     def halves(self) -> tuple[PlanMeter, PlanMeter]:
-        """Meters on both halves of the held-out text: the first decides, the second confirms."""
+        """Meters on both halves of the held-out text: the first decides, the second confirms. A limit on the loss is
+        kept on both."""
         held_out = self._bench.held_out(self._settings, self._run, self.model.task)
         middle = (len(held_out) + 1) // 2
         if middle == len(held_out):
@@ -46,6 +48,22 @@ class TargetPlanner:
         kind = None if self.target is None else computed_as(self.target)
         first, second = held_out.first(middle), held_out.after(middle)
         return self._bench.meter(self.model, first, kind), self._bench.meter(self.model, second, kind)
+
+    def lost(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> float:
+        """What a plan loses in nats per token, of what is limited, with one standard error: on little text plans would
+        otherwise be too small. Of both halves the larger; the second is measured if the first is within the limit."""
+        first, second = (half.measure for half in self.halves)
+        loss = _limited(first(assignment), limits)
+        decided = loss.value + loss.standard_error
+        if not decided <= nats_allowed(limits):
+            return decided
+        loss = _limited(second(assignment), limits)
+        return max(decided, loss.value + (0.0 if math.isnan(loss.standard_error) else loss.standard_error))
+
+    def keeps(self, assignment: Mapping[str, str], limits: Mapping[str, float]) -> bool:
+        """Whether a plan loses no more than the limits allow, on both halves."""
+        allowed = nats_allowed(limits)
+        return math.isinf(allowed) or self.lost(assignment, limits) <= allowed
 
     def interaction(self, table: SensitivityTable, plans: Sequence[Plan]) -> float:
         """How much more whole plans lose than the sum of their parts, over all plans measured on the first half."""
@@ -111,6 +129,15 @@ class TargetPlanner:
         return self.sized(Plan("fp16", {}, "fp16", bytes=weights), exact=False).fixed_bytes
 
 
+def nats_allowed(limits: Mapping[str, float]) -> float:
+    """The loss per token that a user's limits allow: of KL (`loss`), or of cross-entropy (`drop`)."""
+    return math.log1p(limits["drop"]) if "drop" in limits else limits.get("loss", math.inf)
+
+
+def _limited(result: JointResult, limits: Mapping[str, float]) -> Estimate:
+    return result.delta_cross_entropy if "drop" in limits else result.kl
+
+
 def _loses_less(plan: Plan, other: Plan) -> bool:
     return (plan.predicted_kl or 0.0) < (other.predicted_kl or 0.0)
 
@@ -124,18 +151,23 @@ def verified(
     measured = Measured(
         result.kl, result.perplexity, result.original_perplexity, meter.text.label, len(result.windows)
     )
+    events, plan = events or Events(), replace(plan, measured=measured, statistics=learnt)
+    if (loss := plan.missed) is not None:
+        what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
+        events.fail(
+            f"{plan.name} misses its target: {what} {loss.value:.4g} ± {loss.standard_error:.1g} on {measured.place}, "
+            f"and at most {plan.limits[most]:g} was asked for"
+        )
     parts = planning.Predictor(table).total(plan.assignment)
     if parts is None:
-        return replace(plan, measured=measured, statistics=learnt)
+        return plan
     predicted = Estimate(factor * parts.value, factor * parts.standard_error)
     verification = planning.verify(predicted, result.kl)
     if verification.explained is False:
-        (events or Events()).warn(f"{plan.name}: {verification.message}")
+        events.warn(f"{plan.name}: {verification.message}")
     return replace(
         plan,
-        measured=measured,
         notes=plan.notes | {"verification": verification.message},
         predicted_kl=predicted.value,
         interaction=factor,
-        statistics=learnt,
     )

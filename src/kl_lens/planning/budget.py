@@ -15,7 +15,7 @@ from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
 from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
 from kl_lens.recipes import Recipe
 from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl, human_seconds
+from kl_lens.units import human_bytes, human_kl, human_seconds, spell_bytes
 
 if TYPE_CHECKING:
     from kl_lens.targets import Target
@@ -108,7 +108,7 @@ def plan_for_budget(
         notes["predicted_latency"] = totals.seconds
     plan = finished_plan(
         table,
-        name or _name(goal, limits),
+        name or _name(goal, limits, target),
         problem.assignment(selection),
         "exact budget",
         notes,
@@ -238,12 +238,13 @@ def _contradiction(problem: Problem, limits: dict[str, float], flags: Mapping[st
     return f"{' and '.join(flags.values())} cannot be met together: {'; '.join(facts)}; relax one of them"
 
 
-def _name(goal: str, limits: dict[str, float]) -> str:
-    parts = []
+def _name(goal: str, limits: dict[str, float], target: Target | None) -> str:
+    """A plan with another limit, or for another target, has another name."""
+    parts = [f"least_{goal}_at"]
     if "bytes" in limits:
-        parts.append(human_bytes(limits["bytes"]).replace(" ", ""))
+        parts.append(spell_bytes(int(limits["bytes"])))
     if "kl" in limits:
         parts.append(f"kl{limits['kl']:g}")
     if "latency" in limits:
         parts.append(human_seconds(limits["latency"]).replace(" ", "").replace("µ", "u"))
-    return f"least_{goal}_at_{'_'.join(parts)}"
+    return "_".join(parts) + (f"-{target.name}" if target else "")

@@ -12,8 +12,8 @@ from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.names import readable
 from kl_lens.reporting.numbers import count, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
+from kl_lens.runs import RECOMMENDED
 
-RECOMMENDED = "recommended"
 # Of a run without a plan of that name, the smallest plan that loses no more than this is the answer.
 TOLERATED = 0.02
 
@@ -26,7 +26,7 @@ class Answer:
 
 def recommendations(view: RunView) -> list[Answer]:
     """One for each target that the run has one for; else the one for the run as a whole, if any."""
-    named = [plan for plan in view.plans if plan.target and plan.name == f"{RECOMMENDED}-{plan.target}"]
+    named = [plan for plan in view.plans if plan.target and plan.name in view.recommended]
     if named:
         return [Answer(plan, _why(plan)) for plan in sorted(named, key=lambda plan: plan.target or "")]
     single = recommend(view)
@@ -44,11 +44,13 @@ def _why(plan: PlanView) -> str:
 
 def target_of(plan: PlanView) -> str:
     """What the plan had to meet."""
-    limits = plan.plan.limits
+    limits, lost = plan.plan.limits, plan.plan.missed
     if "loss" in limits:
-        return f"Target: KL ≤ {limits['loss']:g} nats per token (--max-loss)."
+        missed = "" if lost is None else f" Missed on held-out text: {with_error(lost)}."
+        return f"Target: KL ≤ {limits['loss']:g} nats per token (--max-loss).{missed}"
     if "drop" in limits:
-        return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop)."
+        missed = "" if lost is None else f" Missed on held-out text: {percent(lost.value, 2)}."
+        return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
     if "bytes" in limits:
         return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
     return f"Made by: {plan.plan.made_by}."
@@ -83,7 +85,7 @@ def value_of(view: RunView, subject: Subject, kind: str, name: str) -> Estimate 
 
 def recommend(view: RunView) -> Answer | None:
     """The run's recommended plan, its first target's; else the smallest verified one that keeps perplexity."""
-    named = next((p for p in view.plans if p.name in (RECOMMENDED, f"{RECOMMENDED}-{p.target}")), None)
+    named = next((p for p in view.plans if p.name in view.recommended), None)
     if named is not None:
         return Answer(named, _why(named))
     verified = [p for p in view.plans if p.kl is not None and p.bytes < view.fp16_bytes]
@@ -160,7 +162,7 @@ def same_protocol(one: Score, other: Score) -> bool:
 def commands_for(view: RunView, plan: PlanView) -> list[str]:
     """What to type to get this plan again, in order, each line once."""
     whole = [c for c in view.commands if c.verb == "run"]
-    if whole and plan.name in (RECOMMENDED, f"{RECOMMENDED}-{plan.target}"):
+    if whole and plan.name in view.recommended:
         return [whole[-1].line]
     lines: dict[str, None] = {}
     for command in [*_last(view.commands, ("measure", "import-legacy")), *_planning(view, plan)]:

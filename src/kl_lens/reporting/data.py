@@ -79,6 +79,7 @@ class RunView:
     kernels: str | None  # why transformers' own code computed, where our kernels should have
     ranking: Ranking | None
     plans: tuple[PlanView, ...]
+    recommended: frozenset[str]  # plans that the last `kl-lens run` recommends, one for each target
     spaces: dict[str | None, Space]  # by target
     without_slider: tuple[str, ...]  # why there is none for a target, a line each
     artifacts: dict[str, Artifact]
@@ -172,6 +173,7 @@ def collect(run: Run) -> RunView:
         kernels=run.load(KERNELS, run.measured_role()),
         ranking=_ranking(run),
         plans=plans,
+        recommended=frozenset(run.recommended(plan.target) for plan in plans),
         spaces=spaces,
         without_slider=without_slider,
         artifacts=artifacts,

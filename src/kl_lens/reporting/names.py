@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from kl_lens.records import ARTIFACT, ORIGINAL, Plan, Subject
+from kl_lens.runs import RECOMMENDED
 from kl_lens.targets import TARGETS, get_target
 
 
@@ -16,14 +17,15 @@ def runtime_title(target: str | None) -> str:
 
 
 def plan_title(name: str) -> str:
-    """`FP16`, `Q4_K_M`, `recommended`; names that users gave stay as they are."""
+    """`FP16`, `Q4_K_M`, `recommended`, `recommended 4MB`; names that users gave stay as they are."""
     for prefix in ("uniform_", "stock."):
         if name.startswith(prefix):
             return name.removeprefix(prefix).removesuffix(".imatrix").upper() + (
                 " imatrix" if name.endswith(".imatrix") else ""
             )
-    if found := re.fullmatch(rf"(recommended)-(?:{'|'.join(TARGETS)})(\.own)?", name):
-        return "our own plan" if found[2] else found[1]
+    of_run = rf"{RECOMMENDED}(?:-(?:{'|'.join(TARGETS)}))?(-(?:kl|drop)?\d[\w.-]*?)?(\.own)?"
+    if found := re.fullmatch(of_run, name):
+        return ("our own plan" if found[2] else RECOMMENDED) + (found[1] or "").replace("-", " ", 1)
     return name
 
 

@@ -1,6 +1,6 @@
 """Files that real runtimes load, and sessions that run them."""
 
-from kl_lens.targets.artifacts import exported_places, read_artifact
+from kl_lens.targets.artifacts import earlier_artifact, exported_places, read_artifact
 from kl_lens.targets.base import StockRecipe, Target
 from kl_lens.targets.registry import (
     TARGETS,
@@ -31,6 +31,7 @@ __all__ = [
     "deployed",
     "describe_target",
     "dissected",
+    "earlier_artifact",
     "export",
     "exported_places",
     "get_target",

@@ -40,6 +40,14 @@ def read_artifact(folder: Path) -> Artifact:
     return artifact
 
 
+def earlier_artifact(folder: Path) -> Artifact | None:
+    """The record of what a folder holds, if it holds an exported model."""
+    try:
+        return read_artifact(folder)
+    except TargetError:
+        return None
+
+
 def require_exported(folder: Path, artifact: Artifact) -> None:
     """Raises TargetError if a file differs from what was exported."""
     for name in artifact.files:

@@ -23,7 +23,7 @@ from kl_lens.formats import Format, get_format
 from kl_lens.recipes import FP16, Recipe, preferred
 from kl_lens.records import Artifact, Plan, SensitivityTable
 from kl_lens.subjects import file_digest
-from kl_lens.targets.artifacts import read_artifact, write_record
+from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.published import PublishedProgram
@@ -196,14 +196,11 @@ class Target(ABC):
 
         The runtime opens the files first; if it cannot, they are not kept. Files of an earlier export are replaced.
         """
-        try:
-            earlier = read_artifact(folder).files
-        except TargetError:
-            earlier = ()
-            if (folder / "config.json").exists():
-                raise TargetError(
-                    f"{folder} holds a model (config.json) that would be overwritten; export to another folder"
-                ) from None
+        earlier = earlier_artifact(folder)
+        if earlier is None and (folder / "config.json").exists():
+            raise TargetError(
+                f"{folder} holds a model (config.json) that would be overwritten; export to another folder"
+            )
         with replacing(folder) as place:
             artifact = self.write(model, plan, place, **options)
             digests = {name: file_digest(place / name) for name in artifact.files}
@@ -220,7 +217,7 @@ class Target(ABC):
                 notes = [*artifact.settings.get("notes", ()), unopened]
                 artifact = replace(artifact, settings=artifact.settings | {"notes": notes})
                 write_record(place, artifact)
-        for name in set(earlier) - set(artifact.files):
+        for name in set(earlier.files if earlier else ()) - set(artifact.files):
             (folder / name).unlink(missing_ok=True)
         return artifact
 
