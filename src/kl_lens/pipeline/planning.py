@@ -87,9 +87,8 @@ def _say_replaced(path: Path, plan: Plan, run: Run, events: Events) -> None:
     """A name that is used again means another plan from now on; files keep the old one until they are exported."""
     with suppress(PlanError):  # none, or one that cannot be read
         earlier = planning.read_plan(path, run.table().components)
-        if plan_digest(earlier.assignment, None, earlier.statistics) != plan_digest(
-            plan.assignment, None, plan.statistics
-        ):
+        before, now = (plan_digest(each.assignment, None, each.statistics) for each in (earlier, plan))
+        if before != now:
             old = [str(place) for (_, name), place in exported_places(run).items() if name == plan.name]
             kept = f"; until the next export, the earlier one stays in {' and '.join(old)}" if old else ""
             events.fail(f"{plan.name} replaces another plan of this name{kept}")

@@ -13,6 +13,7 @@ from kl_lens.errors import PlanError
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.plan_settings import PlanSettings
 from kl_lens.pipeline.workbench import Workbench
+from kl_lens.planning.verify import spell_estimate
 from kl_lens.recipes import parsed
 from kl_lens.records import Estimate, Measured, Plan, SensitivityTable
 from kl_lens.runs import Run
@@ -155,8 +156,8 @@ def verified(
     if (loss := plan.missed) is not None:
         what, most = ("perplexity rises by", "drop") if "drop" in plan.limits else ("the KL is", "loss")
         events.fail(
-            f"{plan.name} misses its target: {what} {loss.value:.4g} ± {loss.standard_error:.1g} on {measured.place}, "
-            f"and at most {plan.limits[most]:g} was asked for"
+            f"{plan.name} misses its target: {what} {spell_estimate(loss)} on {measured.place}, and at most "
+            f"{plan.limits[most]:g} was asked for"
         )
     parts = planning.Predictor(table).total(plan.assignment)
     if parts is None:
