@@ -519,10 +519,12 @@ def load_tokenizer(folder: Path, override: str | Path | None, trust_remote_code:
 
 
 def _reasonable(tokenizer: Any, place: Path) -> Any:
-    """Raises for a huge token id: tokenizers fill all gaps below it, which takes gigabytes."""
+    """Raises for a huge token id: tokenizers fill all gaps below it, which takes gigabytes. And for settings that only
+    matter once it is used."""
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest > _LARGEST_TOKEN:
         raise CheckpointError(f"{place} has a token with the id {largest}, larger than any vocabulary")
+    tokenizer("a")
     return tokenizer
 
 

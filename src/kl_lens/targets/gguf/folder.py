@@ -29,6 +29,6 @@ def read_configuration(folder: Path) -> Any:
     get_architecture(kind)  # a clear refusal before transformers looks at it
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        return config.get_text_config() if text else config
+        return config.get_text_config() if isinstance(text, dict) else config
     except Exception as error:  # libraries raise all kinds of errors for odd settings
         raise CheckpointError(why_not_loaded(folder, raw, error)) from error
