@@ -1,11 +1,17 @@
-"""Progress: the forecast follows the pace, the bar and the lines say the same."""
+"""Progress: the forecast follows the pace and counts all that is to come; the bar and the lines say the same."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import pytest
 
 from kl_lens.cli import progress
 from kl_lens.cli.progress import Forecast, clock_time, shown_progress
+from kl_lens.cli.screen import Screen
+from kl_lens.pipeline import MeasureSettings
+from kl_lens.pipeline.costs import JobEstimate, StageCost
+from kl_lens.pipeline.reporting import ReportSettings
 
 
 class Clock:
@@ -43,6 +49,96 @@ def test_what_happens_once_and_what_was_done_before_is_no_sample_of_the_pace() -
     assert forecast.share == 0.8
     assert forecast.left == pytest.approx(20)
     assert str(forecast) == " 80 %  0:20 left"
+
+
+# A run for two targets: what was expected of each stage, and whether it tells how far it is.
+RUN = (
+    ("export", "a", 2.0, False), ("export", "b", 2.0, False), ("evaluate", None, 11.0, True),
+    ("calibrate", None, 14.0, True), ("measure", "a", 46.0, True), ("plan", "a", 11.0, False),
+    ("measure", "b", 85.0, True), ("plan", "b", 11.0, False), ("export", "a", 5.0, False),
+    ("export", "b", 5.0, False), ("evaluate", None, 48.0, True), ("generate", None, 4.0, False),
+    ("benchmark", None, 50.0, True), ("report", None, 2.0, False),
+)  # fmt: skip
+RUNTIMES = dict.fromkeys(("export", "evaluate", "generate", "benchmark"), 3.0)
+MODEL = dict.fromkeys(("calibrate", "measure", "plan"), 3.0)
+
+
+@pytest.mark.parametrize(
+    "longer", [{}, RUNTIMES | MODEL, RUNTIMES, MODEL, {"calibrate": 3.0}, {"measure": 3.0}, {"plan": 3.0}]
+)
+def test_from_a_quarter_on_a_run_is_forecast_within_a_half(longer: Mapping[str, float]) -> None:
+    """`longer`: how many times longer than expected stages take."""
+    clock = Clock()
+    forecast = Forecast(clock)
+    forecast.expect([StageCost(verb, target, seconds) for verb, target, seconds, _ in RUN])
+    told: list[tuple[float, float]] = []
+    for verb, target, seconds, tells in RUN:
+        forecast.begin(verb, target)
+        if tells:
+            forecast.start(20.0, 0.0)
+        for _ in range(20):
+            clock.now += longer.get(verb, 1.0) * seconds / 20
+            if tells:
+                forecast.advance(1.0)
+            told.append((clock.now, forecast.left or 0.0))
+        forecast.end()
+    assert forecast.left == 0
+    ratios = [
+        left / (clock.now - now)
+        for now, left in told
+        if clock.now / 4 <= now <= 0.97 * clock.now  # the last seconds are rounded anyway
+    ]
+    assert 1 / 1.5 < min(ratios) <= max(ratios) < 1.5, (min(ratios), max(ratios))
+
+
+def test_a_stage_that_does_not_come_or_is_done_already_is_not_waited_for() -> None:
+    clock = Clock()
+    forecast = Forecast(clock)
+    forecast.expect(
+        [StageCost("calibrate", None, 100.0), StageCost("measure", "a", 50.0), StageCost("report", None, 5.0)]
+    )
+    forecast.begin("rank")  # was not expected, and says nothing about the others
+    clock.now += 1000
+    forecast.end()
+    assert forecast.left == 155
+    forecast.begin("measure", "a")
+    forecast.end(counts=False)
+    assert forecast.left == 5
+
+
+def test_inside_a_stage_of_a_run_the_time_left_is_that_of_the_whole_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    estimate = JobEstimate(
+        (StageCost("measure", "gguf", 240.0), StageCost("report", None, 60.0)), 0, 4, load=2.0
+    )
+    screen = Screen("run", lambda terminal, result: None)
+    for expected in (None, estimate):
+        if expected is not None:
+            screen.expect(expected)
+        with screen.stage(MeasureSettings(model="m", target="gguf")), screen.progress("measuring") as shown:
+            shown.started(4.0, 0.0)
+            for _ in range(4):
+                clock.now += 60
+                shown.advanced(1.0, "layers.0 int4")
+    with screen.stage(ReportSettings(run="run")):
+        clock.now += 60
+    assert capsys.readouterr().err.splitlines() == [
+        "Measuring sensitivity, llama.cpp: 25 %  3:00 left in this stage",
+        "Measuring sensitivity, llama.cpp: 50 %  2:00 left in this stage",
+        "Measuring sensitivity, llama.cpp: 75 %  1:00 left in this stage",
+        "Measuring sensitivity, llama.cpp: 100 %  0:00 left in this stage",
+        "Measuring sensitivity, llama.cpp   4:00",
+        "About 5:00 in all; 2:30 on an idle machine.",
+        "Measuring sensitivity, llama.cpp: 25 %  4:00 left in all",
+        "Measuring sensitivity, llama.cpp: 50 %  3:00 left in all",
+        "Measuring sensitivity, llama.cpp: 75 %  2:00 left in all",
+        "Measuring sensitivity, llama.cpp: 100 %  1:00 left in all",
+        "Measuring sensitivity, llama.cpp   4:00  about 1:00 left",
+        "Writing the report                 1:00",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kl_lens.checkpoints import load
 from kl_lens.cli.main import main, parse, settings_from
 from kl_lens.cluster.crew import HiredCrew
 from kl_lens.errors import KLLensError
-from kl_lens.pipeline import MeasureSettings, RunSettings, command_of, running
+from kl_lens.pipeline import MeasureSettings, RunSettings, command_of, estimating, running
 from kl_lens.profiling import in_use
 from kl_lens.profiling.fresh import fresh_process
 from kl_lens.profiling.memory import MemoryUse
@@ -79,7 +79,7 @@ def test_every_stage_leaves_its_records(finished: Path) -> None:
         samples = {result.subject.label for result in current_results(run, "generation")}
         assert samples == {"original", f"openvino/{BEST}"}
         verbs = [entry["command"][1] for entry in run.commands()]
-    order = ["run", "plan", "export", "measure", "rank", "calibrate", "evaluate", "benchmark"]
+    order = ["run", "plan", "export", "evaluate", "measure", "rank", "calibrate", "benchmark"]
     assert sorted(dict.fromkeys(verbs), key=verbs.index) == order
     report = (finished / "report.html").read_text()
     assert BEST in report
@@ -338,6 +338,38 @@ def test_an_estimate_names_every_stage_and_does_nothing(
         assert stage in said
     assert "Timing" not in said
     assert not (tmp_path / "run").exists()
+
+
+class Ticks:
+    """Every look at the clock takes a tick, more of them on a busy machine."""
+
+    def __init__(self, load: float) -> None:
+        self._now, self._load = 0.0, load
+
+    def thread_time(self, ticks: float = 1.0) -> float:
+        self._now += 0.003 * ticks
+        return self._now
+
+    def perf_counter(self) -> float:
+        return self.thread_time(self._load)
+
+
+def test_the_estimate_and_the_start_of_the_run_say_the_same_however_busy_the_machine_is(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(stages: object) -> None:
+        raise KLLensError("begun")
+
+    monkeypatch.setattr(running._RunStages, "run", nothing)
+    idle = []
+    for busy, more, code in ((1.0, ["--estimate"], 0), (8.0, [], 1), (3.0, ["--verbose"], 1)):
+        monkeypatch.setattr(estimating, "time", Ticks(busy))
+        assert main(words(tmp_path / f"run-{busy}", tiny_folder, "--targets", "openvino", *more)) == code
+        said = "".join(capsys.readouterr())
+        found = re.search(r"About (\S+) in all; (\S+) on an idle machine\.", said)
+        assert found is not None, said
+        idle.append(found[2])
+    assert len(set(idle)) == 1
 
 
 def test_too_little_room_and_a_slow_library_are_told_before_anything_else(

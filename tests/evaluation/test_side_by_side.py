@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.cli.progress import Forecast
 from kl_lens.errors import TargetError
 from kl_lens.evaluation import (
     EvaluationText,
@@ -48,7 +49,15 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
     found = {}
     for name, settings in (("together", SessionSettings()), ("alone", SessionSettings(threads=2))):
         heard: list[str] = []
-        progress = Progress(advanced=lambda work, what, heard=heard: heard.append(what))
+        forecast = Forecast()
+
+        def advanced(work: float, what: str, heard: list[str] = heard, forecast: Forecast = forecast) -> None:
+            before = forecast.share
+            forecast.advance(work)
+            assert forecast.share > before
+            heard.append(what)
+
+        progress = Progress(forecast.start, advanced)
         with Run.create(tmp_path / name) as run:
             evaluator = Evaluator(ScoreJournal(run), JudgedModel(model), progress)
             outcome = evaluator.judge_text([JudgedArtifact(f.path, settings) for f in files], text)
@@ -58,6 +67,7 @@ def test_files_judged_at_once_get_the_scores_of_one_after_the_other(
         assert every[:windows] == ["original"] * windows
         # Two of the files are the same, and judged once; their weights in PyTorch on a few windows.
         assert len(every) == 3 * windows + 2 * WINDOWS
+        assert forecast.share == 1  # one scale for all of it
     assert found["together"] == found["alone"]
 
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.progress import TITLES, clock_time
-from kl_lens.pipeline.estimating import JobEstimate
+from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.reporting.names import runtime_title
 from kl_lens.units import human_bytes
+
+BUSY = 1.3  # times slower than idle: worth saying
+
+
+def in_all(estimate: JobEstimate) -> str:
+    idle = estimate.seconds / estimate.load
+    busy = f"; {clock_time(idle)} on an idle machine" if estimate.load > BUSY else ""
+    return f"About {clock_time(estimate.seconds)} in all{busy}."
 
 
 def show_estimate(result: JobEstimate) -> None:
@@ -18,6 +26,4 @@ def show_estimate(result: JobEstimate) -> None:
     table.add_row("in all", clock_time(result.seconds), human_bytes(result.disk), style="bold")
     out = console()
     out.print(table)
-    out.print(
-        f"Memory: about {human_bytes(result.memory)}. On this machine, as busy as it is now; nothing was measured."
-    )
+    out.print(f"{in_all(result)} Memory: about {human_bytes(result.memory)}. Nothing was measured.")

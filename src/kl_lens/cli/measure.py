@@ -7,7 +7,7 @@ from typing import Any
 
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.estimates import show_estimate
-from kl_lens.pipeline.estimating import JobEstimate
+from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.pipeline.measuring import MeasureResult
 from kl_lens.positions import GROWS
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from rich.progress import BarColumn, Progress as Bar, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
 from kl_lens.cli.console import console
+from kl_lens.pipeline.costs import StageCost
 from kl_lens.sensitivity.sweep import Progress
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
 RECENT = 0.5  # of the time so far: what a forecast goes by
+CAUTION = 0.1  # of all that is expected
 TOGETHER = 0.05  # seconds: several candidates that were measured at once arrive one by one
-TITLE_WIDTH = 40  # what follows a title stands in one column
+TITLE_WIDTH = 34  # what follows a title stands in one column
+_ALONE = StageCost("", None, 1.0)  # of unknown length
+_UNEXPECTED = StageCost("", None, 0.0)
 # What a verb does, as people see it.
 TITLES = {
     "inspect": "Reading the model",
@@ -42,23 +48,66 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Forecast:
-    """The share of the work that is done, and how long the rest takes at the pace of the last while.
+class Passed(NamedTuple):
+    kind: str
+    said: float  # seconds that it should take
+    taken: float
 
-    The first piece has one-time work in it (loading, compiling) and is no sample of the pace. Neither is what is long
-    past: machines get busier and calmer.
+
+class Forecast:
+    """The share of a stage that is done, and how long the rest takes: of one stage, or of all that are expected.
+
+    What has passed shows how many times longer than expected stages take, for each kind: those of the model and those
+    of runtimes may be off in different ways.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
-        self.start(0.0, 0.0)
+        self._to_come: list[StageCost] = []
+        self._expected = Counter[str]()  # kind → seconds of all stages
+        self._passed: list[Passed] = []
+        self._scope = ""  # what the time left is of
+        self._begin(_ALONE)
+
+    def expect(self, stages: Sequence[StageCost]) -> None:
+        """All stages of a run, as they come."""
+        self._to_come = [*stages]
+        for stage in stages:
+            self._expected[stage.kind] += stage.seconds
+
+    def begin(self, verb: str, target: str | None = None) -> None:
+        """A stage begins; those that were expected before it do not come."""
+        names = [(stage.verb, stage.target) for stage in self._to_come]
+        self._scope = " in all" if self._expected else " in this stage"
+        if (verb, target) in names:
+            place = names.index((verb, target))
+            stage, self._to_come = self._to_come[place], self._to_come[place + 1 :]
+            self._begin(stage)
+        else:
+            self._begin(_UNEXPECTED if self._expected else _ALONE)
+
+    def end(self, *, counts: bool = True) -> None:
+        """The stage is over. `counts`: it was not done already."""
+        if counts and self._expected and self._stage.seconds:
+            spent = self._clock() - self._begun
+            self._passed.append(Passed(self._stage.kind, self._stage.seconds, spent))
+        self._begin(_UNEXPECTED)
+
+    def _begin(self, stage: StageCost) -> None:
+        self._stage, self._begun = stage, self._clock()
+        self.total = self.done = self._before = 0.0
+        self._seen = [(self._begun, 0.0)]  # when how much was done; the first: the beginning
 
     def start(self, total: float, done: float) -> None:
-        """`done`: by an earlier run."""
+        """`done`: so far, or by an earlier run."""
+        if done != self.done:
+            self._before = self._before + done - self.done if done > self.done else 0.0
+            self._seen = [(self._clock(), done)]
         self.total, self.done = total, done
-        self._seen = [(self._clock(), done)]  # when how much was done; the first: the beginning
 
     def advance(self, work: float) -> None:
+        if not work:  # only something to show
+            return
         self.done += work
         now = self._clock()
         if len(self._seen) > 2 and now - self._seen[-1][0] < TOGETHER:  # the rest of what was done together
@@ -71,17 +120,38 @@ class Forecast:
 
     @property
     def left(self) -> float | None:
-        """Seconds; None until something has been done."""
-        if len(self._seen) < 2:
+        """Seconds; None if nothing is known yet."""
+        passed = [*self._passed, *self._lately()]
+        if not self._expected and not passed:
             return None
-        begin, (last, done) = self._seen[0][0], self._seen[-1]
-        recent = [s for s in self._seen[1:-1] if s[0] >= last - RECENT * (last - begin)]
-        since, before = next(iter(recent or self._seen[-2:]))
-        left = (last - since) * (self.total - done) / max(done - before, 1e-9 * self.total)
-        return max(0.0, left - (self._clock() - last))
+
+        def at_this_pace(kind: str, seconds: float) -> float:
+            # A part of all stages counts as passed on time, so that short ones say little about the rest.
+            on_time = CAUTION * self._expected[kind]
+            said = on_time + sum(each.said for each in passed if each.kind == kind)
+            taken = on_time + sum(each.taken for each in passed if each.kind == kind)
+            return seconds * taken / said if said else seconds
+
+        now = self._stage.seconds - self._said(self.done - self._before)
+        waited = self._clock() - self._seen[-1][0]
+        later = sum(at_this_pace(stage.kind, stage.seconds) for stage in self._to_come)
+        return max(0.0, at_this_pace(self._stage.kind, now) - waited) + later
+
+    def _lately(self) -> Iterator[Passed]:
+        """The last while of this stage. The first piece has one-time work in it (loading, compiling) and is no sample
+        of the pace. Neither is what is long past: machines get busier and calmer."""
+        if len(self._seen) > 1 and self._stage.seconds:
+            begin, (last, done) = self._seen[0][0], self._seen[-1]
+            recent = [s for s in self._seen[1:-1] if s[0] >= last - RECENT * (last - begin)]
+            since, before = next(iter(recent or self._seen[-2:]))
+            yield Passed(self._stage.kind, self._said(done - before), last - since)
+
+    def _said(self, work: float) -> float:
+        """The seconds that so much work of this stage should take."""
+        return self._stage.seconds * work / (self.total - self._before) if self.total > self._before else 0.0
 
     def __str__(self) -> str:
-        left = "" if self.left is None else f"{clock_time(self.left)} left"
+        left = "" if self.left is None else f"{clock_time(self.left)} left{self._scope}"
         return f"{100 * self.share:3.0f} %  {left}" if self.total else ""
 
 
@@ -92,17 +162,17 @@ class _Told(ProgressColumn):
 
 @contextmanager
 def shown_progress(
-    title: str, interval: float = LINE_INTERVAL, *, details: bool = True
+    title: str, interval: float = LINE_INTERVAL, *, details: bool = True, forecast: Forecast | None = None
 ) -> Iterator[Progress]:
     """A `Progress` that shows itself on standard error. `details`: also what is worked on."""
-    forecast = Forecast()
+    forecast = forecast or Forecast()
     if not sys.stderr.isatty():
         yield _lines(title, forecast, interval, details)
         return
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}", table_column=Column(min_width=TITLE_WIDTH)),
-        BarColumn(20),
-        _Told(table_column=Column(min_width=18, no_wrap=True)),
+        BarColumn(18),
+        _Told(table_column=Column(min_width=24, no_wrap=True)),
     ]
     if details:
         columns.append(

@@ -10,7 +10,7 @@ from rich.table import Table
 from kl_lens.cli.console import console, new_table
 from kl_lens.cli.estimates import show_estimate
 from kl_lens.cli.progress import clock_time
-from kl_lens.pipeline.estimating import JobEstimate
+from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.pipeline.running import UNIFORM_FP16, RunResult
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.reporting.answer import (

@@ -10,9 +10,10 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_lens.cli.progress import TITLE_WIDTH, TITLES, clock_time, shown_progress
+from kl_lens.cli.progress import TITLE_WIDTH, TITLES, Forecast, clock_time, shown_progress
 from kl_lens.cli.terminal import Terminal
 from kl_lens.errors import printable
+from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.pipeline.settings import Settings
 from kl_lens.reporting.names import runtime_title
 
@@ -31,6 +32,11 @@ class Screen(Terminal):
         self._early = ""  # said before there was a folder
         self._progress: Progress | None = None  # of the stage
         self._done_already = False
+        self._forecast = Forecast()
+
+    def expect(self, estimate: JobEstimate) -> None:
+        self._forecast.expect(estimate.stages)
+        super().expect(estimate)
 
     def keep_in(self, folder: Path) -> None:
         self._log = folder / "log" / time.strftime("run-%Y%m%d-%H%M%S.log")
@@ -62,17 +68,21 @@ class Screen(Terminal):
     def stage(self, settings: Settings) -> Iterator[None]:
         target = next((t for n in ("target", "as_deployed") if (t := getattr(settings, n, None))), None)
         begin, self._done_already = time.monotonic(), False
+        self._forecast.begin(settings.verb, target)
         title = TITLES[settings.verb] + (f", {runtime_title(target)}" if target else "")
         try:
             with (
                 super().stage(settings),
-                shown_progress(title, LINE_INTERVAL, details=False) as self._progress,
+                shown_progress(
+                    title, LINE_INTERVAL, details=False, forecast=self._forecast
+                ) as self._progress,
             ):
                 yield
         finally:
             self._progress = None
         spent = "already done" if self._done_already else clock_time(time.monotonic() - begin)
-        left = f"  about {clock_time(self.left)} left" if self.left else ""
+        self._forecast.end(counts=not self._done_already)
+        left = f"  about {clock_time(left)} left" if (left := self._forecast.left) else ""
         self._say(f"{title:{TITLE_WIDTH}} {spent}{left}")
 
     def result(self, result: object) -> None:

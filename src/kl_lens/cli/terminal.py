@@ -13,6 +13,7 @@ from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 
 if TYPE_CHECKING:
+    from kl_lens.pipeline.costs import JobEstimate
     from kl_lens.sensitivity.sweep import Progress
 
 
@@ -44,6 +45,11 @@ class Terminal(Events):
 
         name = TITLES.get(self.verb, title)
         return shown_progress(name if title[:5] == self.verb[:5] else f"{name}, {title}")
+
+    def expect(self, estimate: JobEstimate) -> None:
+        from kl_lens.cli.estimates import in_all
+
+        self.heading(in_all(estimate))
 
     def heading(self, text: str) -> None:
         print(f"\n== {text}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from kl_lens.targets.session import Logits, Session
 
 _MANY_COLUMNS, _FLOAT_BYTES = 160_000, 4  # assumed vocabulary if no model is given
 _CHECKED = 512  # ids of a window: transformers' own scans are slow
+_IN_TORCH = 0.5  # of the time that a runtime takes for a window, roughly
 _NOT_COMPARED = "not compared with PyTorch: {}"
 
 
@@ -97,15 +99,14 @@ class Evaluator:
         order = ([] if self.original is None else [self.original]) + [
             s for s in subjects if s is not self.original
         ]
-        done = sum(
-            window.targets
-            for judged in order
-            for window in self._known(judged, text, divergence and judged is not self.original).values()
-        )
-        self.progress.started(float(text.targets * len(order)), float(done))
+        files = [judged for judged in order if isinstance(judged, JudgedArtifact)]
+        compared = 0 if self.model is None else len(dict.fromkeys(file.identity for file in files))
+        work = _IN_TORCH * compared * text.first(rule.WINDOWS).targets
+        self.progress = self.progress.as_one(work + _work(order, text))
+        self._say_how_much(order, text, divergence)
         if self.original is not None:  # all others are compared with it
             self._windows(self.original, text, divergence=False)
-        self._side_by_side([j for j in order if isinstance(j, JudgedArtifact)], text, divergence)
+        self._side_by_side(files, text, divergence)
         windows: dict[str, list[WindowScore]] = {}  # by identity
         for judged in order:
             try:
@@ -117,7 +118,7 @@ class Evaluator:
                 continue
             windows[judged.identity] = scores
             outcome.scores += self._scores(judged, text, scores, windows, perplexity, divergence, positions)
-        files = [j for j in order if isinstance(j, JudgedArtifact) and j.identity in windows]
+        files = [judged for judged in files if judged.identity in windows]
         self._compare(files, text, windows, {j.identity: j.subject for j in order}, divergence, outcome)
         if any(a.verdict == rule.DISAGREES for a in outcome.agreements) and not self._kernels_hold(text):
             self.close()
@@ -150,10 +151,24 @@ class Evaluator:
                 scores[index] = score
         return scores
 
+    def _say_how_much(self, every: Sequence[Judged], text: EvaluationText, divergence: bool) -> None:
+        """Tells the progress display what comes now, and how much of it the journal has."""
+        single = {judged.identity: judged for judged in every}.values()
+        known = [(j, self._known(j, text, divergence and j is not self.original).values()) for j in single]
+        done = sum(_weight(judged) * window.targets for judged, windows in known for window in windows)
+        self.progress.started(_work(every, text), done)
+
     def _side_by_side(self, files: Sequence[JudgedArtifact], text: EvaluationText, divergence: bool) -> None:
         """Runs several files at once and stores their scores; `_windows` computes what is still missing."""
-        every, missing = range(len(text.items)), {}
-        for judged in {judged.identity: judged for judged in files}.values():  # two may be the same file
+        every, missing, turns = range(len(text.items)), {}, Counter[str]()
+
+        def turn(judged: JudgedArtifact) -> int:
+            """Runtimes take turns: one is slower than another, and the forecast goes by what has passed."""
+            turns[judged.target.name] += 1
+            return turns[judged.target.name]
+
+        single = {judged.identity: judged for judged in files}.values()  # two may be the same file
+        for judged in sorted(single, key=turn):
             known = self._known(judged, text, divergence)
             if len(known) < len(every):
                 missing[judged] = [index for index in every if index not in known]
@@ -206,7 +221,7 @@ class Evaluator:
     def _keep(self, judged: Judged, score: WindowScore, text: EvaluationText, index: int) -> None:
         item = text.items[index]
         self.journal.store(WINDOW, judged, item.key, score.to_json())
-        self.progress.advanced(float(item.targets), f"{judged.label}, window {index + 1}")
+        self.progress.advanced(_weight(judged) * item.targets, f"{judged.label}, window {index + 1}")
 
     def _teacher_session(self) -> Session:
         assert self.original is not None
@@ -279,9 +294,7 @@ class Evaluator:
                 plain[judged], nearest[judged] = counterpart, judged.emulated(self.model) or counterpart
         if not plain:
             return
-        known = [self._known(other, few, divergence) for other in nearest.values()]
-        done = sum(window.targets for scores in known for window in scores.values())
-        self.progress.started(float(few.targets * len(nearest)), float(done))
+        self._say_how_much([*nearest.values()], few, divergence)
         found = {judged: self._windows(other, few, divergence) for judged, other in nearest.items()}
         ours = {judged: windows[judged.identity][: len(few.items)] for judged in found}
         doubtful = []  # in float32, so that they can run at the same time
@@ -290,7 +303,7 @@ class Evaluator:
                 with suppress(*RUNTIME_ERRORS):  # `_agreement` reports it
                     doubtful.append(self._in_float32(judged))
         if doubtful := [exact for exact in doubtful if exact is not None]:
-            self.progress.started(float(few.targets * len(doubtful)), 0.0)
+            self._say_how_much(doubtful, few, divergence)
             self._side_by_side(doubtful, few, divergence)
         for judged, theirs in found.items():
             same_weights = subjects.get(plain[judged].identity, plain[judged].subject)
@@ -340,9 +353,16 @@ class Evaluator:
     ) -> list[WindowScore]:
         """Scores of a replacement for one side of a comparison that failed."""
         self.progress.message(f"{judged.label} differs from {unlike.label}: comparing with {other.label}")
-        done = sum(window.targets for window in self._known(other, text, divergence).values())
-        self.progress.started(float(text.targets), float(done))
+        self._say_how_much([other], text, divergence)
         return self._windows(other, text, divergence)
+
+
+def _work(every: Sequence[Judged], text: EvaluationText) -> float:
+    return text.targets * sum(_weight(j) for j in {judged.identity: judged for judged in every}.values())
+
+
+def _weight(judged: Judged) -> float:
+    return _IN_TORCH if isinstance(judged, JudgedModel) else 1.0
 
 
 def evaluate_text(judged: Judged, text: EvaluationText, original: LoadedModel | None = None) -> Score:

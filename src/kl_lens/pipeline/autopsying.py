@@ -10,6 +10,7 @@ from kl_lens import evaluation
 from kl_lens.checkpoints import LanguageTask, LoadedModel
 from kl_lens.errors import KLLensError, TargetError
 from kl_lens.evaluation.autopsy import Autopsy, perform_autopsy
+from kl_lens.evaluation.autopsy.performing import expected_work
 from kl_lens.pipeline.evaluating import DEFAULT_TEXT
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.plan_settings import PlanSettings
@@ -35,7 +36,6 @@ from kl_lens.targets.dissection import Dissection
 
 KIND = "autopsy"  # of the run's results
 LOGITS = 2**28  # of a long window: 1 GB
-STEPS = 10  # of the progress display
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,10 @@ def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> Auto
     target, dissection = dissected(settings.file)
     model, text, long = _original(settings, bench)
     with events.progress("autopsy") as progress:
-        progress.started(float(STEPS), 0.0)
+        progress.started(expected_work(text, long), 0.0)
         found = perform_autopsy(
             dissection, target, model, text,
-            long=long, threads=settings.threads, advanced=lambda title: progress.advanced(1.0, title),
+            long=long, threads=settings.threads, advanced=progress.advanced,
         )  # fmt: skip
     result = AutopsyResult(found)
     if settings.run is not None and model is not None and text is not None:

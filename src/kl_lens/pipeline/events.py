@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `generate` runs on small devices and does without torch
+    from kl_lens.pipeline.costs import JobEstimate
     from kl_lens.pipeline.settings import Settings
     from kl_lens.sensitivity.sweep import Progress
 
 
 class Events:
     """Receives notes, warnings and progress; this one ignores them. The command line shows them."""
-
-    left: float | None = None  # seconds that the rest of `run` takes, by the forecast
 
     def note(self, text: str) -> None:
         """What is happening now."""
@@ -44,6 +43,9 @@ class Events:
 
     def keep_in(self, folder: Path) -> None:
         """`run` starts in this folder: logs go there."""
+
+    def expect(self, estimate: JobEstimate) -> None:
+        """What the stages of `run` should take."""
 
     def stage(self, settings: Settings) -> AbstractContextManager[None]:
         """Wraps a stage of `run`."""

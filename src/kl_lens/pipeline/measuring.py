@@ -15,7 +15,8 @@ from kl_lens.errors import KLLensError, UnlearntError
 from kl_lens.merging import SHARDS
 from kl_lens.paper import write_legacy
 from kl_lens.pipeline.calibrating import CalibrateSettings
-from kl_lens.pipeline.estimating import Estimator, JobEstimate
+from kl_lens.pipeline.costs import JobEstimate
+from kl_lens.pipeline.estimating import Estimator
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.menus import menu_for
 from kl_lens.pipeline.plan_settings import PlanSettings, check_held_out
@@ -45,7 +46,7 @@ from kl_lens.pipeline.spreading import (
     shard_name,
     share_of,
 )
-from kl_lens.pipeline.staging import Limits, StagedSearch
+from kl_lens.pipeline.staging import Limits, StagedSearch, expected_work
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.positions import PositionCurve, longest_window
@@ -57,7 +58,7 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
 from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.precision import PRECISIONS
-from kl_lens.sensitivity.sweep import Sweep, SweepResult
+from kl_lens.sensitivity.sweep import Progress, Sweep, SweepResult, error_work
 from kl_lens.targets import TARGETS, computed_as, deployed, get_target, menu_of
 
 DEFAULT_FORMATS = ("int4", "int8")
@@ -244,17 +245,18 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         _require_statistics(candidates, whole, settings)
-        with going_on(folder):
+        with going_on(folder), events.progress("measuring") as sweep.progress:
             sweep.bind(candidates)
             everything, staged = len(candidates), None
             if not settings.positions and (screen := _screen(settings, candidates, whole)):
-                errors = _errors(screen, model, events)
+                sweep.progress = sweep.progress.as_one(expected_work(model, screen, windows))
+                errors = _errors(screen, model, sweep.progress)
                 candidates = screen.undominated(errors)
                 if settings.limits:
                     staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
             left = 0.0 if share else sweep.operations_left(candidates, windows, text)
             crew = crew_for(settings, settings.model, model, folder, events, target, left)
-            with crew as sweep.crew, events.progress("measuring") as sweep.progress:
+            with crew as sweep.crew:
                 if staged is not None:
                     result, candidates = staged.measure(settings.limits)
                 elif settings.anytime:
@@ -325,21 +327,15 @@ def _screen(settings: MeasureSettings, candidates: Sequence[Candidate], run: Pat
     return None if StoredStatistics.held_by(run) is None else screening.Screen(candidates)
 
 
-def _errors(screen: screening.Screen, model: LoadedModel, events: Events) -> dict[screening.Key, float]:
-    with events.progress("screening") as shown:
-        shown.started(sum(map(_work, screen.needed)), 0)
-        return screening.output_errors(model, screen, lambda c: shown.advanced(_work(c), str(c)))
+def _errors(screen: screening.Screen, model: LoadedModel, progress: Progress) -> dict[screening.Key, float]:
+    progress.started(sum(map(error_work, screen.needed)), 0)
+    return screening.output_errors(model, screen, lambda c: progress.advanced(error_work(c), str(c)))
 
 
 def _planner(settings: MeasureSettings, run: Run, bench: Workbench) -> TargetPlanner:
     names = ("model", "target", "held_out", "held_out_windows", "weights", *settings.how)
     how = {name: getattr(settings, name) for name in names}
     return TargetPlanner(PlanSettings(run=str(run.folder), **how), run, bench)
-
-
-def _work(candidate: Candidate) -> float:
-    """Relative cost of quantizing a few rows."""
-    return float(candidate.component.shape[-1] ** 2)
 
 
 def _say_unfit(unfit: Sequence[tuple[Component, Recipe, str]], events: Events) -> None:

@@ -29,7 +29,8 @@ from kl_lens.handover import write_recipe
 from kl_lens.paper import best_paper_point
 from kl_lens.pipeline.benchmarking import BenchmarkSettings
 from kl_lens.pipeline.calibrating import CalibrateSettings
-from kl_lens.pipeline.estimating import Estimator, JobEstimate
+from kl_lens.pipeline.costs import JobEstimate
+from kl_lens.pipeline.estimating import Estimator
 from kl_lens.pipeline.evaluating import TORCH, EvaluateSettings, check_tasks
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.exporting import ExportSettings
@@ -262,10 +263,7 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
         if new:
             with suppress(KLLensError):  # it cannot be estimated
                 expected = _estimate(settings, model, windows)
-                stages.expect(expected.stages)
-                events.heading(
-                    f"about {max(1, round(expected.seconds / 60))} min in all, at the present load"
-                )
+                events.expect(expected)
                 if expected.disk > (free := shutil.disk_usage(folder).free):
                     events.fail(
                         f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
@@ -339,6 +337,10 @@ class _RunStages:
             if name not in settings.wanted:
                 self.events.fail(f"left out: {describe_target(name).lacks()}")
         usable = [t for t in settings.wanted if self._export(t, [UNIFORM_FP16], "fp16")]
+        if (
+            usable and "evaluate" not in settings.without
+        ):  # a runtime that computes something else shows at once
+            self._evaluate([UNIFORM_FP16], tuple(usable))
         if settings.paper:
             self._paper()
         aims: list[str | None] = [*usable] or [None]
@@ -356,7 +358,9 @@ class _RunStages:
         }
         every = list(dict.fromkeys(name for names in plans.values() for name in names))
         if "evaluate" not in settings.without:
-            self._evaluate(every, tuple(exported) or (TORCH,))
+            shared = ("again", "tasks", "task_data", "task_limit")
+            more = {name: getattr(settings, name) for name in shared}
+            self._evaluate(every, tuple(exported) or (TORCH,), **more)
         if self.model.task.generates:
             if "evaluate" not in settings.without:
                 self._write_samples(exported)
@@ -533,10 +537,8 @@ class _RunStages:
             return False
         return True
 
-    def _evaluate(self, plans: Sequence[str], targets: tuple[str, ...]) -> None:
+    def _evaluate(self, plans: Sequence[str], targets: tuple[str, ...], **more: Any) -> None:
         settings = self.settings
-        # Its --device is the runtime's; PyTorch uses the run's device.
-        shared = ("threads", "again", "tasks", "task_data", "task_limit")
         self.stages.do(
             EvaluateSettings(
                 plan=",".join(plans),
@@ -545,8 +547,9 @@ class _RunStages:
                 divergence="",
                 window=settings.window_length or self.model.task.window_length,
                 limit=settings.evaluation_windows,
-                **{name: getattr(settings, name) for name in shared},
-                **self.of_run,
+                threads=settings.threads,
+                **more,
+                **self.of_run,  # its --device is the runtime's; PyTorch uses the run's device
             ),
             optional=True,
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kl_lens.errors import KLLensError
-from kl_lens.pipeline.estimating import StageCost
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import Settings, command_of
 from kl_lens.pipeline.verbs import perform
@@ -30,12 +29,6 @@ class Stages:
         self._bench, self._events = bench, events
         self.seconds: dict[str, float] = {}
         self.failures: list[str] = []
-        self._forecast: list[StageCost] = []  # what is still to come
-
-    def expect(self, forecast: Sequence[StageCost]) -> None:
-        """Sets what is to come. It counts as a tenth done on time, so that short stages say little about the rest."""
-        self._forecast = [*forecast]
-        self._taken = self._said = sum(stage.seconds for stage in forecast) / 10
 
     def do(
         self,
@@ -62,7 +55,6 @@ class Stages:
         with self._events.stage(settings):
             if key and not self.again and not lost and self._remembered(key) == self._with(done, outputs):
                 self._events.result(None)
-                self._came(settings, None)
                 return
             if not self._performed(settings, optional):
                 self.failures.append(shlex.join(words))
@@ -83,19 +75,7 @@ class Stages:
             return False
         finally:
             spent = time.perf_counter() - begin
-            self._came(settings, spent)
             self.seconds[settings.verb] = self.seconds.get(settings.verb, 0.0) + spent
-
-    def _came(self, settings: Settings, seconds: float | None) -> None:
-        """Tells how long the rest takes, at the pace so far."""
-        key = settings.verb, getattr(settings, "target", None)
-        stage = next((each for each in self._forecast if (each.verb, each.target) == key), None)
-        if stage is None:
-            return
-        self._forecast.remove(stage)
-        if seconds is not None:
-            self._taken, self._said = self._taken + seconds, self._said + stage.seconds
-        self._events.left = sum(each.seconds for each in self._forecast) * self._taken / self._said
 
     def _with(self, done: dict[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
         """Adds a digest of the outputs: if they were deleted or overwritten, the stage runs again."""

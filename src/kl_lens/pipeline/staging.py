@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kl_lens import planning
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import BudgetError
 from kl_lens.pipeline.plan_settings import KL
 from kl_lens.pipeline.target_planner import TargetPlanner
@@ -22,7 +23,7 @@ from kl_lens.runs import CALIBRATION
 from kl_lens.sensitivity.perturbation import Candidate
 from kl_lens.sensitivity.pieces import key_of
 from kl_lens.sensitivity.screening import PART, Key, Screen
-from kl_lens.sensitivity.sweep import Progress, Sweep, SweepResult, quantizing_work, work_of
+from kl_lens.sensitivity.sweep import Sweep, SweepResult, error_work, quantizing_work, work_of
 from kl_lens.text import Windows
 
 SCREENING = "screening"  # role of the first measurements, on little text
@@ -49,6 +50,18 @@ class Limits:
         return self.max_bytes is not None or self.loss is not None
 
 
+def expected_work(model: LoadedModel, screen: Screen, windows: Windows) -> float:
+    """Of screening and all rounds, in the units of the sweep's progress."""
+    names = {candidate.component.name for candidate in screen.candidates}
+    each = [work_of(model, c) * len(windows) + quantizing_work(c, windows.length) for c in screen.candidates]
+    rounds = (MEASURED + _few(windows) / len(windows)) * len(names) / len(each) * sum(each)
+    return rounds + sum(map(error_work, screen.needed))
+
+
+def _few(windows: Windows) -> int:
+    return max(1, len(windows) // PART)
+
+
 class StagedSearch:
     """Chooses and measures the candidates that are worth it."""
 
@@ -66,8 +79,7 @@ class StagedSearch:
 
     def measure(self, limits: Limits) -> tuple[SweepResult, list[Candidate]]:
         """Measures what plans within the limits choose; also returns these candidates."""
-        self._sweep.progress = _as_one(self._sweep.progress, self._expected_work())
-        few = self._windows.first(max(1, len(self._windows) // PART))
+        few = self._windows.first(_few(self._windows))
         results = [self._sweep.measure(self._screen.first, few, SCREENING, noise=False)]
         first = self._values(self._screen.first, SCREENING, len(few))
         chosen: list[Candidate] = []
@@ -101,13 +113,6 @@ class StagedSearch:
                 room = self._room(known(), room, limits)
                 measure([self._plan(known(UNSURE), max_kl=share * room) for share in shares])
         return _together(results, len(chosen)), chosen
-
-    def _expected_work(self) -> float:
-        """Of all rounds, in the units of the sweep's progress."""
-        model, windows, candidates = self._sweep.model, self._windows, self._screen.candidates
-        names = {candidate.component.name for candidate in candidates}
-        each = [work_of(model, c) * len(windows) + quantizing_work(c, windows.length) for c in candidates]
-        return (MEASURED + 1 / PART) * len(names) / len(candidates) * sum(each)
 
     def _plan(self, table: SensitivityTable, **limit: float) -> Plan:
         planner = self._planner
@@ -156,24 +161,6 @@ class StagedSearch:
     def _values(self, candidates: Sequence[Candidate], role: str, windows: int) -> dict[Key, float]:
         found = {key_of(c): self._sweep.kl(c, windows, role) for c in candidates}
         return {key: value for key, value in found.items() if value is not None}
-
-
-def _as_one(progress: Progress, expected: float) -> Progress:
-    """Shows all rounds as one piece of work of at least the expected amount."""
-    done = 0.0
-
-    def started(total: float, already: float) -> None:
-        nonlocal done
-        whole = max(expected, done + total)
-        done += already
-        progress.started(whole, done)
-
-    def advanced(work: float, what: str) -> None:
-        nonlocal done
-        done += work
-        progress.advanced(work, what)
-
-    return Progress(started, advanced, progress.message)
 
 
 def _together(results: Sequence[SweepResult], candidates: int) -> SweepResult:

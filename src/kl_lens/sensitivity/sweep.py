@@ -39,6 +39,23 @@ class Progress:
     advanced: Callable[[float, str], None] = lambda work, what: None
     message: Callable[[str], None] = lambda text: None
 
+    def as_one(self, expected: float) -> Progress:
+        """Shows several pieces of work as one of at least the expected amount."""
+        done = 0.0
+
+        def started(total: float, already: float) -> None:
+            nonlocal done
+            whole = max(expected, done + total)
+            done += already
+            self.started(whole, done)
+
+        def advanced(work: float, what: str) -> None:
+            nonlocal done
+            done += work
+            self.advanced(work, what)
+
+        return Progress(started, advanced, self.message)
+
 
 @dataclass(frozen=True)
 class SweepResult:
@@ -273,17 +290,25 @@ def work_of(model: LoadedModel, candidate: Candidate, engine: str = FastEngine.n
     anatomy = model.anatomy
     blocks = sum(c.parameters for c in anatomy.candidates if c.block is not None) / max(1, anatomy.blocks)
     head = anatomy.component(anatomy.head).parameters
-    start = candidate.component.block
+    return blocks * (blocks_run(model, candidate) if engine == FastEngine.name else anatomy.blocks) + 2 * head
+
+
+def blocks_run(model: LoadedModel, candidate: Candidate) -> int:
+    """How many blocks a candidate runs through."""
+    anatomy, start = model.anatomy, candidate.component.block
     if start is None:
         start = anatomy.blocks if candidate.component.name == anatomy.head != anatomy.embedding else 0
-    if engine != FastEngine.name:
-        start = 0
-    return blocks * (anatomy.blocks - start) + 2 * head
+    return anatomy.blocks - start
 
 
 def quantizing_work(candidate: Candidate, length: int) -> float:
     """Cost of quantizing a candidate's weight, in units of `work_of` per window; for forecasts only."""
     return candidate.component.parameters * QUANTIZING.get(candidate.recipe.method, 0.0) / length
+
+
+def error_work(candidate: Candidate) -> float:
+    """Cost of quantizing the few rows that show a candidate's error, in the same units."""
+    return 10.0 * candidate.component.shape[-1] ** 2
 
 
 def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length: int) -> int:

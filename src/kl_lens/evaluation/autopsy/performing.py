@@ -29,6 +29,7 @@ from kl_lens.targets.dissection import Dissection
 STEPPED = 64  # tokens that are also fed one by one
 RESTORED_WINDOWS = 2  # enough to see which part carries most of the loss
 RESTORED_ALONE = 6  # components of the worst kind that are restored one by one
+IN_TORCH = 0.5  # of the time that a runtime takes for a token, roughly
 NEGLIGIBLE = 1e-4  # nats per token: nothing to look for
 
 
@@ -58,14 +59,14 @@ def perform_autopsy(
     *,
     long: EvaluationText | None = None,
     threads: int | None = None,
-    advanced: Callable[[str], None] = lambda title: None,
+    advanced: Callable[[float, str], None] = lambda work, title: None,
 ) -> Autopsy:
     """Looks at a file, and compares it with the original if that is given.
 
     Args:
         long: longer windows of text, to see whether the loss grows along them.
         threads: of the runtime.
-        advanced: called before each step with its title.
+        advanced: called with work that was done, of `expected_work`, and the title of the step.
     """
     settings = SessionSettings(threads=threads)
     evidence = _Chain(dissection, target, model, text, long, settings, advanced).evidence()
@@ -87,14 +88,19 @@ class _Chain:
         text: EvaluationText | None,
         long: EvaluationText | None,
         settings: SessionSettings,
-        advanced: Callable[[str], None],
+        advanced: Callable[[float, str], None],
     ) -> None:
         self.dissection, self.target, self.model, self.text = dissection, target, model, text
-        self.long, self.settings, self._advanced = long, settings, advanced
+        self.long, self.settings, self._progress, self._title = long, settings, advanced, ""
         self.found = Evidence(target.title, target.exact_options)
         self.weights = Weights()
         self._teacher: TorchSession | None = None
         self._beside: dict[str, TorchSession] = {}  # letter → the session that later steps are compared with
+
+    def _advanced(self, title: str = "", work: float = 0.0) -> None:
+        """A step with this title begins, or so much of it was done."""
+        self._title = title or self._title
+        self._progress(work, self._title)
 
     def evidence(self) -> Evidence:
         self._advanced("reading its tensors")
@@ -265,10 +271,10 @@ class _Chain:
         self._advanced(title)
         original = TorchSession(self.model)
         try:
-            scores = [
-                score_logits(session.logits(window.ids), window, original.logits(window.ids))
-                for window in self.long.items
-            ]
+            scores = []
+            for window in self.long.items:
+                scores.append(score_logits(session.logits(window.ids), window, original.logits(window.ids)))
+                self._advanced(work=(1 + IN_TORCH) * length)
         except RUNTIME_ERRORS as error:
             self.found.steps["h"] = Step("h", title, note=f"not measured: {one_line(error)}")
             return
@@ -316,6 +322,7 @@ class _Chain:
             scores.append(score_logits(logits, window, self._teacher.logits(window.ids)))
             if other is not None:
                 apart.append(score_logits(logits, window, other.logits(window.ids)))
+            self._advanced(work=len(window.ids) * (IN_TORCH if isinstance(session, TorchSession) else 1.0))
         return scores, apart
 
     def _few(self, session: TorchSession) -> float:
@@ -323,6 +330,12 @@ class _Chain:
             return _mean(self._scores(session, windows=RESTORED_WINDOWS)[0]).value
         except KLLensError:  # not finite
             return float("inf")
+
+
+def expected_work(text: EvaluationText | None, long: EvaluationText | None) -> float:
+    """In tokens that the runtime reads. The steps read the text about six times, and long windows once on each side."""
+    short, longer = (sum(len(w.ids) for w in each.items) if each else 0 for each in (text, long))
+    return 6 * short + (1 + IN_TORCH) * longer
 
 
 def _mean(scores: Sequence[WindowScore]) -> Estimate:
