@@ -24,7 +24,7 @@ from kl_lens.pipeline.verbs import HOMES, perform, settings_of
 COMMANDS = [
     "inspect",
     "inspect some/model --components --dtype bfloat16",
-    "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1500MB",
+    "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1.5GB",
     "measure --target gguf --anytime --settled-at 0.8 --legacy-json out.json",
     "rank --run runs/x --other-text a.txt --other-text b.txt",
     "plan --paper --gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --max-latency 12ms",
@@ -40,7 +40,7 @@ COMMANDS = [
     "report --compare a b",
     "publish runs/x gguf --to org/name --base-model org/original --private --dry-run",
     "import-legacy --model m --bits 4 a.json --bits 8 b.json",
-    "run some/model --max-bytes 1234567 --targets '' --without rank,report",
+    "run some/model --max-bytes 1.234567MB --targets '' --without rank,report",
 ]
 
 

@@ -253,7 +253,7 @@ def test_token_types_and_padding() -> None:
     assert data.types[size + 1 :] == [UNUSED, UNUSED]
     assert data.tokens[size + 2] == f"[PAD{size + 2}]"
     assert len(data.tokens) == len(set(data.tokens)) == size + 3
-    with pytest.raises(TargetError, match=f"a token {size}, but the model only {size} rows"):
+    with pytest.raises(TargetError, match=f"a token {size}, but the embedding only {size} rows"):
         tokenizer_data(tokenizer, size)
 
 
