@@ -90,7 +90,8 @@ def test_links_to_the_repository_lead_somewhere() -> None:
 def test_the_documentation_is_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in BY_PEOPLE}
     assert words[README] < 900
-    assert words[ROOT / "CHANGELOG.md"] <= 120
+    releases = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
+    assert max(len(release.split()) for release in releases) <= 120
     assert sum(words.values()) <= 25_000, "docs/**.md, README, CONTRIBUTING, SECURITY and CHANGELOG together"
 
 
