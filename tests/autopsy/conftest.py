@@ -1,13 +1,16 @@
-"""The reference models, their files in sound condition, and a short autopsy of any file."""
+"""One original of two blocks with everything that a hybrid has, a sound file for each runtime, and a short autopsy."""
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
+import tokenizers
+import transformers
 
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare
@@ -17,95 +20,81 @@ from kl_lens.records import Plan
 from kl_lens.targets import dissected, get_target
 from tests.hostile.aside import forked_quarantine
 
-BLOCKS = 3
-Exported = Callable[..., Path]
+BLOCKS = 2
+FORMATS = {"gguf": "q8_0", "openvino": "fp16", "mlx": "affine8-g64"}
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}<|assistant|>"
+Sound = Callable[..., Path]
 Examine = Callable[..., Autopsy]
-
-
-def only_fault(found: Autopsy, step: str, *words: str) -> None:
-    """One fault, of this step, in these words; and it is the headline."""
-    faults = [(f.step, f.words) for f in found.faults]
-    assert [f.step for f in found.faults] == [step], faults
-    for word in words:
-        assert word in found.faults[0].words, faults
-    assert found.faults[0].advice
-    assert found.headline.startswith(found.faults[0].words)
-
-
-def shortened(model: LoadedModel) -> LoadedModel:
-    """Only its first blocks: a bad model, but one with real weights, that runs in no time."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = BLOCKS
-    short = type(model.model)(config).eval()
-    kept = short.state_dict().keys()
-    short.load_state_dict({name: value for name, value in model.model.state_dict().items() if name in kept})
-    return LoadedModel(model.name, model.folder, short, model.tokenizer)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tried_by_forks() -> Iterator[None]:
-    with forked_quarantine("kl_lens.targets.gguf.quarantine", "kl_lens.targets.openvino.dissection"):
+    with forked_quarantine("kl_lens.targets.gguf.dissection", "kl_lens.targets.openvino.dissection"):
         yield
 
 
 @pytest.fixture(scope="session")
-def models() -> Callable[[str], LoadedModel]:
-    opened: dict[str, LoadedModel] = {}
-
-    def model(name: str) -> LoadedModel:
-        if name not in opened:
-            opened[name] = shortened(load(f"reference:{name}"))
-        return opened[name]
-
-    return model
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first blocks of the reference hybrid: real weights, eight heads, a special token and a chat template."""
+    place, whole = tmp_path_factory.mktemp("original") / "hybrid", load("reference:hybrid")
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers = BLOCKS
+    short = type(whole.model)(config)
+    kept = short.state_dict().keys()
+    short.load_state_dict({name: value for name, value in whole.model.state_dict().items() if name in kept})
+    short.half().save_pretrained(place)
+    content = json.loads(whole.tokenizer.backend_tokenizer.to_str())
+    last = max(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
+    content["added_tokens"].append(
+        content["added_tokens"][0] | {"id": content["model"]["vocab"].pop(last), "content": "<|user|>"}
+    )
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) != last]
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)), eos_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(place)  # fmt: skip
+    return place
 
 
 @pytest.fixture(scope="session")
-def exported(models: Callable[[str], LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """A sound file, made once; `others`: formats of components by the end of their name."""
+def model(folder: Path) -> LoadedModel:
+    return load(str(folder))
+
+
+@pytest.fixture(scope="session")
+def sound(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    """A file without faults, made once; `others`: formats of components by the end of their name."""
     made: dict[str, Path] = {}
 
-    def export(name: str | LoadedModel, target: str, fmt: str, others: dict[str, str] | None = None) -> Path:
-        model = models(name) if isinstance(name, str) else name
-        key = f"{model.name} {id(model)} {target} {fmt} {others}"
+    def export(
+        target: str, fmt: str = "", others: dict[str, str] | None = None, of: LoadedModel | None = None
+    ) -> Path:
+        original, fmt = of or model, fmt or FORMATS[target]
+        key = f"{id(original)} {target} {fmt} {others}"
         if key not in made:
-            wanted = {c.name: fmt for c in model.anatomy.candidates}
+            wanted = {c.name: (fmt, c.shape) for c in original.anatomy.candidates}
             for end, given in (others or {}).items():
-                wanted |= {component: given for component in wanted if component.endswith(end)}
-            shapes = {c.name: c.shape for c in model.anatomy.candidates}
-            fitting = {n: str(fitting_recipe(Recipe(f), shapes[n])[0]) for n, f in wanted.items()}
-            folder = tmp_path_factory.mktemp("sound") / "model"
-            get_target(target).export(model, Plan("test", fitting, "test"), folder)
-            made[key] = next(folder.glob("*.gguf")) if target == "gguf" else folder
+                wanted |= {name: (given, shape) for name, (_, shape) in wanted.items() if name.endswith(end)}
+            recipes = {name: str(fitting_recipe(Recipe(f), shape)[0]) for name, (f, shape) in wanted.items()}
+            made[key] = tmp_path_factory.mktemp("sound") / "model"
+            get_target(target).export(original, Plan("test", recipes, "test"), made[key])
         return made[key]
 
     return export
 
 
+@pytest.fixture
+def copied(sound: Sound, tmp_path: Path) -> Sound:
+    """A copy that a fault can be planted in, with the record beside it."""
+    return lambda *args, **how: Path(shutil.copytree(sound(*args, **how), tmp_path / "model"))
+
+
 @pytest.fixture(scope="session")
-def examine(models: Callable[[str], LoadedModel]) -> Examine:
-    def autopsy(path: Path, name: str | LoadedModel | None = "mamba") -> Autopsy:
-        target, dissection = dissected(path)
-        if name is None:
-            return perform_autopsy(dissection, target, threads=1)
-        model = models(name) if isinstance(name, str) else name
-        text = prepare("wikitext2:test", model.task, window=64, limit=2)
-        return perform_autopsy(dissection, target, model, text, threads=1)
+def examine(model: LoadedModel) -> Examine:
+    text = prepare("wikitext2:test", model.task, window=64, limit=1)
+
+    def autopsy(place: Path, against: LoadedModel | None = model) -> Autopsy:
+        target, dissection = dissected(place)
+        return perform_autopsy(dissection, target, against, text if against else None, threads=1)
 
     return autopsy
-
-
-@pytest.fixture(scope="session")
-def with_outliers() -> Callable[[float], LoadedModel]:
-    """A Mamba with channels of huge values that its next matrix ignores: exact arithmetic does not notice them."""
-
-    def make(size: float) -> LoadedModel:
-        model = shortened(load("reference:mamba"))
-        with torch.no_grad():
-            for block in range(BLOCKS):
-                mixer = model.model.get_submodule(f"backbone.layers.{block}.mixer")
-                mixer.D[::32] = size
-                mixer.out_proj.weight[:, ::32] = 0.0
-        return model
-
-    return make

@@ -1,8 +1,9 @@
-"""Plants faults in files that were sound."""
+"""Changes the values and settings of files that were sound, in place."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,55 +12,96 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
 
 from kl_lens.targets.gguf.header import read_header
+from kl_lens.targets.openvino.folder import IR_FILE, WEIGHT_FILE
 
-Bytes = npt.NDArray[np.uint8]
-
-
-def copied(source: Path, folder: Path) -> Path:
-    """A bare copy: without the record beside it, nothing knows where it comes from."""
-    return Path(shutil.copy(source, folder / source.name))
+Array = npt.NDArray[Any]
+Change = Callable[[Array], Array]
 
 
-def stored(path: Path, name: str) -> Bytes:
+def change(folder: Path, name: str, how: Change) -> None:
+    """Changes the values of a tensor, in its own type, whatever the file."""
+    if list(folder.glob("*.gguf")):
+        _change_gguf(folder, name, how)
+    elif (folder / IR_FILE).is_file():
+        _change_ir(folder, name, how)
+    else:
+        _change_mlx(folder, name, how)
+
+
+def values(folder: Path, name: str) -> Array:
+    held = []
+
+    def seen(array: Array) -> Array:
+        held.append(array.copy())
+        return array
+
+    change(folder, name, seen)
+    return held[0]  # type: ignore[no-any-return]
+
+
+def swap(folder: Path, one: str, two: str) -> None:
+    first, second = values(folder, one), values(folder, two)
+    change(folder, one, lambda _: second)
+    change(folder, two, lambda _: first)
+
+
+def gguf_bytes(folder: Path, name: str) -> Array:
     """The bytes of a tensor; what is written to them is written to the file."""
+    path = next(folder.glob("*.gguf"))
     entry = next(entry for entry in read_header(path).tensors if entry.name == name)
     return np.memmap(path, np.uint8, "r+", entry.offset, (entry.bytes,))
 
 
-def scale(path: Path, name: str, factor: float) -> None:
-    """Multiplies the scales of a tensor in Q8_0 or Q4_0: the first two bytes of each block."""
+def _change_gguf(folder: Path, name: str, how: Change) -> None:
+    path = next(folder.glob("*.gguf"))
     entry = next(entry for entry in read_header(path).tensors if entry.name == name)
-    blocks = stored(path, name).reshape(-1, {"Q8_0": 34, "Q4_0": 18}[entry.type])
-    halves = blocks[:, :2].copy().view(np.float16)
-    blocks[:, :2] = (halves.astype(np.float32) * factor).astype(np.float16).view(np.uint8)
+    data, kind = gguf_bytes(folder, name), gguf.GGMLQuantizationType[entry.type]
+    rows = data.reshape(-1, data.size // max(entry.shape[0], 1))
+    new = how(gguf.dequantize(rows, kind).reshape(entry.shape))
+    data[:] = (
+        gguf.quants.quantize(new.astype(np.float32).reshape(len(rows), -1), kind).view(np.uint8).reshape(-1)
+    )
 
 
-def change(path: Path, name: str, dtype: Any, how: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> None:
-    """Changes the values of a tensor in F16 or F32."""
-    data = stored(path, name)
-    data[:] = np.ascontiguousarray(how(data.view(dtype).copy()).astype(dtype)).view(np.uint8)
+def _change_ir(folder: Path, name: str, how: Change) -> None:
+    """Of a weight in F16."""
+    text = (folder / IR_FILE).read_text()
+    where = r'element_type="f16" shape="([^"]*)" offset="(\d+)" size="(\d+)"'
+    found = re.search(rf'name="{re.escape(name)}" type="Const".*?{where}', text, re.S)
+    assert found is not None
+    data = np.memmap(folder / WEIGHT_FILE, np.float16, "r+", int(found[2]), (int(found[3]) // 2,))
+    data[:] = how(data.astype(np.float32).reshape([int(size) for size in found[1].split(",")])).reshape(-1)
 
 
-def swap(path: Path, one: str, two: str) -> None:
-    first, second = stored(path, one), stored(path, two)
-    kept = first.copy()
-    first[:], second[:] = second, kept
+def _change_mlx(folder: Path, name: str, how: Change) -> None:
+    import mlx.core as mx
+
+    file, path = folder / "model.safetensors", name.removesuffix(".weight")
+    arrays: Any = mx.load(str(file))
+    section = json.loads((folder / "config.json").read_text())["quantization"]
+    with mx.stream(mx.cpu):
+        mx.eval(list(arrays.values()))
+        if f"{path}.scales" in arrays:
+            parts, form = (
+                [f"{path}.{part}" for part in ("weight", "scales", "biases")],
+                section.get(path, section),
+            )
+            form = {key: form[key] for key in ("group_size", "bits")}
+            new = how(np.array(mx.dequantize(*(arrays[part] for part in parts), **form).astype(mx.float32)))
+            arrays |= dict(zip(parts, mx.quantize(mx.array(new).astype(mx.float16), **form), strict=True))
+        else:
+            new = how(np.array(arrays[name].astype(mx.float32)))
+            arrays[name] = mx.array(new).astype(arrays[name].dtype).reshape(arrays[name].shape)
+        file.unlink()
+        mx.save_safetensors(str(file), arrays, metadata={"format": "mlx"})
 
 
-def set_number(path: Path, key: str, value: float) -> None:
-    """Overwrites a float32 of the metadata."""
-    content = bytearray(path.read_bytes())
-    at = content.index(key.encode()) + len(key)
-    assert struct.unpack_from("<I", content, at)[0] == gguf.GGUFValueType.FLOAT32
-    struct.pack_into("<f", content, at + 4, value)
-    path.write_bytes(content)
-
-
-def retyped(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
+def retyped(folder: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
     """Stores a tensor in F32 as another type, in its place; what is left of its room is not used."""
-    data = stored(path, name)
+    path, data = next(folder.glob("*.gguf")), gguf_bytes(folder, name)
     blocks = gguf.quants.quantize(data.view(np.float32).reshape(1, -1), kind).reshape(-1)
     data[: blocks.size] = blocks
     data.flush()
@@ -71,30 +113,51 @@ def retyped(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
 
 
 def rewritten(
-    source: Path,
-    folder: Path,
-    metadata: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, tuple[npt.NDArray[Any], gguf.GGMLQuantizationType] | None] | None = None,
-) -> Path:
-    """The file with other metadata and tensors; None leaves a tensor out."""
-    reader, path = gguf.GGUFReader(source), folder / source.name
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(path, architecture)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = (metadata or {}).get(name, field.contents())
-        kinds = [gguf.GGUFValueType(kind) for kind in field.types]
-        writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    for tensor in reader.tensors:
-        data, kind = np.asarray(tensor.data), tensor.tensor_type
-        if (tensors or {}).get(tensor.name, ()) is None:
-            continue
-        if given := (tensors or {}).get(tensor.name):
-            data, kind = given
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    folder: Path, metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Array | None] | None = None
+) -> None:
+    """The GGUF with other metadata and tensors in F16; None leaves one out, a function makes the new value."""
+    path = next(folder.glob("*.gguf"))
+    old = path.rename(path.with_name("old.gguf"))
+    info, given = read_header(old, whole=True), dict(metadata or {})
+    writer = gguf.GGUFWriter(path, info.architecture)
+    adding = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    for name, before in info.metadata.items():
+        value = given.get(name, before)
+        value = value(before) if callable(value) else value
+        if name != "general.architecture" and value is not None:
+            adding.get(type(value), writer.add_array)(name, value)
+    for entry in info.tensors:
+        new = (tensors or {}).get(entry.name, entry)
+        if new is entry:
+            data = np.memmap(old, np.uint8, "r", entry.offset, (entry.bytes,)).reshape(*entry.shape[:-1], -1)
+            kind = gguf.GGMLQuantizationType[entry.type]
+            writer.add_tensor(
+                entry.name, data.view(np.float32) if entry.type == "F32" else data, raw_dtype=kind
+            )
+        elif new is not None:
+            writer.add_tensor(entry.name, new.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    old.unlink()
+
+
+def regraphed(folder: Path, how: Callable[[ov.Model], None]) -> None:
+    """The IR after a change of its graph."""
+    graph = ov.Core().read_model(folder / IR_FILE)
+    how(graph)
+    ov.save_model(graph, folder / "new.xml", compress_to_fp16=False)
+    for suffix in (".xml", ".bin"):
+        (folder / "new").with_suffix(suffix).rename((folder / IR_FILE).with_suffix(suffix))
+
+
+def edited(folder: Path, name: str, how: Callable[[Any], Any]) -> None:
+    """A JSON file after a change."""
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(how(content) or content))

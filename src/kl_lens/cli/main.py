@@ -41,7 +41,7 @@ VERBS = {
     "export": "write a plan as OpenVINO IR or GGUF, with exactly the weights that were measured",
     "evaluate": "measure perplexity, KL from the original and task accuracy of plans and files",
     "benchmark": "measure speed and memory of exported files",
-    "autopsy": "say what is wrong with a GGUF or OpenVINO file, whoever made it",
+    "autopsy": "say what is wrong with a GGUF, OpenVINO or MLX file, whoever made it",
     "generate": "generate text with an exported file",
     "report": "write a run, or several side by side, as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",

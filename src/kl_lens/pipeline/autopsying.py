@@ -1,4 +1,4 @@
-"""`autopsy`: what is wrong with a GGUF or OpenVINO file, whoever made it."""
+"""`autopsy`: what is wrong with a GGUF, OpenVINO or MLX file, whoever made it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class AutopsySettings(Loading):
     weights: ClassVar[str] = MEMORY  # it looks at all of them
 
     file: Path = option(
-        help="a .gguf file, an OpenVINO .xml, or a folder with one", positional=True, metavar="FILE"
+        help="a .gguf file, an OpenVINO .xml, or a folder of llama.cpp, OpenVINO or mlx-lm",
+        positional=True,
+        metavar="FILE",
     )
     model: str | None = option(
         None, f"the original model: {VERB_MODEL} (default: the run's)", flag="--against", metavar="MODEL"
@@ -70,7 +72,8 @@ class AutopsyResult:
 
     @property
     def exit_code(self) -> int:
-        return 2 if self.autopsy.faults else 0
+        """2: a fault; 3: none was found, but not everything could be checked."""
+        return 2 if self.autopsy.faults else 3 if self.autopsy.unchecked else 0
 
 
 def autopsy(settings: AutopsySettings, bench: Workbench, events: Events) -> AutopsyResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.errors import TargetError, one_line
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]  # role (system, user, assistant) and content
 Renderer = Callable[[Messages], str]
+CONFIG_FILE = "tokenizer_config.json"
 
 
 def default_template(template: Any) -> str | None:
@@ -24,6 +26,41 @@ def default_template(template: Any) -> str | None:
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) and template else None
+
+
+def template_of(folder: Path) -> tuple[Path, str] | None:
+    """The chat template in a tokenizer's files and the file that holds it, in the places where transformers looks."""
+    for file in (folder / "chat_template.jinja", folder / CONFIG_FILE):
+        if file.suffix == ".jinja":
+            template = file.read_text(encoding="utf-8") if file.is_file() else None
+        else:
+            template = default_template(read_json(file).get("chat_template"))
+        if template:
+            return file, template
+    return None
+
+
+def special_texts(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and the like → text."""
+    texts: dict[str, str] = {}
+    for name in ("special_tokens_map.json", CONFIG_FILE):
+        for key, token in read_json(folder / name).items():
+            if isinstance(token, dict):  # an added-token entry with its matching options
+                token = token.get("content")
+            if key.endswith("_token") and isinstance(token, str):
+                texts[key] = token
+    return texts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A settings file of a tokenizer; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"{path} cannot be read: {error}; copy the tokenizer's files again") from error
+    return data if isinstance(data, dict) else {}
 
 
 def chat_renderer(template: str, special: Mapping[str, str], where: str) -> Renderer:

@@ -1,24 +1,34 @@
-"""A file taken apart: its tensors as numbers, and how each of them follows from a parameter of the original."""
+"""A file taken apart: its tensors as numbers, how each follows from a parameter of the original, and its settings."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kl_lens.errors import TargetError
 from kl_lens.formats import Format, get_format
+from kl_lens.targets.artifacts import read_artifact, require_exported
+from kl_lens.targets.chat import read_json, special_texts, template_of
 from kl_lens.targets.session import Session, SessionSettings
+from kl_lens.targets.varied_text import varied_strings
+from kl_lens.writing import RECORD_FILE
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
 
 Values = Callable[[torch.Tensor], torch.Tensor]
 
+# What a disagreement is about. A vocabulary turns text into other ids.
+METADATA, TOKENIZER, VOCABULARY = "metadata", "tokenizer", "vocabulary"
+_CHAT = "the chat template"
+_LARGEST_TRANSFORMED = 1 << 20  # values; norms and decays are small
 # (f(0), f(1)) of what a file stores instead of a parameter → its inverse: as it is, 1 + x, exp(x), −exp(x).
 _INVERSES: dict[tuple[float, float], Values] = {
     (0.0, 1.0): lambda y: y,
@@ -47,9 +57,12 @@ class Part:
 
     name: str
     tensor: StoredTensor | None  # None: the file lacks it
-    parameter: str | None  # None: zeros
+    parameter: str | None  # None: several, or none
     arrange: Values = lambda value: value
     factors: float | torch.Tensor = 1.0
+    constant: torch.Tensor | None = (
+        None  # what the file should hold, where that is not made from one parameter
+    )
 
     def expected(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as the file should hold it, before rounding."""
@@ -84,13 +97,16 @@ class Disagreement:
     """A setting of the file that is not the original's."""
 
     name: str
-    found: Any
-    expected: Any
-    matters: bool = True  # False: it changes no result
+    words: str
+    advice: str = ""
+    matters: bool | None = True  # None: if the runtime computes something else, or text becomes other ids
+    about: str = METADATA
 
-    @property
-    def words(self) -> str:
-        return f"{self.name} is {_shown(self.found)} in the file, {_shown(self.expected)} in the original"
+
+def setting(name: str, found: Any, expected: Any, advice: str = "", **more: Any) -> Disagreement:
+    """A key with another value; None: it is not there."""
+    here = "is missing in the file" if found is None else f"is {_shown(found)} in the file"
+    return Disagreement(name, f"{name} {here}, {_shown(expected)} in the original", advice, **more)
 
 
 class Dissection(ABC):
@@ -103,20 +119,124 @@ class Dissection(ABC):
 
     @abstractmethod
     def parts(self, model: LoadedModel) -> list[Part]:
-        """Everything that the original wants in the file. UnsupportedError: the family's names are not known."""
+        """What the original wants in the file. UnsupportedError: the family's names are not known."""
 
     @abstractmethod
-    def disagreements(self, model: LoadedModel) -> list[Disagreement]:
-        """Settings that are not those of config.json and the tokenizer."""
+    def settings(self, model: LoadedModel) -> list[Disagreement]:
+        """Settings that are not those of config.json."""
 
     @abstractmethod
     def open(self, settings: SessionSettings) -> Session:
-        """Opens it in its runtime, after a try in a separate process."""
+        """Opens it in its runtime, after a try in a separate process. UnsupportedError: KL Lens cannot run it."""
 
-    @abstractmethod
-    def other_tokens(self, session: Session, tokenizer: Any) -> str | None:
-        """A text that the file's tokenizer splits differently; None if there is none. UnsupportedError: it has no
-        tokenizer, or none that can be compared."""
+    # A folder has its tokenizer's own files beside the weights.
+
+    def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
+        """What of its tokenizer and chat template is not the original's, without running it."""
+        if (self.folder / "tokenizer.json").is_file() and model.tokenizer is not None:
+            found, expected = _texts(self.folder), _texts(model.folder)
+            yield from other_texts(found, expected, lambda *_: "copy the original's tokenizer files")
+
+    def strings(self, tokenizer: Any) -> list[str]:
+        """Texts that its tokenizer must turn into the original's ids."""
+        return varied_strings(300, special=sorted(map(str, tokenizer.get_added_vocab())))
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
+
+    def changed(self) -> str:
+        """That it is no longer what KL Lens exported, by the record beside it; empty if it is, or has no record."""
+        if (self.folder / RECORD_FILE).is_file():
+            try:
+                if self.files[0].name in (artifact := read_artifact(self.folder)).files:
+                    require_exported(self.folder, artifact)
+            except TargetError as error:
+                return str(error)
+        return ""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a tokenizer's files say."""
+
+    tokens: Mapping[int, str]
+    merges: Sequence[str]
+    splitting: Mapping[str, Any]  # settings that are wrong only if text becomes other ids
+    keys: Mapping[str, Any]  # special tokens and switches
+    template: str | None
+    types: Mapping[int, int] = field(default_factory=dict)  # of tokens, where the file has such a list
+
+
+def _texts(folder: Path) -> Texts:
+    content, generation = read_json(folder / "tokenizer.json"), read_json(folder / "generation_config.json")
+    model = content.get("model", {})
+    pairs = model["vocab"].items() if isinstance(model.get("vocab"), dict) else ()
+    tokens = {i: text for text, i in pairs} | {t["id"]: t["content"] for t in content.get("added_tokens", ())}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+    splitting = {key: content.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")}
+    ids = {key: generation.get(key) for key in ("eos_token_id", "bos_token_id")}
+    return Texts(
+        tokens, merges, splitting, special_texts(folder) | ids, (template_of(folder) or (None, None))[1]
+    )
+
+
+def other_texts(found: Texts, expected: Texts, advice: Callable[[str, Any], str]) -> Iterator[Disagreement]:
+    """Compares what two tokenizers say. Keys that one of them lacks say nothing."""
+    tokens = _other_items("token", found.tokens, expected.tokens)
+    types = _other_items("token type", found.types or expected.types, expected.types)
+    merges = _other_merges(found.merges, expected.merges)
+    for name, words in (("tokens", tokens), ("merges", merges), ("token types", types)):
+        if words:
+            matters = None if words == types else True
+            yield Disagreement(name, words, advice(name, None), matters, VOCABULARY)
+    yield from _other_keys(found.splitting, expected.splitting, advice, None, VOCABULARY)
+    yield from _other_keys(found.keys, expected.keys, advice, True, TOKENIZER)
+    if words := _other_template(found.template, expected.template):
+        yield Disagreement(_CHAT, words, advice(_CHAT, None), expected.template is not None, TOKENIZER)
+
+
+def _other_keys(
+    found: Mapping[str, Any], expected: Mapping[str, Any], advice: Callable[[str, Any], str], matters: bool | None,
+    about: str,
+) -> Iterator[Disagreement]:  # fmt: skip
+    for key, own in expected.items():
+        theirs = found.get(key)
+        if None not in (theirs, own) and theirs not in (own, [own]) and own != [theirs]:
+            yield setting(key, theirs, own, advice(key, own), matters=matters, about=about)
+
+
+def _other_items(name: str, found: Mapping[int, Any], expected: Mapping[int, Any]) -> str:
+    if not (other := [i for i in expected if found.get(i) != expected[i]]):
+        return ""
+    first = setting(f"{name} {other[0]}", *(repr(each.get(other[0])) for each in (found, expected)))
+    return f"{len(other):,} of {len(expected):,} {name}s are not the original's: {first.words}"
+
+
+def _other_merges(found: Sequence[str], expected: Sequence[str]) -> str:
+    held, wanted = set(found), set(expected)
+    lost, more = [m for m in expected if m not in held], [m for m in found if m not in wanted]
+    count = f"of {len(expected):,} merges"
+    words = [f"{len(lost):,} {count} are missing, the first {lost[0]!r}"] if lost else []
+    words += [f"{len(more):,} {count} are not the original's, the first {more[0]!r}"] if more else []
+    if not words and list(found) != list(expected):
+        words = [f"its merges are in another order from number {_parting(found, expected):,} on"]
+    return "; ".join(words)
+
+
+def _other_template(found: str | None, expected: str | None) -> str:
+    one, two = (" ".join((text or "").split()) for text in (found, expected))
+    if one == two:
+        return ""
+    if not one or not two:
+        return f"{_CHAT} was {'removed' if two else 'added: the original has none'}"
+    at = _parting(one, two)
+    return f"{_CHAT} was changed: it has {one[at : at + 40]!r} where the original's has {two[at : at + 40]!r}"
+
+
+def _parting(one: Sequence[Any], two: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -139,6 +259,30 @@ def rounding(fmt: Format | str) -> Values | None:
         return value if grid.fits(rows.shape) else grid.roundtrip(rows).reshape(value.shape)
 
     return rounded
+
+
+def arrangements(
+    kind: Sequence[tuple[torch.Tensor, tuple[int, ...], Callable[[], torch.Tensor], bool]],
+) -> list[Values]:
+    """How tensors of one kind follow from their parameters: as x, 1 + x, exp(x) or −exp(x), whichever fits most of
+    them, so that a damaged one is not taken for another kind.
+
+    `kind`: the parameter, the shape that is stored, its values, and whether they are transposed.
+    """
+    maps: list[Values] = [lambda v: v, lambda v: v + 1, torch.exp, lambda v: -torch.exp(v)]
+
+    def error(change: Values) -> float:
+        pairs = [(_arranged(change, turned, shape, own.float()), read()) for own, shape, read, turned in kind]
+        errors = sorted(float((one - two).norm()) / max(float(two.norm()), 1e-9) for one, two in pairs)
+        return errors[(len(errors) - 1) // 2]
+
+    small = all(own.numel() <= _LARGEST_TRANSFORMED for own, *_ in kind)
+    best = min(maps, key=error) if small and kind else maps[0]
+    return [partial(_arranged, best, turned, shape) for _, shape, _, turned in kind]
+
+
+def _arranged(change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
+    return change(value.T if turned else value).reshape(shape)
 
 
 def same(found: Any, expected: Any) -> bool:

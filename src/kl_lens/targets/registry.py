@@ -94,7 +94,9 @@ def dissected(path: Path) -> tuple[Target, Dissection]:
             return target, target.dissect(path)
     if not path.exists():
         raise TargetError(f"{path}: no such file")
-    raise TargetError(f"{path} holds no model that KL Lens knows; give a .gguf file or an OpenVINO .xml")
+    raise TargetError(
+        f"{path} holds no model that KL Lens knows; give a .gguf file, an OpenVINO .xml or an MLX folder"
+    )
 
 
 def _owner(path: Path) -> str | None:

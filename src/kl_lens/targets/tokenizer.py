@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +9,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kl_lens.errors import TargetError
-from kl_lens.targets.chat import Renderer, chat_renderer, default_template
+from kl_lens.targets.chat import (
+    Renderer,
+    chat_renderer,
+    default_template,
+    read_json,
+    special_texts,
+    template_of,
+)
 from kl_lens.targets.registry import target_of
 from kl_lens.targets.session import Session, TokenizingSession
 
-TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class ArtifactTokenizer:
     render: Renderer | None = None  # the chat template, if any
 
 
-def find_tokenizer(session: Session, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
+def find_tokenizer(session: Session | None, artifact: Path, place: str | None = None) -> ArtifactTokenizer:
     """The tokenizer of a session, without transformers where possible.
 
     Args:
@@ -121,7 +127,7 @@ def _from_file(path: Path) -> ArtifactTokenizer:
         raise TargetError(
             f"{path} cannot be read as a tokenizer: {error}; pass one with --tokenizer"
         ) from error
-    settings = _read(path.parent / CONFIG_FILE)
+    settings = read_json(path.parent / "tokenizer_config.json")
     cleaned = path.name == TOKENIZER_FILE and settings.get("clean_up_tokenization_spaces")
     if cleaned and type(tokenizer.model).__name__ != "BPE":
         return _from_transformers(str(path.parent))  # only it knows which spaces to clean up
@@ -139,44 +145,17 @@ def _from_file(path: Path) -> ArtifactTokenizer:
 
 def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
     """The end tokens named in the tokenizer's files and in the model's generation settings."""
-    named = _special_texts(folder).get("eos_token")
+    named = special_texts(folder).get("eos_token")
     end = None if named is None else tokenizer.token_to_id(named)
-    ids = _read(folder / "generation_config.json").get("eos_token_id")
+    ids = read_json(folder / "generation_config.json").get("eos_token_id")
     return frozenset(i for i in (end, *(ids if isinstance(ids, list) else [ids])) if isinstance(i, int))
 
 
-def _special_texts(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and the like → text."""
-    texts: dict[str, str] = {}
-    for name in ("special_tokens_map.json", CONFIG_FILE):
-        for key, token in _read(folder / name).items():
-            if isinstance(token, dict):  # an added-token entry with its matching options
-                token = token.get("content")
-            if key.endswith("_token") and isinstance(token, str):
-                texts[key] = token
-    return texts
-
-
 def _renderer(folder: Path) -> Renderer | None:
-    """The chat template in the tokenizer's files, in the places where transformers looks."""
-    for file in (folder / "chat_template.jinja", folder / CONFIG_FILE):
-        if file.suffix == ".jinja":
-            template = file.read_text(encoding="utf-8") if file.is_file() else None
-        else:
-            template = default_template(_read(file).get("chat_template"))
-        if template:
-            return chat_renderer(template, _special_texts(folder), str(file))
-    return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TargetError(f"{path} cannot be read: {error}; copy the tokenizer's files again") from error
-    return data if isinstance(data, dict) else {}
+    """The chat template in the tokenizer's files."""
+    if (found := template_of(folder)) is None:
+        return None
+    return chat_renderer(found[1], special_texts(folder), str(found[0]))
 
 
 def _from_transformers(place: str) -> ArtifactTokenizer:

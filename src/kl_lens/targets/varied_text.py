@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 _WORDS = (
     "the", "a", "of", "model", "state", "Mamba", "don't", "I'll", "we've", "they're", "naïve", "café", "Straße",
@@ -51,3 +53,10 @@ def varied_strings(count: int, *, special: Sequence[str] = (), seed: int = 0) ->
         "".join(draw.choice(kinds)() + draw.choice(("", " ")) for _ in range(draw.randint(1, 10)))
         for _ in range(count)
     ]
+
+
+def other_ids(own: Sequence[int], expected: Sequence[int], tokenizer: Any) -> str:
+    """Where two lists of ids for one text part, in words."""
+    at = next(i for i, (one, two) in enumerate(zip_longest(own, expected)) if one != two)
+    parts = list(own[at : at + 4]), list(expected[at : at + 4])
+    return f"{tokenizer.decode(parts[1])!r} becomes {parts[0]}, not {parts[1]}"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from kl_lens.records import Estimate, Record
 
-# The steps that a finding can be about.
-FILE, WEIGHTS, TYPE, ACTIVATIONS, METADATA = "file", "weights", "type", "activations", "metadata"
-RUNTIME, SETTINGS, PROMPT, TOKENIZER = "runtime", "settings", "prompt", "tokenizer"
+# Causes: another tensor's values, values that are not finite, another shape, unknown. Others are named in `weights.py`.
+HOLDS, INFINITE, SHAPE, OFF = "holds", "infinite", "shape", "off"
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class TensorReport(Record):
     error: float | None = None  # ‖file − original‖ / ‖original‖
     own_error: float | None = None  # the same for the original, rounded to nearest in this type
     problem: str = ""  # what is wrong with its values, in words
+    cause: str = ""  # the same for tensors that share a mistake
+    partner: str = ""  # the tensor whose values it holds
     float_only: bool = False  # runtimes expect it in floating point
 
     @property
@@ -60,7 +61,7 @@ class Restored(Record):
 class Finding(Record):
     """One thing to know about the file."""
 
-    step: str
+    step: str  # file, weights, type, activations, metadata, runtime, settings, prompt or tokenizer
     where: str  # tensor, component or setting
     words: str
     advice: str = ""
@@ -85,6 +86,7 @@ class Autopsy(Record):
     rounding_kl: Estimate | None = None  # the original, rounded to nearest in the same types
     planned_kl: Estimate | None = None  # our plan of no more bytes, from a run's measurements
     planned_bytes: int | None = None
+    unchecked: tuple[str, ...] = ()  # what could not be checked, in words
 
     @property
     def faults(self) -> tuple[Finding, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import KLLensError, UnsupportedError, one_line
 from kl_lens.evaluation import statistics
 from kl_lens.evaluation.autopsy.findings import Autopsy, Restored, Step, TensorReport
-from kl_lens.evaluation.autopsy.verdict import Evidence, judged
-from kl_lens.evaluation.autopsy.weights import Weights, alone, examine
+from kl_lens.evaluation.autopsy.verdict import Evidence, listed
+from kl_lens.evaluation.autopsy.weights import alone, examine, together
 from kl_lens.evaluation.judged import REMEMBERED, RUNTIME_ERRORS
 from kl_lens.evaluation.scoring import WindowScore, score_logits
 from kl_lens.evaluation.texts import EvaluationText, TextWindow
@@ -24,13 +25,17 @@ from kl_lens.recipes import Recipe
 from kl_lens.records import Estimate
 from kl_lens.sensitivity.perturbation import Kernels
 from kl_lens.targets import Session, SessionSettings, Target
-from kl_lens.targets.dissection import Dissection
+from kl_lens.targets.dissection import VOCABULARY, Disagreement, Dissection
+from kl_lens.targets.session import TokenizingSession
+from kl_lens.targets.tokenizer import find_tokenizer
+from kl_lens.targets.varied_text import other_ids
 
 STEPPED = 64  # tokens that are also fed one by one
 RESTORED_WINDOWS = 2  # enough to see which part carries most of the loss
 RESTORED_ALONE = 6  # components of the worst kind that are restored one by one
 IN_TORCH = 0.5  # of the time that a runtime takes for a token, roughly
 NEGLIGIBLE = 1e-4  # nats per token: nothing to look for
+MOST_GROUPS = 24  # of damaged tensors whose cost is measured
 
 
 class FileInTorch(TorchSession):
@@ -45,8 +50,9 @@ class FileInTorch(TorchSession):
         remember: int = 0,
     ) -> None:
         super().__init__(model, remember=remember)
-        parameters = dict(model.model.named_parameters(remove_duplicate=False))
-        self._weights = [(parameters[n], v.to(parameters[n])) for n, v in values.items() if n in parameters]
+        own: dict[str, Any] = dict(model.model.named_buffers())
+        own |= dict(model.model.named_parameters(remove_duplicate=False))
+        self._weights = [(own[n], v.to(own[n])) for n, v in values.items() if n in own]
         self._recipes = {name: Recipe(fmt) for name, fmt in (formats or {}).items()}
         self._deployed = deployed
 
@@ -68,32 +74,25 @@ def perform_autopsy(
         threads: of the runtime.
         advanced: called with work that was done, of `expected_work`, and the title of the step.
     """
-    settings = SessionSettings(threads=threads)
-    evidence = _Chain(dissection, target, model, text, long, settings, advanced).evidence()
-    headline, findings = judged(evidence)
+    chain = _Chain(dissection, target, model, text, long, SessionSettings(threads=threads), advanced)
+    evidence = chain.evidence()
+    headline, findings = evidence.judged()
     return Autopsy(
         file=str(dissection.place), target=target.name, bytes=sum(path.stat().st_size for path in dissection.files),
-        original="" if model is None else model.name, text="" if text is None else text.label,
-        headline=headline, findings=findings, steps=tuple(evidence.steps[k] for k in sorted(evidence.steps)),
-        restored=tuple(evidence.restored), tensors=tuple(evidence.reports), rounding_kl=evidence.rounding,
+        original=evidence.original, text="" if text is None else text.label, headline=headline, findings=findings,
+        steps=tuple(evidence.steps[k] for k in sorted(evidence.steps)), restored=tuple(evidence.restored),
+        tensors=tuple(evidence.weights.reports), rounding_kl=evidence.rounding, unchecked=tuple(evidence.unchecked),
     )  # fmt: skip
 
 
 class _Chain:
     def __init__(
-        self,
-        dissection: Dissection,
-        target: Target,
-        model: LoadedModel | None,
-        text: EvaluationText | None,
-        long: EvaluationText | None,
-        settings: SessionSettings,
-        advanced: Callable[[float, str], None],
-    ) -> None:
+        self, dissection: Dissection, target: Target, model: LoadedModel | None, text: EvaluationText | None,
+        long: EvaluationText | None, settings: SessionSettings, advanced: Callable[[float, str], None],
+    ) -> None:  # fmt: skip
         self.dissection, self.target, self.model, self.text = dissection, target, model, text
         self.long, self.settings, self._progress, self._title = long, settings, advanced, ""
-        self.found = Evidence(target.title, target.exact_options)
-        self.weights = Weights()
+        self.found = Evidence(target.title, target.exact_options, "" if model is None else model.name)
         self._teacher: TorchSession | None = None
         self._beside: dict[str, TorchSession] = {}  # letter → the session that later steps are compared with
 
@@ -104,95 +103,108 @@ class _Chain:
 
     def evidence(self) -> Evidence:
         self._advanced("reading its tensors")
+        found, found.changed = self.found, self.dissection.changed()
         if self.model is None or self.text is None:
-            self.found.reports = [alone(tensor) for tensor in self.dissection.tensors]
+            found.weights.reports = [alone(tensor) for tensor in self.dissection.tensors]
+            found.damage = [(group, None) for group in together(found.weights.reports)]
         else:
             self._compare(self.model)
         self._in_runtime()
-        if self.found.rounds_too_much:
-            self.found.inputs = self._rounded_inputs()
-        return self.found
+        if found.rounds_too_much:
+            found.inputs = self._rounded_inputs()
+        weights, apart = found.weights, found.apart(found.decides)
+        if weights.uncompared and not found.decides:
+            names = listed(weights.uncompared)
+            found.unchecked.append(f"the file holds nothing that could be compared with {names}")
+        if weights.left_out and not found.damage and apart is not None:
+            names = listed(weights.left_out)
+            found.unchecked.append(f"its KL of {apart:.3g} from PyTorch, which has no place for {names}")
+        return found
 
     # -- in PyTorch ------------------------------------------------------------------------------------------
 
     def _compare(self, model: LoadedModel) -> None:
-        found, target = self.found, self.target
+        found, dissection = self.found, self.dissection
         self._teacher = TorchSession(model, remember=REMEMBERED)
         found.steps["a"] = Step("a", "the original in float32", Estimate(0.0, 0.0))
         try:
-            found.disagreements = self.dissection.disagreements(model)
-            self.weights = examine(self.dissection.parts(model), model, self.dissection.tensors)
+            found.disagreements += dissection.tokenizer(model)
+        except KLLensError as error:
+            words, advice = one_line(error), "copy the original's files"
+            found.disagreements.append(Disagreement("tokenizer", words, advice, about=VOCABULARY))
+        try:
+            found.disagreements += dissection.settings(model)
+            found.weights = weights = examine(dissection.parts(model), model, dissection.tensors)
         except UnsupportedError as error:
-            found.notes = [f"Its weights are not compared: {error}"]
-            found.reports = [alone(tensor) for tensor in self.dissection.tensors]
+            found.unchecked.append(f"its weights were not compared: {one_line(error)}")
+            found.weights.reports = [alone(tensor) for tensor in dissection.tensors]
             return
-        weights = self.weights
-        found.reports, found.missing, found.left_out = weights.reports, weights.missing, weights.left_out
-        left = f"without {', '.join(weights.left_out[:3])}" if weights.left_out else ""
-        self._step("b", "the original with the file's weights", self._session(remember=REMEMBERED), note=left)
+        without = [*weights.left_out, *weights.uncompared]
+        note = f"without {listed(without)}" if without else ""
+        file = self._session(weights.held, remember=REMEMBERED)
+        self._step("b", "the original with the file's weights", file, note=note)
         formats = self._formats()
         recipes = {name: Recipe(fmt) for name, fmt in formats.items()}
-        if self.dissection.usual_settings and target.models_activations(self.settings, recipes):
-            deployed = self._session(formats=formats, remember=REMEMBERED)
-            self._step("c", f"the same with {target.title}'s activations", deployed, beside="b")
-        if (found.kl("b") or 0.0) > NEGLIGIBLE:
-            plain = FileInTorch(model, weights.rounded)
-            found.rounding = _mean(self._scores(plain)[0])
+        if dissection.usual_settings and self.target.models_activations(self.settings, recipes):
+            deployed = self._session(weights.held, formats, remember=REMEMBERED)
+            self._step("c", f"the same with {self.target.title}'s activations", deployed, beside="b")
+        groups = together(weights.reports)
+        if groups or (found.kl("b") or 0.0) > NEGLIGIBLE:
             self._advanced("restoring components")
-            found.restored = self._restored_weights(model)
+            self._restore(groups)
+
+    def _restore(self, groups: Sequence[Sequence[TensorReport]]) -> None:
+        """What each fault costs in a file that is otherwise sound, so that none hides behind another; then what kinds
+        of component carry of the loss of sound weights, and the components of the worst kind."""
+        found, weights = self.found, self.found.weights
+        held = {report.name: weights.parameters.get(report.name, "") for report in weights.reports}
+        odd = {held[report.name] for group in groups for report in group} & weights.rounded.keys()
+        sound = weights.held | {name: weights.rounded[name] for name in odd}
+        found.rounding = _mean(self._scores(self._session(weights.rounded))[0])
+        whole = self._few(sound)
+
+        def cost(group: Sequence[TensorReport]) -> float | None:
+            names = {held[report.name] for report in group}
+            if not names <= weights.held.keys():
+                return None
+            value = self._few(sound | {name: weights.held[name] for name in names}) - whole
+            return max(value, 0.0) if math.isfinite(value) else None
+
+        def without(reports: Sequence[TensorReport]) -> float:
+            names = {held[report.name] for report in reports}
+            return self._few({name: value for name, value in sound.items() if name not in names})
+
+        found.damage = [(group, cost(group) if i < MOST_GROUPS else None) for i, group in enumerate(groups)]
+        found.damaged_by = self._few(weights.held) - whole
+        changed = [r for r in weights.reports if r.component and (r.error or 0.0) > 1e-6]
+        kinds = _by_kind(changed)
+        found.restored = _carried(kinds, whole, without)
+        worst = kinds[found.restored[0].what] if found.restored else []
+        single = {r.component: [r] for r in sorted(worst, key=_excess)[-RESTORED_ALONE:] if worst[1:]}
+        everything = [*found.restored, *_carried(single, whole, without)]
+        found.restored = sorted(everything, key=lambda each: -each.kl)
 
     def _session(
-        self, without: Collection[str] = (), formats: Mapping[str, str] | None = None, remember: int = 0
+        self, values: Mapping[str, torch.Tensor], formats: Mapping[str, str] | None = None, remember: int = 0
     ) -> FileInTorch:
-        """The file's weights, except those of some parameters; with `formats`, rounded activations."""
+        """The original with other values; with `formats`, rounded activations."""
         assert self.model is not None
-        held = {name: value for name, value in self.weights.held.items() if name not in without}
-        return FileInTorch(self.model, held, formats, None if formats is None else self.target, remember)
+        return FileInTorch(self.model, values, formats, None if formats is None else self.target, remember)
 
     def _formats(self) -> dict[str, str]:
         """The types whose kernels' activations are known."""
-        return {name: fmt for name, fmt in self.weights.formats.items() if fmt not in ("fp32", "bf16")}
-
-    def _restored_weights(self, model: LoadedModel) -> list[Restored]:
-        """What each kind of component carries of the loss, then components of the worst kind and odd ones alone."""
-        changed = [r for r in self.weights.reports if r.component and (r.error or 0.0) > 1e-6]
-        kinds = {r.kind: [each for each in changed if each.kind == r.kind] for r in changed}
-        whole = self._few(self._session())
-        names: dict[int, set[str]] = {}
-        for name, parameter in model.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), set()).add(name)
-
-        def gained(what: str, reports: Sequence[TensorReport]) -> Restored:
-            weights = [model.anatomy.component(r.component).weight for r in reports]
-            own = {name for weight in weights for name in names[id(model.model.get_parameter(weight))]}
-            gain, share = _gain(whole, self._few(self._session(without=own)))
-            bits = 8 * sum(r.bytes for r in reports) / sum(8 * r.bytes / r.bits for r in reports)
-            return Restored(what, _types(reports), gain, share, bits)
-
-        found = {
-            kind: gained(f"all {kind}" if len(group) > 1 else group[0].component, group)
-            for kind, group in kinds.items()
-        }
-        worst = max(found, key=lambda kind: found[kind].kl, default=None)
-        alone = sorted(kinds[worst], key=_excess, reverse=True)[:RESTORED_ALONE] if worst is not None else []
-        odd = [r for r in changed if r.problem][: 2 * RESTORED_ALONE]
-        single = {r.component: r for r in (*alone, *odd) if len(kinds[r.kind]) > 1}
-        everything = [*found.values(), *(gained(name, [report]) for name, report in single.items())]
-        return sorted(everything, key=lambda each: -each.kl)
+        return {name: fmt for name, fmt in self.found.weights.formats.items() if fmt not in ("fp32", "bf16")}
 
     def _rounded_inputs(self) -> list[Restored]:
         """What each kind of component loses by its rounded inputs."""
-        assert self.model is not None
-        formats = self._formats()
-        kinds = {name: self.model.anatomy.component(name).kind for name in formats}
-        whole = self._few(self._session(formats=formats))
-        gains = []
-        for kind in dict.fromkeys(kinds.values()):
-            rest = {name: fmt for name, fmt in formats.items() if kinds[name] != kind}
-            gain, share = _gain(whole, self._few(self._session(formats=rest)))
-            types = _types([r for r in self.weights.reports if r.kind == kind])
-            gains.append(Restored(f"all {kind}", types, gain, share))
-        return sorted(gains, key=lambda each: -each.kl)
+        weights, formats = self.found.weights, self._formats()
+
+        def without(reports: Sequence[TensorReport]) -> float:
+            names = {report.component for report in reports}
+            return self._few(weights.held, {name: fmt for name, fmt in formats.items() if name not in names})
+
+        kinds = _by_kind([report for report in weights.reports if report.component in formats])
+        return _carried(kinds, self._few(weights.held, formats), without)
 
     # -- in the runtime --------------------------------------------------------------------------------------
 
@@ -200,6 +212,7 @@ class _Chain:
         title = f"the file in {self.target.title}"
         beside = next((letter for letter in "cb" if letter in self._beside), "")
         if (session := self._opened("d", title, self.settings)) is None:
+            self._compare_tokens(None)
             return
         try:
             if self._teacher is not None:
@@ -228,6 +241,10 @@ class _Chain:
         self._advanced(title)
         try:
             return self.dissection.open(settings)
+        except UnsupportedError as error:
+            self.found.unchecked.append(f"it was not run: {one_line(error)}")
+            self.found.steps[letter] = Step(letter, title, note=f"not checked: {one_line(error)}")
+            return None
         except RUNTIME_ERRORS as error:
             self.found.steps[letter] = Step(letter, title, failure=one_line(error))
             return None
@@ -240,9 +257,8 @@ class _Chain:
                 failure = "its logits are not finite"
         except RUNTIME_ERRORS as error:
             failure = one_line(error)
-        self.found.steps["d"] = Step(
-            "d", title, failure=failure, note="" if failure else "its logits are finite"
-        )
+        note = "" if failure else "its logits are finite"
+        self.found.steps["d"] = Step("d", title, failure=failure, note=note)
 
     def _ids(self, session: Session) -> list[int]:
         if self.text is not None:
@@ -282,19 +298,37 @@ class _Chain:
         self.found.curve = curve
         self.found.steps["h"] = Step("h", title, _mean(scores), note=f"along the text: {curve.trend}")
 
-    def _compare_tokens(self, session: Session) -> None:
-        if self.model is None or self.model.tokenizer is None:
+    def _compare_tokens(self, session: Session | None) -> None:
+        if self.model is None or self.text is None or (tokenizer := self.model.tokenizer) is None:
             return
-        title = "the tokenizer's ids"
+        title, words = "the tokenizer's ids", ""
         try:
-            text = self.dissection.other_tokens(session, self.model.tokenizer)
+            own, strings = self._encoder(session), self.dissection.strings(tokenizer)
+            pairs = ((own(text), tokenizer(text, add_special_tokens=False)["input_ids"]) for text in strings)
+            if (pair := next((pair for pair in pairs if pair[0] != list(pair[1])), None)) is not None:
+                words = other_ids(*pair, tokenizer)
+                ids = self.text.items[0].ids
+                self.found.tokens_cost = self._tokens_cost(own(tokenizer.decode(ids)), ids)
+            note = "" if words else f"the same on {len(strings)} strings"
         except KLLensError as error:
-            self.found.steps["g"] = Step("g", title, note=f"not compared: {one_line(error)}")
-            return
-        words = "" if text is None else f"differ on {text[:60]!r}"
-        self.found.steps["g"] = Step(
-            "g", title, failure=words, note="" if words else "the same on 300 strings"
-        )
+            note = f"not compared: {one_line(error)}"
+        self.found.steps["g"] = Step("g", title, failure=words, note=note)
+
+    def _encoder(self, session: Session | None) -> Callable[[str], list[int]]:
+        """The file's own way to ids."""
+        if isinstance(session, TokenizingSession):
+            session.require_vocabulary()
+            return session.tokenize
+        return find_tokenizer(session, self.dissection.files[0]).encode
+
+    def _tokens_cost(self, *ids: Sequence[int]) -> float | None:
+        """What the original loses on a window of text if it is fed the file's ids, nats per token."""
+        assert self._teacher is not None
+        try:
+            losses = [score_logits(self._teacher.logits(i), TextWindow(tuple(i), 1, 0, "")).nll for i in ids]
+        except KLLensError:  # ids that the model does not have
+            return None
+        return max(losses[0] - losses[1], 0.0) / len(ids[1])
 
     # -- scores ----------------------------------------------------------------------------------------------
 
@@ -325,8 +359,9 @@ class _Chain:
             self._advanced(work=len(window.ids) * (IN_TORCH if isinstance(session, TorchSession) else 1.0))
         return scores, apart
 
-    def _few(self, session: TorchSession) -> float:
+    def _few(self, values: Mapping[str, torch.Tensor], formats: Mapping[str, str] | None = None) -> float:
         try:
+            session = self._session(values, formats)
             return _mean(self._scores(session, windows=RESTORED_WINDOWS)[0]).value
         except KLLensError:  # not finite
             return float("inf")
@@ -338,20 +373,32 @@ def expected_work(text: EvaluationText | None, long: EvaluationText | None) -> f
     return 6 * short + (1 + IN_TORCH) * longer
 
 
+def _by_kind(reports: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
+    kinds: dict[str, list[TensorReport]] = {}
+    for report in reports:
+        kinds.setdefault(report.kind, []).append(report)
+    return {f"all {kind}" if group[1:] else group[0].component: group for kind, group in kinds.items()}
+
+
+def _carried(
+    groups: Mapping[str, Sequence[TensorReport]],
+    whole: float,
+    without: Callable[[Sequence[TensorReport]], float],
+) -> list[Restored]:
+    """What is gained if these are exact; where nothing was finite before, everything."""
+    gains = []
+    for what, reports in groups.items():
+        rest, types = without(reports), ", ".join(sorted({report.type for report in reports}))
+        gain = whole - rest if math.isfinite(rest) else 0.0
+        bits = 8 * sum(r.bytes for r in reports) / sum(8 * r.bytes / r.bits for r in reports)
+        share = gain / whole if math.isfinite(gain) and whole else float(gain > 0)
+        gains.append(Restored(what, types, gain, share, bits))
+    return sorted(gains, key=lambda each: -each.kl)
+
+
 def _mean(scores: Sequence[WindowScore]) -> Estimate:
     sums = np.array([float(score.kl().sum(dtype=float)) for score in scores])
     return statistics.ratio(sums, np.array([float(score.targets) for score in scores]))
-
-
-def _gain(whole: float, rest: float) -> tuple[float, float]:
-    """What was gained, and its share; where nothing was finite before, everything."""
-    if not math.isfinite(whole):
-        return (whole, 1.0) if math.isfinite(rest) else (0.0, 0.0)
-    return whole - rest, (whole - rest) / whole if whole else 0.0
-
-
-def _types(reports: Sequence[TensorReport]) -> str:
-    return ", ".join(sorted({report.type for report in reports}))
 
 
 def _excess(report: TensorReport) -> float:

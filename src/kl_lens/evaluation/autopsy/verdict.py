@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kl_lens.evaluation.autopsy.findings import (
-    ACTIVATIONS,
-    FILE,
-    METADATA,
-    PROMPT,
-    RUNTIME,
-    SETTINGS,
-    TOKENIZER,
-    TYPE,
-    WEIGHTS,
+    HOLDS,
+    INFINITE,
+    OFF,
+    SHAPE,
     Finding,
     Restored,
     Step,
     TensorReport,
 )
+from kl_lens.evaluation.autopsy.weights import Weights
 from kl_lens.positions import GROWS, PositionCurve
 from kl_lens.records import Estimate
-from kl_lens.targets.dissection import Disagreement
+from kl_lens.targets.dissection import TOKENIZER, VOCABULARY, Disagreement
 
 # In nats per token, and as shares of the KL that a step starts from. Rounding stays far below them, a lost state, a
 # wrong setting or a wrong kernel far above.
@@ -41,8 +38,29 @@ _UNUSUAL_SHARE = 0.2  # of the loss, in tensors that should be floating point
 _MOST_TENSORS = 0.6  # differing: not a damaged file, but another model's
 _WORSE, _WORSE_BY = 3.0, 0.02  # how much more than plain rounding weights may lose
 _TWICE = 0.25  # relative error up to which that is rounding or fine-tuning
+_CANCELLED = 0.1  # of what one damaged tensor costs: together they cost nothing
+_REST = 0.25  # of the loss: what the runtime adds to the weights' loss is worth a sentence
 
-CONVERT = "convert the model again, with a current converter"
+# The beginning of a cause → what to do.
+_ADVICE = {
+    "times": "look for a scale that the converter applies twice or not at all, or multiply the tensor back",
+    "with the other sign": "look for a minus that the converter applies twice or not at all",
+    "shifted": "subtract it again: some families store 1 + x in their norms, others x",
+    "logarithm": "store what the runtime computes with: -exp(A_log), not A_log",
+    "exponential": "take the exponential only once",
+    "all": "nothing was written to it: look for its name in the converter's messages",
+    "transposed": "transpose it back: the converter takes its axes in the other order",
+    "rotary": "leave the converter's permutation of q and k out, or put it in: the runtime rotates other pairs",
+    "taps": "turn the taps round: the converter takes the convolution for one that runs backwards",
+    "signs": "copy these values from the original: single changed values are damage, not a conversion",
+    "partly zero": "copy these rows from the original: the converter stopped before the end of the tensor",
+    "partly": "compare the file's checksum with its source's, then copy or download it again",
+    HOLDS: "exchange them: the converter's names for them are mixed up",
+    INFINITE: "quantize it again in a type with a larger range, or keep it in F32",
+    SHAPE: "check that config.json and the weights belong to one model",
+    OFF: "compare the file's checksum with its source's; if it is the same, quantize these tensors again",
+    "": "put them back in order: the converter arranges this layer as another family has it",
+}
 
 
 @dataclass
@@ -51,15 +69,20 @@ class Evidence:
 
     runtime: str  # its name for people
     exact_options: str  # how a user of this runtime gets exact arithmetic
-    reports: Sequence[TensorReport] = ()
-    missing: Sequence[str] = ()
-    left_out: Sequence[str] = ()  # tensors that could not be put into the original
+    original: str = ""
+    weights: Weights = field(default_factory=Weights)
+    damage: Sequence[
+        tuple[Sequence[TensorReport], float | None]
+    ] = ()  # tensors that share a mistake, its cost
+    damaged_by: float = 0.0  # what all of them cost together
     steps: dict[str, Step] = field(default_factory=dict)
     restored: Sequence[Restored] = ()
     inputs: Sequence[Restored] = ()  # the same for rounded activations
-    disagreements: Sequence[Disagreement] = ()
+    disagreements: list[Disagreement] = field(default_factory=list)
+    tokens_cost: float | None = None  # of other ids
     rounding: Estimate | None = None
-    notes: Sequence[str] = ()
+    unchecked: list[str] = field(default_factory=list)
+    changed: str = ""  # that it is no longer what KL Lens exported
     curve: PositionCurve | None = None  # of the file's loss along long windows
 
     def kl(self, letter: str) -> float | None:
@@ -69,21 +92,21 @@ class Evidence:
     def failure(self, letter: str) -> str:
         return self.steps[letter].failure if letter in self.steps else ""
 
-    def is_apart(self, letter: str) -> bool:
-        """Whether a step differs from the one beside it by more than rounding."""
+    def apart(self, letter: str) -> float | None:
+        """How far a step is from the one beside it, if that is more than rounding."""
         step = self.steps.get(letter)
         if step is None or step.apart is None:
-            return False
+            return None
         # Two computations that round activations at different ties drift apart as far as rounding itself moves them.
         rounded = self.steps["c"].apart if "c" in self.steps else None
         noise = _DRIFT * rounded.value if rounded is not None else 0.0
-        return step.apart.value > _ROUNDING + _ROUNDING_SHARE * (self.kl(step.beside) or 0.0) + noise
+        limit = _ROUNDING + _ROUNDING_SHARE * (self.kl(step.beside) or 0.0) + noise
+        return step.apart.value if step.apart.value > limit else None
 
     @property
-    def loses_more_than_rounding(self) -> bool:
-        """Whether the weights lose far more than the original's, rounded to nearest in the same types."""
-        plain = 0.0 if self.rounding is None else self.rounding.value
-        return (self.kl("b") or 0.0) > _WORSE * plain + _WORSE_BY
+    def decides(self) -> str:
+        """The step that shows whether the runtime computes what the weights say; empty: none."""
+        return next((letter for letter in "ed" if letter in self.steps and self.steps[letter].apart), "")
 
     @property
     def rounds_too_much(self) -> bool:
@@ -93,208 +116,218 @@ class Evidence:
             return before is not None and bool(self.failure("c"))
         return after - before > _ACTIVATIONS + _ACTIVATIONS_TIMES * before
 
+    def judged(self) -> tuple[str, tuple[Finding, ...]]:
+        """The headline and all findings: faults first, the costliest first."""
+        found = [*self._damages(), *self._types(), *self._activations(), *self._settings()]
+        found += self._runtime({finding.step for finding in found if finding.is_fault})
+        if (other := self._another_model()) is not None:
+            found = [other, *(replace(f, is_fault=False) for f in found if f.step != "weights")]
+        notes = [f"Not checked: {words}" for words in self.unchecked]
+        notes += [f"It is no longer what KL Lens exported: {self.changed}"] if self.changed else []
+        found += [Finding("file", "", words, is_fault=False) for words in notes]
+        if self.curve is not None and self.curve.trend == GROWS:
+            words = f"Its loss grows along the text by {shown(self.curve.slope)} nats per 1,000 tokens"
+            advice = (
+                "measure components with kl-lens measure --positions, and give those that drift more bits"
+            )
+            found.append(Finding("prompt", "", words, advice, is_fault=False))
+        found.sort(key=_rank)
+        faults = [finding for finding in found if finding.is_fault]
+        more = f" (and {len(faults) - 1} more: see the findings)" if faults[1:] else ""
+        return f"{faults[0].words}{more}" if faults else self._nothing_wrong(), tuple(found)
 
-def judged(evidence: Evidence) -> tuple[str, tuple[Finding, ...]]:
-    """The headline and all findings, faults first."""
-    findings = [*_weights(evidence), *_types(evidence), *_activations(evidence), *_metadata(evidence)]
-    findings += _runtime(evidence, {finding.step for finding in findings if finding.is_fault})
-    findings += [Finding(FILE, "", note, is_fault=False) for note in evidence.notes]
-    if (curve := evidence.curve) is not None and curve.trend == GROWS:
-        words = f"Its loss grows along the text by {shown(curve.slope)} nats per 1,000 tokens"
-        advice = "measure components with kl-lens measure --positions, and give those that drift more bits"
-        findings.append(Finding(PROMPT, "", words, advice, is_fault=False))
-    findings.sort(key=lambda finding: not finding.is_fault)
-    faults = [finding for finding in findings if finding.is_fault]
-    if faults:
-        more = f" ({len(faults) - 1} more below)" if len(faults) > 1 else ""
-        return f"{faults[0].words}{more}", tuple(findings)
-    return _nothing_wrong(evidence), tuple(findings)
+    def _nothing_wrong(self) -> str:
+        changed = " But it is no longer what KL Lens exported." if self.changed else ""
+        if "a" not in self.steps:
+            alone = "Nothing is wrong that the file alone could show. Give the original with --against to compare."
+            return alone + changed
+        kl = next((step.kl for letter in "dcb" if (step := self.steps.get(letter)) and step.kl), None)
+        lost = "" if kl is None else f" (KL {shown(kl)} nats per token)"
+        if self.unchecked:
+            return f"Nothing wrong was found{lost}, but not everything was checked: {self.unchecked[0]}.{changed}"
+        words = f"Nothing is wrong: it loses what {self._usual().type} loses{lost}."
+        plain, (weights, whole, exact) = self.rounding, (self.kl(letter) or 0.0 for letter in "bde")
+        if plain is not None and max(plain.value, weights) > _ROUNDING:
+            words += (
+                f" Its weights lose {short(weights)}; plain rounding to the same types loses {shown(plain)}."
+            )
+        if (rest := whole - weights) > max(_REST * whole, _ROUNDING / 5):
+            words += f" The rest, {short(rest)}, is activations, which {self.runtime} computes in fewer bits"
+            words += f": with exact settings it loses {short(exact)}." if "e" in self.steps else "."
+        return words + changed
+
+    def _usual(self, besides: str = "") -> TensorReport:
+        """A tensor of the type that most weights have, without one kind or component."""
+        sizes, one = Counter[str](), {"": TensorReport("", "rounding", 0, 0.0)}
+        for report in self.weights.reports:
+            if report.component and not report.float_only and besides not in (report.kind, report.component):
+                sizes[report.type] += round(report.bytes / report.bits)
+                one[report.type] = report
+        return one[sizes.most_common(1)[0][0] if sizes else ""]
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _another_model(self) -> Finding | None:
+        compared = [r for r in self.weights.reports if r.component and not r.float_only]
+        strange, missing = [r for r in compared if r.cause in (OFF, SHAPE)], self.weights.missing
+        count, total = len(strange) + len(missing), len(compared) + len(missing)
+        if total <= 3 or count <= _MOST_TENSORS * total:
+            return None
+        close = [r for r in strange if r.error is not None and r.error < _TWICE]
+        what, advice = "Another model", "give the checkpoint that the file was made from"
+        if len(close) > len(strange) / 2:
+            what, advice = (
+                "Another version of the model, or quantized twice",
+                "quantize the original's weights",
+            )
+        example = f"{strange[0].name}: {strange[0].problem}" if strange else f"{missing[0]} is missing"
+        words = (
+            f"{what}: check --against. {count} of {total} tensors are not those of {self.original}: {example}"
+        )
+        return Finding("weights", "all tensors", words, advice)
+
+    def _damages(self) -> Iterator[Finding]:
+        if missing := self.weights.missing:
+            words, advice = f"Tensors of the original are missing: {listed(missing)}", "use a newer converter"
+            yield Finding("weights", missing[0], words, advice)
+        costs = [cost for _, cost in self.damage if cost is not None]
+        if len(costs) == len(self.damage) > 1 and self.damaged_by < _CANCELLED * max(costs):
+            names = listed([report.name for group, _ in self.damage for report in group])
+            words = f"{names} are not the original's, but make up for each other, as after rescaling"
+            yield Finding("weights", names, words, "", max(self.damaged_by, 0.0), is_fault=False)
+            return
+        for group, cost in self.damage:
+            advice = next(text for cause, text in _ADVICE.items() if group[0].cause.startswith(cause))
+            yield Finding("weights", group[0].name, _damage(group), advice, cost)
+        lost, plain = self.kl("b") or 0.0, self.rounding
+        if not self.damage and plain is not None and lost > _WORSE * plain.value + _WORSE_BY:
+            words = f"The weights lose {short(lost)} nats, where plain rounding to their types loses {shown(plain)}"
+            yield Finding("weights", "all tensors", words, "quantize the original again", lost - plain.value)
+
+    def _types(self) -> Iterator[Finding]:
+        """Sound values in a type that is too coarse for them."""
+        shares, unusual = {each.what: each for each in self.restored}, dict[str, list[TensorReport]]()
+        for report in self.weights.reports:
+            if report.float_only and not report.is_float and not report.problem:
+                unusual.setdefault(report.kind or re.sub(r"\d+", "N", report.name), []).append(report)
+        for kind, reports in unusual.items():
+            carried, names = (
+                shares.get(f"all {kind}") or shares.get(reports[0].component),
+                [r.name for r in reports],
+            )
+            words = f"{listed(names)} is {reports[0].type}: runtimes expect {kind} in floating point"
+            words += f"; it carries {carried.share:.0%} of the weights' loss" if carried is not None else ""
+            fault = carried is not None and carried.share > _UNUSUAL_SHARE
+            fault = fault or any(name in self.failure("d") for name in names)
+            advice, cost = f"keep {kind} in F32 or F16" if fault else "", carried.kl if carried else None
+            yield Finding("type", names[0], words, advice, cost, fault)
+        worst = next((e for e in self.restored if e.what.startswith("all ") or e.share > _CARRIES), None)
+        if worst is None or (self.kl("b") or 0.0) < _VISIBLE or worst.share < _CARRIES:
+            return
+        if (own := worst.what.removeprefix("all ")) not in unusual:
+            usual = self._usual(own).bits
+            words = f"{worst.share:.0%} of the loss of the weights is in {worst.what} ({worst.type}), at "
+            words += f"{worst.bits:.1f} bits where most of the file has {usual:.1f}"
+            coarse = worst.bits < _COARSER * usual
+            yield Finding(
+                "type", own, words, "store them in a larger type" if coarse else "", worst.kl, coarse
+            )
+
+    # -- what computes with them ---------------------------------------------------------------------------------
+
+    def _activations(self) -> Iterator[Finding]:
+        if not self.rounds_too_much:
+            return
+        before, after = self.kl("b"), self.kl("c")
+        added = None if after is None or before is None else after - before
+        cost = (
+            "overflow" if added is None else f"add {short(added)} nats to {short(before or 0)} of the weights"
+        )
+        worst = self.inputs[0].what if self.inputs else "the matrices behind them"
+        where = f", most of it before {worst} ({self.inputs[0].type})" if self.inputs else ""
+        words = f"The activations do not survive rounding: {self.runtime}'s kernels {cost}{where}"
+        advice = f"store {worst.removeprefix('all ')} in F16, whose kernels round less, or rescale outlier channels"
+        yield Finding("activations", worst, words, advice, added)
+
+    def _settings(self) -> Iterator[Finding]:
+        """What changes the computation or the ids is blamed together: what each costs is not known. Then others."""
+        apart, ids = self.apart(self.decides), self.failure("g")
+        for kind, seen, cost in (("metadata", apart, apart), (VOCABULARY, ids, self.tokens_cost)):
+            every = [each for each in self.disagreements if each.about == kind]
+            wrong = [each for each in every if each.matters or (each.matters is None and seen)]
+            words = [each.words for each in wrong] + [ids] * (kind == VOCABULARY and bool(ids))
+            if words:
+                start = "its tokenizer is not the original's: " if kind == VOCABULARY else ""
+                advice = (
+                    "; ".join(dict.fromkeys(each.advice for each in wrong)) or "copy the original's tokenizer"
+                )
+                step = "tokenizer" if kind == VOCABULARY else kind
+                yield Finding(step, kind, _sentence(start + "; ".join(words)), advice, cost)
+        for each in self.disagreements:
+            if each.about == TOKENIZER or each.matters is False:
+                yield Finding(
+                    each.about, each.name, _sentence(each.words), each.advice, None, bool(each.matters)
+                )
+
+    def _runtime(self, blamed: set[str]) -> Iterator[Finding]:
+        """`blamed`: steps in which faults were found already, so that the runtime is not blamed for them."""
+        runtime, retry = self.runtime, f"try another version of {self.runtime}; if that changes nothing, "
+        if refused := self.failure("d"):
+            explained = bool(blamed - {"tokenizer"})
+            advice = "" if explained else retry + "convert the model with another tool"
+            yield Finding(
+                "runtime", "", f"{runtime} does not run it: {refused}", advice, is_fault=not explained
+            )
+            return
+        apart, weights = self.apart(self.decides), self.weights
+        if apart is not None and "metadata" not in blamed and not weights.left_out and not weights.missing:
+            words = f"{runtime} does not compute what the weights say: KL {short(apart)} from the same weights in "
+            words += "PyTorch, more than rounding. "
+            if weights.uncompared:
+                words += f"Not compared, and perhaps the cause: {listed(weights.uncompared)}"
+            elif "weights" in blamed:
+                words += "This is besides the weights"
+            else:
+                count = len([report for report in weights.reports if report.error is not None])
+                words += f"It is not the weights: all {count} tensors were compared"
+            yield Finding("runtime", "", words, retry + "the converter wrote another computation", apart)
+        before = max(self.kl("c") or 0.0, self.kl("e") or 0.0)
+        added = (self.kl("d") or 0.0) - before
+        if self.kl("e") is not None and added > _DEFAULTS + _DEFAULTS_SHARE * before:
+            words = f"{runtime}'s default arithmetic adds {short(added)} nats; with exact settings it is gone"
+            yield Finding("settings", "", words, self.exact_options, added)
+        if (cost := self.apart("f")) is not None or self.failure("f"):
+            words = f"{runtime} gives other results token by token than for a whole prompt: "
+            words += self.failure("f") if cost is None else f"KL {short(cost)}"
+            yield Finding("prompt", "", words, retry + "its graph keeps the states wrongly", cost)
 
 
-def _nothing_wrong(evidence: Evidence) -> str:
-    if "a" not in evidence.steps:
-        return "Nothing is wrong that the file alone could show. Give the original with --against to compare."
-    matrices = [r for r in evidence.reports if not r.float_only and r.component]
-    sizes = Counter[str]()
-    for report in matrices:
-        sizes[report.type] += report.bytes
-    name = sizes.most_common(1)[0][0] if sizes else "rounding"
-    kl = next((step.kl for letter in "dcb" if (step := evidence.steps.get(letter)) and step.kl), None)
-    lost = "" if kl is None else f" (KL {shown(kl)} nats per token)"
-    if "b" not in evidence.steps:
-        return f"Nothing wrong was found, but its weights could not be compared{lost}."
-    plain = ""
-    if evidence.rounding is not None and evidence.rounding.value > _ROUNDING:
-        plain = f" Plain rounding to the same types loses {shown(evidence.rounding)} in weights."
-    return f"Nothing is wrong: it loses what {name} loses{lost}.{plain}"
+def _rank(finding: Finding) -> tuple[bool, float]:
+    """A file that cannot be computed with costs more than any number; other ids and settings may cost nothing."""
+    unknown = 0.0 if finding.step in ("tokenizer", "metadata", "type") else math.inf
+    return not finding.is_fault, -(unknown if finding.kl is None else finding.kl)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------
+def _damage(group: Sequence[TensorReport]) -> str:
+    worst, names = max(group, key=lambda r: r.error or 0.0), listed([report.name for report in group])
+    if worst.cause == HOLDS:
+        swapped = [r.partner for r in group] == [r.name for r in reversed(group)]
+        return f"{names} are swapped" if swapped else "; ".join(f"{r.name} {r.problem}" for r in group)
+    if worst.cause == OFF and len(group) > 2 and worst.block is not None:
+        return f"Block {worst.block} is damaged: {names}: {worst.problem}"
+    return f"{names} ({', '.join(sorted({r.type for r in group}))}): {worst.problem}"
 
 
-def _weights(evidence: Evidence) -> Iterator[Finding]:
-    if missing := evidence.missing:
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
-        yield Finding(WEIGHTS, missing[0], f"Tensors of the original are missing: {names}", CONVERT)
-    compared = [r for r in evidence.reports if r.component and not r.float_only]
-    odd = [r for r in evidence.reports if r.problem]
-    if len(compared) > 3 and len([r for r in compared if r.problem]) > _MOST_TENSORS * len(compared):
-        errors = sorted(r.error for r in odd if r.error is not None)
-        close = bool(errors) and errors[len(errors) // 2] < _TWICE
-        words = "was quantized twice, or made from another version of" if close else "was not made from"
-        yield Finding(
-            WEIGHTS, "all tensors", f"The file {words} this checkpoint: {len(odd)} tensors differ, for example "
-            f"{odd[0].name}, which {odd[0].problem}", "check --against, or convert the checkpoint again",
-            evidence.kl("b"),
-        )  # fmt: skip
-        return
-    yield from _merged(odd, evidence)
-    lost, plain = evidence.kl("b") or 0.0, evidence.rounding
-    if not odd and plain is not None and evidence.loses_more_than_rounding:
-        words = f"The weights lose {short(lost)} nats, where plain rounding to the same types loses {shown(plain)}"
-        yield Finding(WEIGHTS, "all tensors", words, "quantize the original again", lost - plain.value)
+def _sentence(text: str) -> str:
+    """Words begin with a capital; names of keys stay as they are."""
+    return text if re.match(r"\S*[._]", text) else text[0].upper() + text[1:]
 
 
-def _merged(odd: Sequence[TensorReport], evidence: Evidence) -> Iterator[Finding]:
-    """One finding for each tensor, for two that are swapped, or for a block in which most are odd."""
-    gains = {each.what: each.kl for each in evidence.restored}
-    blocks = Counter(r.block for r in odd if r.block is not None)
-    for block, count in blocks.items():
-        same = [r for r in odd if r.block == block]
-        whole = [r for r in evidence.reports if r.block == block and not r.float_only]
-        if count < 3 or len([r for r in same if not r.float_only]) < 0.7 * len(whole):
-            continue
-        odd = [r for r in odd if r.block != block]
-        words = f"Block {block} is damaged: {count} of its tensors are not the original's, for example {same[0].name}, "
-        kl = sum(gains.get(r.component, 0.0) for r in same) or None
-        yield Finding(WEIGHTS, f"block {block}", words + f"which {same[0].problem}", CONVERT, kl)
-    holders = {r.name: r.problem.removeprefix("holds the values of ") for r in odd}
-    for report in odd:
-        other = holders.get(report.name, "")
-        gain = gains.get(report.component)
-        if holders.get(other) == report.name:  # they hold each other's
-            if report.name < other:
-                words = f"{report.name} and {other} are swapped"
-                yield Finding(WEIGHTS, report.name, words, CONVERT, gain)
-            continue
-        cancels = gain is not None and gain < -_ROUNDING and not evidence.loses_more_than_rounding
-        words = f"{report.name} ({report.type}) {report.problem}"
-        if cancels:  # restoring it alone makes the file worse: another tensor makes up for it
-            words += "; another tensor makes up for it, as after rescaling"
-        yield Finding(WEIGHTS, report.name, words, "" if cancels else CONVERT, gain, not cancels)
-
-
-def _types(evidence: Evidence) -> Iterator[Finding]:
-    """Sound values in a type that is too coarse for them."""
-    refused = evidence.failure("d")
-    shares = {each.what: each for each in evidence.restored}
-    unusual = dict[str, list[TensorReport]]()
-    for report in evidence.reports:
-        if report.float_only and not report.is_float and not report.problem:
-            unusual.setdefault(report.kind or re.sub(r"\d+", "N", report.name), []).append(report)
-    for kind, reports in unusual.items():
-        carried = shares.get(f"all {kind}") or shares.get(reports[0].component)
-        words = f"{reports[0].name} is {reports[0].type}"
-        words += f", and {len(reports) - 1} more" if reports[1:] else ""
-        words += f": runtimes expect {kind or 'it'} in floating point"
-        if carried is not None:
-            words += f"; it carries {carried.share:.0%} of the weights' loss"
-        carries = carried is not None and carried.share > _UNUSUAL_SHARE
-        fault = carries or any(report.name in refused for report in reports)
-        advice = f"keep {kind or 'it'} in F32 or F16" if fault else ""
-        yield Finding(TYPE, reports[0].name, words, advice, carried.kl if carried else None, fault)
-    worst = next((e for e in evidence.restored if e.what.startswith("all ") or e.share > _CARRIES), None)
-    loss = evidence.kl("b") or 0.0
-    if worst is None or loss < _VISIBLE or worst.share < _CARRIES:
-        return
-    if worst.what.removeprefix("all ") in unusual or any(report.problem for report in evidence.reports):
-        return
-    usual = _usual_bits(evidence, worst)
-    coarse = usual > 0 and worst.bits < _COARSER * usual
-    verb = "carry" if worst.what.startswith("all ") else "carries"
-    words = f"{worst.what} ({worst.type}) {verb} {worst.share:.0%} of the loss of the weights"
-    if coarse:
-        words += f", at {worst.bits:.1f} bits where most of the file has {usual:.1f}"
-    yield Finding(TYPE, worst.what, words, "store them in a larger type" if coarse else "", worst.kl, coarse)
-
-
-def _usual_bits(evidence: Evidence, besides: Restored) -> float:
-    """Bits per weight of most of the other matrices, by bytes at 16 bits."""
-    own = besides.what.removeprefix("all ")
-    rest = [
-        r for r in evidence.reports if r.component and not r.float_only and own not in (r.kind, r.component)
-    ]
-    sizes = Counter[float]()
-    for report in rest:
-        sizes[round(report.bits, 1)] += round(report.bytes / report.bits)
-    return sizes.most_common(1)[0][0] if sizes else 0.0
-
-
-# -- what computes with them -------------------------------------------------------------------------------------
-
-
-def _activations(evidence: Evidence) -> Iterator[Finding]:
-    if not evidence.rounds_too_much:
-        return
-    before, after = evidence.kl("b"), evidence.kl("c")
-    added = None if after is None or before is None else after - before
-    cost = "overflow" if added is None else f"add {short(added)} nats to {short(before or 0)} of the weights"
-    worst = evidence.inputs[0] if evidence.inputs else None
-    where = f" most of it before {worst.what} ({worst.type})" if worst else ""
-    words = f"The activations do not survive rounding: {evidence.runtime}'s kernels {cost};{where}"
-    kind = worst.what.removeprefix("all ") if worst else "the matrices behind them"
-    advice = f"store {kind} in F16, whose kernels round less, or rescale the outlier channels"
-    yield Finding(ACTIVATIONS, worst.what if worst else "", words.rstrip(";"), advice, added)
-
-
-def _metadata(evidence: Evidence) -> Iterator[Finding]:
-    step = evidence.steps.get("e") or evidence.steps.get("d")
-    cost = step.apart.value if step is not None and step.apart is not None else None
-    for each in evidence.disagreements:
-        words = each.words[0].upper() + each.words[1:] if " " in each.name else each.words
-        step_name = TOKENIZER if each.name.startswith("tokenizer") else METADATA
-        yield Finding(
-            step_name, each.name, words, CONVERT if each.matters else "",
-            cost if each.matters and step_name == METADATA else None, each.matters,
-        )  # fmt: skip
-
-
-def _runtime(evidence: Evidence, blamed: set[str]) -> Iterator[Finding]:
-    """`blamed`: steps in which faults were found already, so that the runtime is not blamed for them."""
-    runtime = evidence.runtime
-    if refused := evidence.failure("d"):
-        explained = bool(blamed - {TOKENIZER})
-        advice = "see above" if explained else f"another version of {runtime}, or {CONVERT}"
-        yield Finding(RUNTIME, "", f"{runtime} does not run it: {refused}", advice, is_fault=not explained)
-        return
-    exact = evidence.steps.get("e")
-    known = {f.letter for f in evidence.steps.values() if f.apart is not None}
-    decides = "e" if "e" in known else "d"
-    explained = METADATA in blamed or bool(evidence.left_out or evidence.missing)
-    if evidence.is_apart(decides) and not explained:
-        step = evidence.steps[decides]
-        assert step.apart is not None
-        yield Finding(
-            RUNTIME, "", f"{runtime} does not compute what the weights say: KL {shown(step.apart)} from the same "
-            f"weights in PyTorch, more than rounding. It is not the weights.",
-            f"another version of {runtime}, or {CONVERT}", step.apart.value,
-        )  # fmt: skip
-    before = max(evidence.kl("c") or 0.0, evidence.kl("e") or 0.0)
-    added = (evidence.kl("d") or 0.0) - before
-    if exact is not None and exact.kl is not None and added > _DEFAULTS + _DEFAULTS_SHARE * before:
-        yield Finding(
-            SETTINGS, "", f"{runtime}'s default arithmetic adds {short(added)} nats; with exact settings it is gone",
-            evidence.exact_options, added,
-        )  # fmt: skip
-    if evidence.is_apart("f") or evidence.failure("f"):
-        step = evidence.steps["f"]
-        cost = None if step.apart is None else step.apart.value
-        words = f"{runtime} gives other results token by token than for a whole prompt"
-        words += f": {step.failure}" if cost is None else f": KL {short(cost)}"
-        yield Finding(PROMPT, "", words, f"another version of {runtime}, or {CONVERT}", cost)
-    if differs := evidence.failure("g"):
-        words = f"The file's tokenizer is not the original's: its ids {differs}"
-        yield Finding(TOKENIZER, "tokenizer", words, "convert the model again with its own tokenizer files")
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more."""
+    if len(names) > 3:
+        return f"{', '.join(names[:3])} and {len(names) - 3:,} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def shown(value: Estimate) -> str:

@@ -1,32 +1,37 @@
-"""Compares every tensor of a file with the original's parameter, and says how it differs.
+"""Compares every tensor of a file with the original's parameter, and finds out how it differs.
 
 The yardstick is the tensor itself: the original's values, rounded to nearest in the same type. Methods that learn
-(GPTQ, importance matrices) move weights further than that, but by less than `_MOST` times.
+(GPTQ, importance matrices) move weights further than that, but by less than `_MOST` times. A cause is named only if
+the values that it predicts are the file's, up to rounding.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kl_lens.checkpoints import LoadedModel
-from kl_lens.evaluation.autopsy.findings import TensorReport
+from kl_lens.evaluation.autopsy.findings import HOLDS, INFINITE, OFF, SHAPE, TensorReport
 from kl_lens.records import Component
 from kl_lens.targets.dissection import Part, StoredTensor
 
 _MOST = 3.0  # times the error of rounding to nearest
 _LEAST = 2e-3  # relative error that no rounding explains, in types that are almost exact
+_UNKNOWN = 0.5  # the same for a type that we cannot round to
+_EXPLAINED = 0.6  # relative error that is left at most, however coarse the type
 _OTHER_SLOPE = 0.12  # how far the best factor between file and original may be from rounding's own
-_ROW = 0.3  # of a row's length, beyond four times its own rounding error
-_ALIKE, _UNLIKE = 0.85, 0.5  # correlations
-_SAMPLE = 1 << 16  # values that are enough for a correlation
+_BLOCK, _BLOCK_ERROR = 32, 0.3  # values side by side; of their length, beyond four times their rounding error
+_VALUE, _OF_MEAN = 0.03, 0.003  # of a value and of the mean: what an almost exact type changes at most
+_ENOUGH = 16  # tensors without a known cause: it is another model, and nothing is gained by looking further
+_MATCHED = 1 << 17, 64  # rows that are looked for among each other, by so many of their columns
 # Names of what runtimes keep in floating point, for files without an original.
 _FLOAT_ONLY = re.compile(r"conv1d|A_log|[._](a|d|D)$|dt_bias|norm|router|gate_inp|\.bias$")
+Cause = tuple[str, str, str]  # what tensors with the same mistake share, the mistake in words, another tensor
 
 
 @dataclass
@@ -36,27 +41,28 @@ class Weights:
     reports: list[TensorReport] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # tensors that the file lacks
     left_out: list[str] = field(default_factory=list)  # tensors that could not be put back into the model
+    uncompared: list[str] = field(default_factory=list)  # parameters that were found nowhere in the file
     held: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter → the file's values
     rounded: dict[str, torch.Tensor] = field(default_factory=dict)  # the same in rounding to nearest
     formats: dict[str, str] = field(default_factory=dict)  # component → our name of its type
+    parameters: dict[str, str] = field(default_factory=dict)  # tensor → parameter
 
 
 def examine(parts: Sequence[Part], model: LoadedModel, tensors: Sequence[StoredTensor]) -> Weights:
     """Reads every tensor once, one at a time."""
-    state = {name: value.detach() for name, value in model.model.state_dict().items()}
+    named = [*model.model.named_buffers(), *model.model.named_parameters(remove_duplicate=False)]
+    state = {name: value.detach() for name, value in named}
     components = {name: c for c in model.anatomy.components for name in _names(c)}
     found = Weights()
     for part in parts:
         if part.tensor is None:
             found.missing.append(part.name)
-            continue
-        component = components.get(part.parameter or "")
-        if part.parameter is None or part.parameter not in state or component is None:
-            found.reports.append(describe(part.tensor))
-            continue
-        _examine(part, component, state, parts, found)
-    known = {part.name for part in parts}
+        elif part.parameter is None or part.parameter in state:
+            _examine(part, part.tensor, components.get(part.parameter or ""), state, parts, found)
+    known = {report.name for report in found.reports}
     found.reports += [describe(tensor) for tensor in tensors if tensor.name not in known]
+    wanted = {part.parameter for part in parts}
+    found.uncompared = [c.weight for c in model.anatomy.components if not wanted & set(_names(c))]
     return found
 
 
@@ -67,123 +73,212 @@ def _names(component: Component) -> Iterator[str]:
 
 def describe(tensor: StoredTensor, component: Component | None = None, **seen: Any) -> TensorReport:
     bits = 8 * tensor.bytes / max(math.prod(tensor.shape), 1)
-    if component is None:
-        only = _FLOAT_ONLY.search(tensor.name) is not None
-        return TensorReport(tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **seen)
-    return TensorReport(
-        tensor.name, tensor.type, tensor.bytes, bits, component.kind, component.name, component.block,
-        float_only=not component.quantizable, **seen,
-    )  # fmt: skip
+    only = _FLOAT_ONLY.search(tensor.name) is not None
+    if component is not None:
+        seen |= {"kind": component.kind, "component": component.name, "block": component.block}
+        only = not component.quantizable
+    return TensorReport(tensor.name, tensor.type, tensor.bytes, bits, float_only=only, **seen)
 
 
 def alone(tensor: StoredTensor) -> TensorReport:
     """What can be said of a tensor without an original."""
-    count = int((~tensor.read().isfinite()).sum())
-    return describe(tensor, problem=f"has {count:,} values that are not finite" if count else "")
+    cause, problem, _ = _infinite(tensor.read())
+    return describe(tensor, problem=problem, cause=cause)
+
+
+def together(reports: Sequence[TensorReport]) -> list[list[TensorReport]]:
+    """Tensors that share a mistake, to be restored in one step: one cause, or each other's values."""
+    partners = {report.name: report.partner for report in reports}
+    groups: dict[tuple[object, ...], list[TensorReport]] = {}
+    for report in reports:
+        chain = [report.name]
+        while (other := partners.get(chain[-1])) and other not in chain:
+            chain.append(other)
+        same: tuple[object, ...] = (report.block,) if report.cause == OFF else ()
+        key = (report.cause, *same, *(sorted(chain) if report.partner else ()))
+        if report.problem:
+            groups.setdefault(key, []).append(report)
+    return list(groups.values())
+
+
+def _infinite(values: torch.Tensor) -> Cause:
+    count = int((~values.isfinite()).sum())
+    return (INFINITE, f"{count:,} of {values.numel():,} values are not finite", "") if count else ("", "", "")
 
 
 def _examine(
-    part: Part, component: Component, state: Mapping[str, torch.Tensor], parts: Sequence[Part], found: Weights
-) -> None:
-    tensor, name = part.tensor, part.parameter
-    assert tensor is not None
-    assert name is not None
-    wanted, values = part.expected(state[name]), tensor.read()
+    part: Part, tensor: StoredTensor, component: Component | None, state: Mapping[str, torch.Tensor],
+    parts: Sequence[Part], found: Weights,
+) -> None:  # fmt: skip
+    name, values = part.parameter, tensor.read()
+    wanted = part.constant
+    if wanted is None:
+        wanted = torch.zeros_like(values) if name is None else part.expected(state[name])
     if values.shape != wanted.shape and values.numel() == wanted.numel() and values.dim() != wanted.dim():
         values = values.reshape(wanted.shape)  # (heads) and (heads, 1) are the same
     if values.shape != wanted.shape:
-        sizes = "×".join(map(str, values.shape)), "×".join(map(str, wanted.shape))
-        problem = f"has the shape {sizes[0]}, not {sizes[1]}"
+        sizes = ["×".join(map(str, each.shape)) for each in (values, wanted)]
         found.left_out.append(tensor.name)
-        found.reports.append(describe(tensor, component, problem=problem))
+        problem = f"its shape is {sizes[0]}, not {sizes[1]}"
+        found.reports.append(describe(tensor, component, problem=problem, cause=SHAPE))
         return
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for other in parts:
+            shape = None if other.tensor is None else other.tensor.shape
+            if other.parameter in state and other.parameter != name and shape == tensor.shape:
+                yield other.name, other.expected(state[other.parameter])  # type: ignore[index]
+
     plain = None if tensor.rounded is None else tensor.rounded(wanted)
-    problem, error, own = _compared(values, wanted, plain)
-    if problem and values.isfinite().all():
-        problem = _recognised(part, values, wanted, state, parts) or problem
-    found.reports.append(describe(tensor, component, error=error, own_error=own, problem=problem))
+    searched = [report.cause for report in found.reports].count(OFF) < _ENOUGH
+    pair = _Pair(values, wanted, plain)
+    cause, problem, partner = pair.cause(component, others if searched else None)
+    seen = {"error": pair.error, "own_error": pair.own} if cause != INFINITE else {}
+    found.reports.append(describe(tensor, component, problem=problem, cause=cause, partner=partner, **seen))
+    if name is None:
+        return
+    found.parameters[tensor.name] = name
     for put, into in ((values, found.held), (wanted if plain is None else plain, found.rounded)):
         whole = part.written(put, into.get(name, state[name]))
-        if whole is not None and whole.isfinite().all():
-            if into is found.held and name in into and values.numel() == whole.numel():
-                found.left_out.append(
-                    tensor.name
-                )  # a second tensor for one parameter: the model has one place
+        lost = whole is None or not bool(whole.isfinite().all())
+        if into is found.held and (lost or (name in into and values.numel() == state[name].numel())):
+            found.left_out.append(
+                tensor.name
+            )  # also a second tensor for one parameter: the model has one place
+        if whole is not None and not lost:
             into[name] = whole
-        elif into is found.held:
-            found.left_out.append(tensor.name)
-    if tensor.format and component.quantizable:
+    if tensor.format and component is not None and component.quantizable:
         found.formats[component.name] = tensor.format
 
 
-def _compared(
-    values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None
-) -> tuple[str, float | None, float | None]:
-    """What is wrong in words (or nothing), the relative error, and that of rounding to nearest."""
-    if count := int((~values.isfinite()).sum()):
-        return f"has {count:,} values that are not finite", None, None
-    length = float(wanted.norm()) or 1.0
-    error = float((values - wanted).norm()) / length
-    own = None if plain is None else float((plain - wanted).norm()) / length
-    slope = float((values * wanted).sum()) / length**2
-    usual = 1.0 if plain is None else float((plain * wanted).sum()) / length**2
-    if error <= max(_MOST * (own or 0.0), _LEAST) and abs(slope - usual) <= _OTHER_SLOPE:
-        return _odd_rows(values, wanted, plain), error, own
-    if own is None and error < _UNLIKE and abs(slope - usual) <= _OTHER_SLOPE:  # a type we cannot round to
-        return "", error, own
-    rest = float((values - slope * wanted).norm()) / length
-    if rest <= max(_MOST * (own or 0.0) * max(abs(slope), 0.1), _LEAST) and abs(slope) > 1e-3:
-        return f"holds the original's values times {slope / usual:.3g}", error, own
-    rounding = "" if own is None else f", where rounding to this type gives {own:.2g}"
-    rows = _odd_rows(values, wanted, plain)
-    return rows or f"is off by {error:.2g} of its length{rounding}", error, own
+class _Pair:
+    """The values of a tensor beside those that it should hold."""
+
+    def __init__(self, values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None) -> None:
+        self.values, self.wanted, self.plain = values, wanted, plain
+        self.error = _distance(values, wanted)
+        self.own = None if plain is None else _distance(plain, wanted)
+        self.limit = _UNKNOWN if self.own is None else max(_MOST * self.own, _LEAST)
+
+    def cause(
+        self, component: Component | None, others: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None
+    ) -> Cause:
+        """Empty: it differs by rounding only. `others`: whose values these may be; None: do not look far."""
+        if (infinite := _infinite(self.values))[0]:
+            return infinite
+        odd, slope = self._odd(), _slope(self.values, self.wanted)
+        usual = 1.0 if self.plain is None else _slope(self.plain, self.wanted) or 1.0
+        if self.error <= self.limit and abs(slope - usual) <= _OTHER_SLOPE and not odd.any():
+            return "", "", ""
+        if (first := float(self.values.flatten()[0])) == float(self.values.min()) == float(self.values.max()):
+            return f"all {first + 0.0:g}", f"all values are {first + 0.0:.4g}", ""  # −0 + 0 is 0
+        for cause, words, predicted in self._predictions(slope / usual, component, others is not None):
+            if self._is(predicted):
+                return cause, words, ""
+        for name, theirs in others() if others is not None else ():
+            if self._is(theirs):
+                return HOLDS, f"holds the values of {name}", name
+        if 0 < odd.sum() < 0.9 * odd.numel() and self._is(torch.where(odd, self.values, self.wanted)):
+            return self._partly(odd)
+        rounding = "" if self.own is None else f", where rounding to this type gives {self.own:.2g}"
+        return OFF, f"off by {self.error:.2g} of its length{rounding}", ""
+
+    def _is(self, predicted: torch.Tensor) -> bool:
+        return _distance(self.values, predicted) <= min(self.limit, _EXPLAINED)
+
+    def _predictions(
+        self, factor: float, component: Component | None, searched: bool
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(cause, words, the values that it would give)."""
+        values, wanted = self.values, self.wanted
+        if abs(factor - 1) > 2 * _LEAST and abs(factor) > 1e-3:
+            said = "with the other sign" if abs(factor + 1) < _LEAST else f"times {factor:.3g}"
+            yield said, f"the original's values {said}", factor * wanted
+        if abs(shift := float((values - wanted).mean())) > _LEAST:
+            yield "shifted", f"the original's values {shift:+.3g}", wanted + shift
+        yield "logarithm", "the logarithm of the size of the original's values", wanted.abs().log()
+        yield "exponential", "the exponential of the original's values", wanted.exp()
+        plain = wanted.squeeze()
+        if plain.dim() == 2:
+            yield "transposed", "transposed", plain.T.reshape(wanted.shape)
+        taps = component is not None and "conv" in component.kind
+        labels = ("experts", "rows", "taps" if taps else "columns") if plain.dim() > 1 else ("values",)
+        for axis in reversed(range(plain.dim() if searched and len(plain) <= _MATCHED[0] else 0)):
+            order = _order(values.reshape(plain.shape), plain, axis)
+            if not torch.equal(order, torch.arange(len(order))):
+                moved = plain.index_select(axis, order).reshape(wanted.shape)
+                yield *_named(order, labels[axis - plain.dim()]), moved
+
+    def _odd(self) -> torch.Tensor:
+        """Places that no rounding explains, where most others may be right."""
+        if self.own is not None and self.own < _LEAST:
+            size = _VALUE * self.wanted.abs() + _OF_MEAN * self.wanted.square().mean().sqrt()
+            return (self.values - self.wanted).abs() > size
+        width = self.values.shape[-1]
+        shape = (-1, _BLOCK if width % _BLOCK == 0 else width)
+        blocks, right = self.values.reshape(shape), self.wanted.reshape(shape)
+        lengths, errors = right.norm(dim=-1), (blocks - right).norm(dim=-1)
+        own, empty = lengths * float((errors / lengths.clamp_min(1e-30)).median()), (blocks == 0).all(dim=-1)
+        if self.plain is not None:
+            plain = self.plain.reshape(shape)
+            own, empty = (plain - right).norm(dim=-1), empty & (plain != 0).any(dim=-1)
+        odd = ((errors > 4 * own + _BLOCK_ERROR * lengths) | empty) & (lengths > 0.05 * lengths.mean())
+        return odd[:, None].expand(blocks.shape).reshape(self.values.shape)
+
+    def _partly(self, odd: torch.Tensor) -> Cause:
+        values, wanted, count = self.values[odd], self.wanted[odd], int(odd.sum())
+        if _distance(values, -wanted) <= min(self.limit, _EXPLAINED):
+            words = f"{count:,} of {odd.numel():,} values have the wrong sign"
+            return f"signs: {words}", words, ""
+        how = "not the original's" if values.any() else "zero"
+        kind, lines = ("rows", odd.flatten(0, -2).any(dim=-1)) if odd.dim() > 1 else ("values", odd)
+        words = f"{int(lines.sum()):,} of {len(lines):,} {kind} are {how}, from number {int(lines.nonzero()[0]):,} on"
+        return f"partly {how}: {words}", words, ""
 
 
-def _odd_rows(values: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor | None) -> str:
-    """Rows that are far off in a tensor whose other rows are not."""
-    if wanted.dim() < 2 or wanted.shape[-2] < 8:
-        return ""
-    values, wanted = values.flatten(0, -2), wanted.flatten(0, -2)
-    lengths = wanted.norm(dim=-1)
-    own = 0 if plain is None else (plain.flatten(0, -2) - wanted).norm(dim=-1)
-    matter = lengths > 0.05 * lengths.mean()
-    off = ((values - wanted).norm(dim=-1) > 4 * own + _ROW * lengths) & matter
-    empty = (values == 0).all(dim=-1) & matter
-    odd = torch.nonzero(off | empty).flatten()
-    if not len(odd) or len(odd) > 0.9 * len(values):
-        return ""
-    words = "are zero" if bool(empty[odd].all()) else "are not the original's"
-    return f"has {len(odd):,} of {len(values):,} rows that {words} (from row {int(odd[0]):,} on)"
+def _order(values: torch.Tensor, wanted: torch.Tensor, axis: int) -> torch.Tensor:
+    """Where along this axis each part of the file comes from: its nearest in the original."""
+    order = torch.arange(wanted.shape[axis])
+    if wanted.dim() == 1:
+        order[values.argsort()] = wanted.argsort()
+        return order
+    rows, theirs = (each.movedim(axis, 0).flatten(1) for each in (values, wanted))
+    odd = ((rows - theirs).norm(dim=1) > _LEAST * theirs.norm(dim=1)).nonzero().flatten()
+    some = slice(None, None, max(1, rows.shape[1] // _MATCHED[1]))
+    rows, theirs = rows[:, some], theirs[:, some]
+    for part in odd.split(1024):
+        order[part] = (rows[part] @ theirs.T - theirs.square().sum(dim=1) / 2).argmax(dim=1)
+    return order
 
 
-def _recognised(
-    part: Part,
-    values: torch.Tensor,
-    wanted: torch.Tensor,
-    state: Mapping[str, torch.Tensor],
-    parts: Sequence[Part],
-) -> str:
-    """Whose values these are, if they are not at their place."""
-    if abs(_correlation(values, wanted)) > _UNLIKE or wanted.numel() < 16:
-        return ""
-    if wanted.dim() == 2 and _correlation(values.reshape(wanted.shape[::-1]).T, wanted) > _ALIKE:
-        return "is transposed"
-    for other in parts:
-        if other.parameter in state and other is not part:
-            theirs = other.expected(state[other.parameter])  # type: ignore[index]
-            if theirs.shape == values.shape and _correlation(values, theirs) > _ALIKE:
-                return f"holds the values of {other.name}"
-    if wanted.dim() == 2:
-        norms = [each.norm(dim=-1).sort().values for each in (values, wanted)]
-        if float(norms[1].std()) > 0.01 * float(norms[1].mean()) and torch.allclose(
-            norms[0], norms[1], rtol=0.05
-        ):
-            return "has the original's rows in another order"
-    return ""
+def _named(order: torch.Tensor, label: str) -> tuple[str, str]:
+    """What an order of rows, columns, taps is called: for tensors that share it, and in words."""
+    whole = torch.arange(len(order))
+    moved = (order != whole).nonzero().flatten()
+    if torch.equal(order, whole.flip(0)):
+        return f"{label} reversed", f"its {label} are in reverse order"
+    if len(moved) == 2:
+        return f"{label} swapped", f"{label} {int(moved[0]):,} and {int(moved[1]):,} are swapped"
+    if torch.equal(order, whole.roll(-int(order[0]))):
+        return f"{label} rolled", f"its {label} are shifted by {-int(order[0]) % len(order):,} places"
+    if label == "rows" and any(torch.equal(order, each) for each in _rotary(whole)):
+        return "rotary", "its rows are in the order of the other rotary layout"
+    return f"{label} moved", f"{len(moved):,} of {len(order):,} {label} are at other places"
 
 
-def _correlation(one: torch.Tensor, two: torch.Tensor) -> float:
-    one, two = (each.flatten()[:_SAMPLE].double() for each in (one, two))
-    one, two = one - one.mean(), two - two.mean()
-    norm = float(one.norm() * two.norm())
-    return float(one @ two) / norm if norm else 0.0
+def _rotary(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Heads of any size, with pairs of rows side by side instead of half a head apart, or the other way round."""
+    for size in range(4, len(rows) + 1, 2):
+        if len(rows) % size == 0:
+            for pairs in ((2, -1), (-1, 2)):
+                yield rows.reshape(-1, size).unflatten(1, pairs).transpose(1, 2).reshape(-1)
+
+
+def _distance(values: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the length of what is wanted."""
+    return float((values - wanted).norm()) / (float(wanted.norm()) or 1.0)
+
+
+def _slope(values: torch.Tensor, wanted: torch.Tensor) -> float:
+    length = float(wanted.norm()) ** 2
+    return float((values * wanted).sum()) / length if length else 1.0

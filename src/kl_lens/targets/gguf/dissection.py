@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,22 +11,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kl_lens.errors import KLLensError, TargetError, UnsupportedError
+from kl_lens.errors import KLLensError
 from kl_lens.formats import Quantized, get_format, known_formats
 from kl_lens.formats.ggml import gguf_module
-from kl_lens.targets.dissection import DTYPES, Disagreement, Dissection, Part, StoredTensor, rounding, same
+from kl_lens.targets import dissection, quarantine
+from kl_lens.targets.chat import default_template
+from kl_lens.targets.dissection import (
+    Disagreement,
+    Dissection,
+    Part,
+    StoredTensor,
+    Texts,
+    other_texts,
+    setting,
+)
 from kl_lens.targets.gguf.architectures import get_architecture
 from kl_lens.targets.gguf.general import end_tokens
 from kl_lens.targets.gguf.header import TensorEntry, read_header
-from kl_lens.targets.gguf.quarantine import require_opened
-from kl_lens.targets.gguf.session import GGUFSession, open_session
-from kl_lens.targets.gguf.tokenizer import differing_string, tokenizer_data
+from kl_lens.targets.gguf.quarantine import try_out as try_all
+from kl_lens.targets.gguf.session import open_session
+from kl_lens.targets.gguf.tokenizer import UNUSED, sample_strings, tokenizer_data
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
 
-_HEAD = "output.weight"
+_HEAD, _TOKENIZER = "output.weight", "tokenizer.ggml."
 # Read by people, or implied by the shapes of tensors.
 _WITHOUT_EFFECT = ("context_length", "feed_forward_length", "vocab_size")
 
@@ -47,70 +58,86 @@ class GGUFDissection(Dissection):
             rules = [*rules, head]
         return [Part(r.name, held.get(r.name), r.parameter, r.arranged, r.factors) for r in rules]
 
-    def disagreements(self, model: LoadedModel) -> list[Disagreement]:
+    def settings(self, model: LoadedModel) -> list[Disagreement]:
         architecture, metadata = get_architecture(model.config.model_type), self.info.metadata
         own, found = architecture.name(model.config), []
         if own != self.info.architecture:
-            found.append(Disagreement("general.architecture", self.info.architecture, own))
+            found.append(setting("general.architecture", self.info.architecture, own, f"convert it as {own}"))
         for name, value in architecture.metadata(model.config).items():
             key = f"{self.info.architecture}.{name}"
-            if key in metadata and not same(metadata[key], value):
-                found.append(Disagreement(key, metadata[key], value, name not in _WITHOUT_EFFECT))
+            if not dissection.same(there := metadata.get(key), value):
+                matters = name not in _WITHOUT_EFFECT if key in metadata else None  # llama.cpp has defaults
+                found.append(setting(key, there, value, self._advice(key, value), matters=matters))
         for reason in filter(None, architecture.refusals(model.config)):
-            found.append(Disagreement("llama.cpp's own rule", "another", reason))
-        try:
-            text = self._tokenizer(model.require_tokenizer(), end_tokens(model.folder))
-        except KLLensError:
-            return found
-        wanted = {f"{name}_token_id": index for name, index in text.special.items()} | text.switches
-        for name, value in wanted.items():
-            key = f"tokenizer.ggml.{name}"
-            if key in metadata and metadata[key] != value:
-                found.append(Disagreement(key, metadata[key], value))
+            words = f"llama.cpp computes another model: {reason}"
+            found.append(Disagreement("llama.cpp", words, "use another runtime"))
         return found
 
+    def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
+        try:
+            wanted = self._tokenizer(model.require_tokenizer(), end_tokens(model.folder))
+        except KLLensError:  # there is none, or llama.cpp has none of this kind
+            return
+        held = read_header(self.place, whole=True).metadata
+        tokens, merges, types = (
+            held.get(_TOKENIZER + name, ()) for name in ("tokens", "merges", "token_type")
+        )
+        known = [i for i, kind in enumerate(wanted.types) if kind != UNUSED]
+        special = {f"{name}_token_id": i for name, i in wanted.special.items()} | wanted.switches
+        found = Texts(
+            dict(enumerate(tokens)), merges, held, held, default_template(held.get("tokenizer.chat_template")),
+            dict(enumerate(types)),
+        )  # fmt: skip
+        expected = Texts(
+            {i: wanted.tokens[i] for i in known}, wanted.merges,
+            {_TOKENIZER + "pre": wanted.pre, _TOKENIZER + "model": wanted.model},
+            {_TOKENIZER + key: value for key, value in special.items()}, default_template(wanted.chat_template),
+            {i: wanted.types[i] for i in known},
+        )  # fmt: skip
+        if tokens:
+            yield from other_texts(found, expected, self._advice)
+
+    def _advice(self, key: str, value: Any) -> str:
+        if value is not None:
+            return f"gguf-set-metadata {self.place.name} {key} {value}"
+        if "template" in key:
+            return f"gguf-new-metadata --chat-template TEMPLATE {self.place.name} NEW.gguf"
+        return "take the tokenizer from the original: convert it with --vocab-only and copy its keys"
+
     def open(self, settings: SessionSettings) -> Session:
-        require_opened(self.place)
+        quarantine.require_opens(__name__, self.place, self.files, "llama.cpp")
         return open_session(
             self.place, threads=settings.threads, gpu_layers=settings.gpu_layers, load=settings.load,
             exact_attention=settings.exact,
         )  # fmt: skip
 
-    def other_tokens(self, session: Session, tokenizer: Any) -> str | None:
-        assert isinstance(session, GGUFSession)
-        try:
-            session.require_vocabulary()
-        except TargetError as error:
-            raise UnsupportedError(str(error)) from None
-        return differing_string(session.tokenize, self._tokenizer(tokenizer).check)
+    def strings(self, tokenizer: Any) -> list[str]:
+        return sample_strings(self._tokenizer(tokenizer).check)
 
     def _tokenizer(self, tokenizer: Any, ends: list[int] | None = None) -> Any:
         """The original's as a file should hold it. Rows that only one of the two has are not its concern."""
         return tokenizer_data(tokenizer, 1 + max(tokenizer.get_vocab().values(), default=0), ends or [])
 
 
+def try_out(path: Path) -> None:
+    """In a separate process. Other tokens than those of the record are for the autopsy to say."""
+    try_all(path, same_tokens=False)
+
+
 def _stored(entry: TensorEntry) -> StoredTensor:
     name = {"F16": "fp16", "F32": "fp32", "BF16": "bf16"}.get(entry.type, entry.type.lower())
-    known = name if name in (*known_formats(), *DTYPES) else ""
+    known = name if name in (*known_formats(), *dissection.DTYPES) else ""
+    read = partial(_values, entry, known)
     return StoredTensor(
-        entry.name,
-        entry.type,
-        entry.shape,
-        entry.bytes,
-        partial(_values, entry, known),
-        known,
-        rounding(known),
+        entry.name, entry.type, entry.shape, entry.bytes, read, known, dissection.rounding(known)
     )
 
 
 def _values(entry: TensorEntry, known: str) -> torch.Tensor:
     data = np.array(np.memmap(entry.path, np.uint8, "r", entry.offset, (entry.bytes,)))
     if known in ("fp32", "fp16"):
-        return (
-            torch.from_numpy(data.view(np.float32 if known == "fp32" else np.float16))
-            .float()
-            .reshape(entry.shape)
-        )
+        values = data.view(np.float32 if known == "fp32" else np.float16)
+        return torch.from_numpy(values).float().reshape(entry.shape)
     kind = gguf_module().GGMLQuantizationType[entry.type]
     blocks = data.reshape(-1, gguf_module().GGML_QUANT_SIZES[kind][1])
     with np.errstate(all="ignore"):  # scales may be infinite; that is for the autopsy to say

@@ -61,8 +61,8 @@ class _Damaged(Exception):
 
 
 class _Cursor:
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
+    def __init__(self, data: mmap.mmap, whole: bool) -> None:
+        self.data, self.whole = data, whole
         self.at = 0
 
     def take(self, count: int) -> bytes:
@@ -89,12 +89,14 @@ class _Cursor:
     def array(self) -> Any:
         kind, count = self.number(4), self.number(10)
         if kind in _SIZES:
-            if count > _LONGEST_KEPT_ARRAY:
+            if count > _LONGEST_KEPT_ARRAY and not self.whole:
                 self.take(count * _SIZES[kind])
                 return f"[{count} values]"
             return list(struct.unpack(f"<{count}{_CODES[kind]}", self.take(count * _SIZES[kind])))
         if kind != _STRING:
             raise _Damaged(f"it has an array of unknown type {kind}")
+        if self.whole:
+            return [self.text() for _ in range(count)]
         for _ in range(count):
             self.take(self.number(10))
         return f"[{count} strings]"
@@ -108,9 +110,12 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
 
 
-def read_header(path: Path) -> FileInfo:
-    """Parses the headers of a file and its other parts; checks that every tensor lies inside its file."""
-    first, *others = [_read_one(part) for part in parts_of(path)]
+def read_header(path: Path, *, whole: bool = False) -> FileInfo:
+    """Parses the headers of a file and its other parts; checks that every tensor lies inside its file.
+
+    `whole`: with the tokenizer's long lists, which are otherwise only counted.
+    """
+    first, *others = [_read_one(part, whole) for part in parts_of(path)]
     tensors = (*first.tensors, *(entry for other in others for entry in other.tensors))
     count = first.metadata.get("split.tensors.count", len(tensors))
     if others and count != len(tensors):
@@ -120,7 +125,7 @@ def read_header(path: Path) -> FileInfo:
     return FileInfo(first.metadata, tensors, parts_of(path))
 
 
-def _read_one(path: Path) -> FileInfo:
+def _read_one(path: Path, whole: bool) -> FileInfo:
     if not path.is_file():
         raise TargetError(
             f"{path}: no such file; give a .gguf file that `kl-lens export --target gguf` wrote"
@@ -131,7 +136,7 @@ def _read_one(path: Path) -> FileInfo:
         if data[:4] != b"GGUF":
             raise TargetError(f"{path} is not a GGUF file: it begins with {bytes(data[:4])!r}, not b'GGUF'")
         try:
-            return _parse(_Cursor(data), len(data), path)
+            return _parse(_Cursor(data, whole), len(data), path)
         except (_Damaged, struct.error, OverflowError, MemoryError) as error:
             reason = printable(one_line(error)) if isinstance(error, _Damaged) else "its header is invalid"
             raise TargetError(f"{path} is damaged: {reason}; export or download it again") from error

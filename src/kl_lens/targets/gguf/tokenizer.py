@@ -139,10 +139,14 @@ def tokenizer_data(tokenizer: Any, vocabulary: int, ends: Sequence[int] = ()) ->
 
 def differing_string(encode: Callable[[str], list[int]], check: Mapping[str, Any]) -> str | None:
     """The first sample string to which `encode` gives other ids than the exported tokenizer."""
-    strings = _samples(check["form"], check["special"])
+    strings = sample_strings(check)
     found, expected = _checksums([encode(text) for text in strings]), check["checksums"]
     places = (slice(8 * index, 8 * index + 8) for index in range(len(strings)))
     return next((text for text, at in zip(strings, places, strict=True) if found[at] != expected[at]), None)
+
+
+def sample_strings(check: Mapping[str, Any]) -> list[str]:
+    return _samples(check["form"], check["special"])
 
 
 def _samples(form: str, special: Sequence[str]) -> list[str]:

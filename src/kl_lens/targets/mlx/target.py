@@ -20,10 +20,12 @@ from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
+    from kl_lens.targets.dissection import Dissection
     from kl_lens.targets.mlx.layout import Layout
 
 SUFFIX = ".safetensors"
 CPU, GPU = "CPU", "GPU"
+_LONGEST_HEADER = 1 << 26  # bytes of a file's list of tensors
 _LISTED_BYTES = 140  # of one tensor in a file's header: a little more than was seen
 
 
@@ -100,6 +102,21 @@ class MLXTarget(Target):
 
     def owns(self, path: Path) -> bool:
         return path.suffix == SUFFIX
+
+    def dissects(self, path: Path) -> bool:
+        """A checkpoint of transformers has files of the same names: only MLX's say `mlx`."""
+        folder = path.parent if self.owns(path) else path
+        file = next(iter(sorted(folder.glob(f"model*{SUFFIX}"))), None)
+        if file is None or not (folder / "config.json").is_file():
+            return False
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            return b'"format":"mlx"' in content.read(min(size, _LONGEST_HEADER)).replace(b" ", b"")
+
+    def dissect(self, place: Path) -> Dissection:
+        from kl_lens.targets.mlx.dissection import MLXDissection
+
+        return MLXDissection(place.parent if self.owns(place) else place, self._layout)
 
     def weight_file(self, place: Path) -> Path:
         if self.owns(place):

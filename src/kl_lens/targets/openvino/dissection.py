@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
 import torch
-from tokenizers import Tokenizer
 
-from kl_lens.errors import TargetError, UnsupportedError
+from kl_lens.errors import TargetError, last_line
 from kl_lens.formats import Format, get_format, known_formats, microscaling, normal_float
 from kl_lens.formats.integer import SignedScaleFormat
 from kl_lens.formats.zero_points import ZeroPointFormat
-from kl_lens.targets import quarantine
+from kl_lens.targets import dissection, quarantine
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.dissection import (
-    DTYPES,
-    Disagreement,
-    Dissection,
-    Part,
-    StoredTensor,
-    Values,
-    rounding,
-    same,
-)
+from kl_lens.targets.chat import default_template
+from kl_lens.targets.dissection import Disagreement, Dissection, Part, StoredTensor, Texts, setting
 from kl_lens.targets.openvino.constants import raw_bytes
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, IR_FILE, TOKENIZER_FILE
 from kl_lens.targets.openvino.foreign import open_foreign
 from kl_lens.targets.openvino.rewrites import is_constant, operations
 from kl_lens.targets.openvino.session import read_graph
-from kl_lens.targets.openvino.tokenizer import CHECKED_STRINGS, first_difference
+from kl_lens.targets.openvino.tokenizer import first_difference
 from kl_lens.targets.session import Session, SessionSettings
-from kl_lens.targets.varied_text import varied_strings
 
 if TYPE_CHECKING:
     from kl_lens.checkpoints import LoadedModel
 
-_LARGEST_TRANSFORMED = 1 << 20  # values; norms and decays are small
-_FEWEST = 16  # values; smaller constants are shapes, axes and epsilons
+_ALIKE = 0.5  # correlation of a constant without a name and its parameter
 _SHAPING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _BITS = {"u2": 2, "i4": 4, "u4": 4, "nf4": 4, "f4e2m1": 4, "i8": 8, "u8": 8}
 _LEVELS = {
@@ -73,80 +65,78 @@ class OpenVINODissection(Dissection):
 
     def parts(self, model: LoadedModel) -> list[Part]:
         """Weights by their names; what has lost its name by its values."""
-        parameters = {name: value.detach() for name, value in model.model.named_parameters()}
-        named, left = dict[str, list[StoredTensor]](), []
+        own = {name: value.detach() for name, value in model.model.named_parameters() if value.numel() > 1}
+        named, left = list[tuple[str, StoredTensor]](), []
         for tensor in self.tensors:
-            inside = [name for name in parameters if name in tensor.name]
+            inside = [name for name in own if name in tensor.name]
             if inside:
-                named.setdefault(max(inside, key=len), []).append(tensor)
+                named.append((max(inside, key=len), tensor))
             else:
-                left.append(tensor)
-        absent = {name: value for name, value in parameters.items() if name not in named}
-        for tensor in left:
-            values = tensor.read().flatten()
-            alike = [n for n, value in absent.items() if value.numel() == values.numel()]
-            close = {n: abs(_correlation(values, absent[n].flatten().float())) for n in alike}
-            if close and (best := max(close, key=close.__getitem__)) and close[best] > 0.5:
-                named.setdefault(best, []).append(tensor)
-        parts = [
-            Part(tensor.name, tensor, name, self._arrangement(tensor, parameters[name]))
-            for name, tensors in named.items()
-            for tensor in tensors
-        ]
-        wanted = {c.weight for c in model.anatomy.candidates}
-        return parts + [Part(name, None, name) for name in sorted(wanted - set(named))]
+                left.append((tensor, tensor.read().flatten()))
+        absent = [name for name in own if name not in dict(named)]
+        alike = [
+            (abs(_correlation(values, own[name].flatten().float())), name, tensor)
+            for name in absent for tensor, values in left if own[name].numel() == values.numel()
+        ]  # fmt: skip
+        for close, name, tensor in sorted(alike, key=lambda each: -each[0]):
+            if close > _ALIKE and name not in dict(named) and tensor not in [t for _, t in named]:
+                named.append((name, tensor))
+        kinds, parts = dict[str, list[tuple[str, StoredTensor]]](), []
+        for name, tensor in named:  # in_proj of all blocks
+            if math.prod(tensor.shape) == own[name].numel():
+                kinds.setdefault(re.sub(r"\d+", "", name), []).append((name, tensor))
+            else:
+                parts.append(Part(tensor.name, tensor, name))
+        for members in kinds.values():
+            fitting = [(own[n], t.shape, t.read, self._is_turned(t, own[n])) for n, t in members]
+            ways = dissection.arrangements(fitting)
+            parts += [Part(t.name, t, n, way) for (n, t), way in zip(members, ways, strict=True)]
+        return parts
 
-    def _arrangement(self, tensor: StoredTensor, parameter: torch.Tensor) -> Values:
-        """How this constant follows from its parameter: reshaped, transposed, 1 + x, exp(x) or −exp(x)."""
-        shape, own = tensor.shape, tuple(parameter.shape)
-        if math.prod(shape) != parameter.numel():
-            return lambda value: value
-        plain = tuple(size for size in shape if size > 1)
-        turned = len(own) == 2 and (
-            plain == own[::-1] != own if own[0] != own[1] else _is_input_major(self._ends[tensor.name])
-        )
-        maps: list[Values] = [lambda v: v, lambda v: v + 1, torch.exp, lambda v: -torch.exp(v)]
-        arranged = [partial(_arranged, each, turned, shape) for each in maps]
-        if parameter.numel() > _LARGEST_TRANSFORMED:
-            return arranged[0]
-        values, wanted = tensor.read(), parameter.float()
-        return min(arranged, key=lambda each: float((each(wanted) - values).norm()))
+    def _is_turned(self, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
+        own, plain = tuple(parameter.shape), tuple(size for size in tensor.shape if size > 1)
+        if len(own) != 2 or own[0] != own[1]:
+            return len(own) == 2 and plain == own[::-1]
+        return _is_input_major(self._ends[tensor.name])
 
-    def disagreements(self, model: LoadedModel) -> list[Disagreement]:
+    def settings(self, model: LoadedModel) -> list[Disagreement]:
         """The epsilons of norms are constants of the graph; other settings leave no trace that could be compared."""
         wanted = [v for k, v in model.config.to_dict().items() if "eps" in k and isinstance(v, float)]
-        found = sorted(set(_epsilons(self._graph)))
+        expected = wanted[0] if len(set(wanted)) == 1 else sorted(set(wanted))
         return [
-            Disagreement(
-                "the epsilon of a norm", value, wanted[0] if len(set(wanted)) == 1 else sorted(set(wanted))
-            )
-            for value in found
-            if wanted and not any(same(value, own) for own in wanted)
+            setting("the epsilon of a norm", value, expected, "convert it with the original's config.json")
+            for value in sorted(set(_epsilons(self._graph)))
+            if wanted and not any(dissection.same(value, own) for own in wanted)
         ]
+
+    def tokenizer(self, model: LoadedModel) -> Iterator[Disagreement]:
+        yield from super().tokenizer(model)
+        graphs = self.folder / TOKENIZER_FILE, self.folder / DETOKENIZER_FILE
+        there = all(graph.is_file() for graph in graphs) and find_spec("openvino_tokenizers") is not None
+        if model.tokenizer is None or not there:
+            return
+        import openvino_tokenizers  # noqa: F401 - registers its operations
+
+        again = f"make {TOKENIZER_FILE} again with openvino_tokenizers"
+        try:
+            graph, difference = ov.Core().read_model(graphs[0]), first_difference(model.tokenizer, *graphs)
+        except RuntimeError as error:
+            graph, difference = None, f"cannot be run: {last_line(error)}"
+        if difference:
+            yield Disagreement(
+                "tokenizer", f"{TOKENIZER_FILE} {difference}", again, about=dissection.VOCABULARY
+            )
+        if graph is not None and graph.has_rt_info("chat_template"):
+            found = Texts({}, (), {}, {}, graph.get_rt_info("chat_template").astype(str))
+            expected = Texts({}, (), {}, {}, default_template(model.tokenizer.chat_template))
+            yield from dissection.other_texts(
+                found, expected, lambda *_: f"{again}: it holds a chat template too"
+            )
 
     def open(self, settings: SessionSettings) -> Session:
         if self.usual_settings:
             return self._open_own(self.place.parent, settings)
         return open_foreign(self.place, settings)
-
-    def other_tokens(self, session: Session, tokenizer: Any) -> str | None:
-        folder = self.place.parent
-        graphs = folder / TOKENIZER_FILE, folder / DETOKENIZER_FILE
-        if all(graph.is_file() for graph in graphs):
-            import openvino_tokenizers  # noqa: F401 - registers its operations
-
-            if difference := first_difference(tokenizer, *graphs, CHECKED_STRINGS):
-                return f"{TOKENIZER_FILE} {difference}"
-        if not (file := folder / "tokenizer.json").is_file():
-            raise UnsupportedError(f"{folder} holds no tokenizer.json")
-        own, special = Tokenizer.from_file(str(file)), sorted(map(str, tokenizer.get_added_vocab()))
-        for text in varied_strings(CHECKED_STRINGS, special=special):
-            if (
-                own.encode(text, add_special_tokens=False).ids
-                != tokenizer(text, add_special_tokens=False)["input_ids"]
-            ):
-                return text
-        return None
 
 
 def try_out(path: Path) -> None:
@@ -155,16 +145,12 @@ def try_out(path: Path) -> None:
         _stored("", end)
 
 
-def _arranged(change: Values, turned: bool, shape: tuple[int, ...], value: torch.Tensor) -> torch.Tensor:
-    return change(value.T if turned else value).reshape(shape)
-
-
 def _weights(graph: Any) -> Iterator[tuple[str, Any]]:
     """(name of the constant, the value that the graph computes with) of everything that may be a weight."""
     ends: dict[tuple[str, int], tuple[Any, Any]] = {}
     for node in operations(graph, "Constant"):
         kind = node.get_element_type().get_type_name()
-        if kind not in (*_BITS, *_FLOATS) or math.prod(node.get_output_shape(0)) < _FEWEST:
+        if kind not in (*_BITS, *_FLOATS) or math.prod(node.get_output_shape(0)) < 2:
             continue
         end = _end(node.output(0))
         key = end.get_node().get_friendly_name(), end.get_index()
@@ -205,9 +191,11 @@ def _stored(name: str, end: Any) -> StoredTensor:
     shape = tuple(end.get_shape())
     fmt = _format(kind, weight, [node for node in floats if node is not weight])
     spelled = _FLOATS.get(kind) or (fmt.name if fmt is not None else "")
-    known = spelled if spelled in (*known_formats(), *DTYPES) else ""
+    known = spelled if spelled in (*known_formats(), *dissection.DTYPES) else ""
     group = f" g{fmt.group_size}" if fmt is not None and fmt.group_size else ""
-    return StoredTensor(name, kind + group, shape, size, partial(_read, end), known, rounding(fmt or known))
+    return StoredTensor(
+        name, kind + group, shape, size, partial(_read, end), known, dissection.rounding(fmt or known)
+    )
 
 
 def _format(kind: str, weight: Any, others: list[Any]) -> Format | None:

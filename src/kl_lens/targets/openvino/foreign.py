@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import openvino as ov
 
 from kl_lens.errors import TargetError, UnsupportedError, last_line
 from kl_lens.targets import quarantine
@@ -20,28 +22,32 @@ from kl_lens.targets.openvino.session import (
 )
 from kl_lens.targets.session import Logits, SessionSettings, checked_tokens
 
-IDS, POSITIONS = "input_ids", "position_ids"
+IDS, POSITIONS, CACHE_POSITION = "input_ids", "position_ids", "cache_position"
+_PAST = ("past_key_values.", "cache_params.past.")  # states as inputs
 # What a program gets that sets nothing; our own sessions ask for more.
 _PLUGIN_DEFAULTS = {"KV_CACHE_PRECISION": "u8"}
+_TRIED, _SAME = 12, 0.05  # tokens that show what cache_position means; a share of the range of logits
 
 
 class ForeignSession:
     """Satisfies `kl_lens.targets.Session`. A graph without states reads everything again at each step."""
 
     def __init__(self, path: Path, settings: SessionSettings) -> None:
-        graph = read_graph(path)
+        graph = _feedable(path)
         self._path, self._device, self.stateful = path, settings.device, bool(graph.get_variables())
-        self._names = {value.get_any_name() for value in graph.inputs}
-        if odd := sorted(self._names - {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX}):
-            raise UnsupportedError(f"{path}: it has an input {odd[0]!r}, which KL Lens cannot feed")
-        shape = graph.outputs[0].get_partial_shape()
-        if IDS not in self._names or len(shape) != 3 or not shape[2].is_static:
-            raise UnsupportedError(f"{path} is not a language model: expected {IDS} in and logits out")
-        self._vocabulary = int(shape[2].get_length())
+        self._inputs, self._output = graph.inputs, _logits(graph)
+        self._vocabulary = int(self._output.get_partial_shape()[2].get_length())
         self._compiled = compile_graph(
             graph, settings.device, exact=settings.exact, threads=settings.threads,
             settings={} if settings.exact or settings.device != "CPU" else _PLUGIN_DEFAULTS,
         )  # fmt: skip
+        self._taps: int | None = None  # cache_position counts these, not tokens
+        if CACHE_POSITION in _names(graph) and not self._steps_agree():
+            shapes = [
+                variable.get_info().data_shape for variable in graph.get_variables()
+            ]  # (1, channels, taps)
+            widths = sorted({s[2].get_length() for s in shapes if len(s) == 3 and s[2].is_static})
+            self._taps = next(filter(self._steps_agree, widths), None)
         self.reset()
 
     @property
@@ -68,26 +74,70 @@ class ForeignSession:
     def close(self) -> None:
         self._request = self._compiled = None
 
+    def _steps_agree(self, taps: int | None = None) -> bool:
+        """Whether a prompt gives the same at once and with its last token alone.
+
+        `cache_position` is the tokens' positions in most graphs. In optimum-intel's Mamba it is the places of the
+        convolution's state: all of them for a prompt, the last one for a token.
+        """
+        self._taps, ids = taps, [i % self._vocabulary for i in range(1, _TRIED + 1)]
+        try:
+            whole = self.logits(ids)[-1]
+            self.logits(ids[:-1])
+            single = self.step(ids[-1])
+        except TargetError:
+            return False
+        return bool(np.abs(whole - single).max() <= _SAME * np.ptp(whole))
+
     def _feed(self, ids: Sequence[int]) -> Logits:
         new = checked_tokens(ids, self._vocabulary, str(self._path))
         start = len(self._fed) if self.stateful else 0
         self._fed += new
-        tokens = np.array([self._fed[start:]], np.int64)
-        every = {
-            IDS: tokens,
-            ATTENTION_MASK: np.ones((1, len(self._fed)), np.int64),
-            POSITIONS: np.arange(start, len(self._fed))[None],
-            BEAM_IDX: np.zeros(1, np.int32),
-        }
+        taps = None if self._taps is None else np.arange(self._taps) if start == 0 else np.array([self._taps])
+        positions = np.arange(start, len(self._fed))
+        every: dict[str, npt.NDArray[Any]] = {
+            IDS: np.array([self._fed[start:]]), ATTENTION_MASK: np.ones((1, len(self._fed))), BEAM_IDX: np.zeros(1),
+            POSITIONS: positions[None], CACHE_POSITION: positions if taps is None else taps,
+        }  # fmt: skip
         try:
-            self._request.infer({name: every[name] for name in self._names})
+            self._request.infer({port.get_any_name(): _fit(port, every) for port in self._inputs})
         except RuntimeError as error:
             raise TargetError(f"{self._path}: OpenVINO cannot run it: {last_line(error)}") from error
-        return np.array(self._request.get_output_tensor(0).data[0, -len(new) :], np.float32)
+        return np.array(
+            self._request.get_tensor(self._output.get_any_name()).data[0, -len(new) :], np.float32
+        )
+
+
+def _fit(port: Any, every: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """What an input wants, in its own type. States are empty, or zero where their size is fixed."""
+    sizes = [d.get_length() if d.is_static else int(i == 0) for i, d in enumerate(port.get_partial_shape())]
+    value = every.get(port.get_any_name())
+    return (np.zeros(sizes) if value is None else value).astype(port.get_element_type().to_dtype())
+
+
+def _feedable(path: Path) -> ov.Model:
+    """The graph; UnsupportedError if it wants something that a language model does not get here."""
+    graph = read_graph(path)
+    names, shape = _names(graph), _logits(graph).get_partial_shape()
+    known = {IDS, ATTENTION_MASK, POSITIONS, BEAM_IDX, CACHE_POSITION}
+    if odd := sorted(name for name in names - known if not name.startswith(_PAST)):
+        raise UnsupportedError(f"{path.name} has an input {odd[0]!r}, which KL Lens cannot feed")
+    if IDS not in names or len(shape) != 3 or not shape[2].is_static:
+        raise UnsupportedError(f"{path.name} is not a language model: expected {IDS} in and logits out")
+    return graph
+
+
+def _names(graph: ov.Model) -> set[str]:
+    return {value.get_any_name() for value in graph.inputs}
+
+
+def _logits(graph: ov.Model) -> Any:
+    return next((value for value in graph.outputs if "logits" in value.get_names()), graph.outputs[0])
 
 
 def open_foreign(path: Path, settings: SessionSettings) -> ForeignSession:
     """Opens it, after a try in a separate process."""
+    _feedable(path)
     files = [file for file in (path, path.with_suffix(".bin")) if file.is_file()]
     quarantine.require_opens(__name__, path, files, "OpenVINO")
     return ForeignSession(path, settings)

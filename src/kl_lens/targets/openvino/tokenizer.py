@@ -15,7 +15,7 @@ import openvino as ov
 from kl_lens.errors import one_line
 from kl_lens.targets.openvino.folder import DETOKENIZER_FILE, TOKENIZER_FILE
 from kl_lens.targets.openvino.rewrites import number_names
-from kl_lens.targets.varied_text import varied_strings
+from kl_lens.targets.varied_text import other_ids, varied_strings
 
 CHECKED_STRINGS = 300
 
@@ -52,13 +52,15 @@ def _converted(tokenizer: Any) -> tuple[dict[str, bytes], str | None]:
             for graph, path in zip(graphs, paths, strict=True):
                 number_names(graph)
                 ov.save_model(graph, path, compress_to_fp16=False)
-            difference = first_difference(tokenizer, *paths, CHECKED_STRINGS)
+            difference = first_difference(tokenizer, *paths)
         except Exception as error:  # the package raises anything over a tokenizer that it does not know
             difference = f"cannot be converted by openvino-tokenizers ({one_line(error)})"
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, difference
 
 
-def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -> str | None:
+def first_difference(
+    tokenizer: Any, encoder: Path, decoder: Path, count: int = CHECKED_STRINGS
+) -> str | None:
     """The first of `count` strings on which the graphs and the tokenizer differ, as a sentence; None if they agree."""
     core = ov.Core()  # a new one: only those made after importing openvino_tokenizers know its operations
     encode, decode = (core.compile_model(path, "CPU") for path in (encoder, decoder))
@@ -67,10 +69,12 @@ def first_difference(tokenizer: Any, encoder: Path, decoder: Path, count: int) -
         expected = tokenizer(text)["input_ids"]
         ids = [int(token) for token in encode([text])["input_ids"][0]]
         if ids != list(expected):
-            return f"splits {text!r} into other tokens as an OpenVINO graph than in transformers"
+            return f"splits text into other tokens than transformers: {other_ids(ids, expected, tokenizer)}"
         words = tokenizer.decode(expected, skip_special_tokens=True)
-        if expected and words != str(decode([np.array([expected])])["string_output"][0]):
-            return f"turns the tokens of {text!r} into other text as an OpenVINO graph than in transformers"
+        if expected and words != (own := str(decode([np.array([expected])])["string_output"][0])):
+            return (
+                f"turns tokens into other text than transformers: {expected} becomes {own!r}, not {words!r}"
+            )
     return None
 
 

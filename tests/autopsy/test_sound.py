@@ -1,0 +1,264 @@
+"""Files without a damaged tensor: sound, foreign, of coarse types, of another model, or not to be checked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import nncf
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
+import pytest
+import torch
+
+from kl_lens.checkpoints import LoadedModel, load
+from kl_lens.errors import KLLensError
+from kl_lens.evaluation.autopsy import Autopsy
+from kl_lens.evaluation.autopsy.findings import Step
+from kl_lens.evaluation.autopsy.verdict import Evidence
+from kl_lens.pipeline.autopsying import AutopsyResult
+from kl_lens.records import Estimate
+from kl_lens.targets import SessionSettings, dissected, open_session
+from kl_lens.targets.openvino.folder import IR_FILE
+from kl_lens.targets.openvino.foreign import open_foreign
+from tests.autopsy import planting
+from tests.autopsy.conftest import Examine, Sound
+
+MATRICES = (
+    "ssm_in",
+    "ssm_out",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
+
+
+def code(found: Autopsy) -> int:
+    return AutopsyResult(found).exit_code
+
+
+@pytest.mark.parametrize(
+    ("target", "fmt"),
+    [("gguf", "q4_k"), ("mlx", ""), pytest.param("openvino", "int8", marks=pytest.mark.slow)],
+)
+def test_sound_files(sound: Sound, examine: Examine, target: str, fmt: str) -> None:
+    found = examine(sound(target, fmt))
+    assert not found.faults, found.faults
+    assert code(found) == 0
+    assert found.headline.startswith("Nothing is wrong: it loses what")
+    assert [step.letter for step in found.steps if step.letter != "c"] == [*"abdefg"]
+    assert all(
+        tensor.error is not None
+        for tensor in found.tensors
+        if not tensor.name.startswith(("kl_lens/", "Const"))
+    )
+    kls = {step.letter: step.kl.value for step in found.steps if step.kl is not None}
+    assert kls["a"] == 0 < kls["b"]
+    assert found.rounding_kl is None or found.rounding_kl.value == pytest.approx(kls["b"], rel=1e-6)
+    assert kls["e"] == pytest.approx(
+        kls["c" if target == "gguf" else "b"], rel=0.2
+    )  # llama.cpp always rounds
+
+
+def test_what_the_runtime_adds_is_said_to_be_activations() -> None:
+    kls = {"a": 0.0, "b": 0.000713, "d": 0.00253, "e": 0.00072}
+    steps = {letter: Step(letter, "", Estimate(kl, 1e-5)) for letter, kl in kls.items()}
+    headline, findings = Evidence("OpenVINO", "", steps=steps, rounding=Estimate(0.000713, 1e-5)).judged()
+    assert not findings
+    assert "Its weights lose 0.000713; plain rounding to the same types loses 0.000713" in headline
+    assert "The rest, 0.00182, is activations" in headline
+    assert "with exact settings it loses 0.00072" in headline
+
+
+# -- IRs of others -----------------------------------------------------------------------------------------------
+
+
+def with_input(name: str, weigh: Callable[[ov.Output, ov.Output], ov.Output]) -> Callable[[ov.Model], None]:
+    """Adds an input that the logits depend on: they are multiplied with what `weigh` makes of it and the ids."""
+
+    def change(graph: ov.Model) -> None:
+        added = ops.parameter(ov.PartialShape([-1]), np.int64)
+        added.set_friendly_name(name)
+        added.output(0).get_tensor().set_names({name})
+        end = graph.get_results()[0].input(0)
+        factor = weigh(added.output(0), graph.input("input_ids"))
+        product = ops.multiply(end.get_source_output(), ops.convert(factor, np.float32))
+        product.output(0).get_tensor().set_names({"logits"})
+        end.replace_source_output(product.output(0))
+        graph.add_parameters([added])
+        graph.validate_nodes_and_infer_types()
+
+    return change
+
+
+def length(value: ov.Output, axis: int) -> ov.Output:
+    return ops.gather(ops.shape_of(value), ops.constant(np.int64(axis)), ops.constant(np.int64(0))).output(0)
+
+
+def one_per_token(positions: ov.Output, ids: ov.Output) -> ov.Output:
+    return ops.equal(length(positions, 0), length(ids, 1)).output(0)
+
+
+def one_per_tap(positions: ov.Output, ids: ov.Output) -> ov.Output:
+    """As in optimum-intel's Mamba: as many as the convolution's state is wide for a prompt, one for a token."""
+    single = ops.equal(length(ids, 1), ops.constant(np.int64(1)))
+    wanted = ops.select(single, ops.constant(np.int64(1)), ops.constant(np.int64(3)))
+    return ops.equal(length(positions, 0), wanted).output(0)
+
+
+def test_a_foreign_ir_with_cache_positions(copied: Sound, examine: Examine) -> None:
+    """Compressed by NNCF, without our record, in types that we do not write."""
+
+    def change(graph: ov.Model) -> None:
+        nncf.compress_weights(graph)
+        with_input("cache_position", one_per_token)(graph)
+
+    folder = copied("openvino")
+    planting.regraphed(folder, change)
+    (folder / "artifact.json").unlink()
+    found = examine(folder)
+    assert not found.faults, found.faults
+    assert code(found) == 0
+    assert "u8" in {tensor.type for tensor in found.tensors}
+    assert not [
+        tensor.name
+        for tensor in found.tensors
+        if not tensor.component and "kl_lens/" not in tensor.name and tensor.bytes > 999
+    ]
+
+
+@pytest.mark.slow
+def test_places_of_the_convolution_are_fed_where_the_graph_counts_those(copied: Sound, sound: Sound) -> None:
+    folder, ids = copied("openvino"), list(range(40, 60))
+    planting.regraphed(folder, with_input("cache_position", one_per_tap))
+    settings = SessionSettings(threads=1, exact=True)
+    foreign, own = (
+        open_foreign(folder / IR_FILE, settings),
+        open_session(sound("openvino"), threads=1, exact=True),
+    )
+    assert np.allclose(foreign.logits(ids), own.logits(ids), atol=1e-3)
+    foreign.close()
+    own.close()
+
+
+def test_what_cannot_be_fed_is_not_checked(copied: Sound, examine: Examine) -> None:
+    folder = copied("openvino")
+    planting.regraphed(folder, with_input("pixel_values", one_per_token))
+    (folder / "artifact.json").unlink()
+    found = examine(folder)
+    assert not found.faults, found.faults
+    assert code(found) == 3
+    assert "not everything was checked: it was not run" in found.headline
+    assert "'pixel_values'" in found.headline
+
+
+# -- types and activations ---------------------------------------------------------------------------------------
+
+
+def test_gates_in_two_bits(sound: Sound, examine: Examine) -> None:
+    (fault,) = examine(sound("gguf", "", {"gate_proj": "q2_k"})).faults
+    assert fault.step == "type"
+    assert "all gate_proj (Q2_K), at 2.6 bits where most of the file has 8.5" in fault.words
+
+
+@pytest.mark.parametrize(
+    ("size", "says"), [(1e9, "overflow, most of it before all out_proj (Q8_0)"),
+                       pytest.param(3e4, "most of it before all down_proj (Q8_0)", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_activations_that_eight_bits_cannot_hold(
+    model: LoadedModel, sound: Sound, examine: Examine, size: float, says: str
+) -> None:
+    """Channels of huge values that the next matrix ignores: exact arithmetic does not notice them."""
+    other = dataclasses.replace(model, model=copy.deepcopy(model.model))
+    with torch.no_grad():
+        for block in other.model.model.layers:
+            if "out_proj" in says:
+                block.mamba.D[0] = size
+                block.mamba.out_proj.weight[:, :32] = 0.0
+            else:
+                block.feed_forward.up_proj.weight[::32] *= size
+                block.feed_forward.down_proj.weight[:, ::32] = 0.0
+    (fault,) = examine(sound("gguf", "", of=other), other).faults
+    assert fault.step == "activations"
+    assert says in fault.words
+
+
+def test_a_rescaled_file_is_sound(copied: Sound, examine: Examine) -> None:
+    folder = copied("gguf")
+    planting.change(folder, "blk.0.attn_norm.weight", lambda v: v * 2)
+    for name in ("ssm_in", "attn_q", "attn_k", "attn_v"):
+        planting.change(folder, f"blk.0.{name}.weight", lambda v: v / 2)
+    found = examine(folder)
+    assert not found.faults, found.faults
+    assert any("make up for each other, as after rescaling" in finding.words for finding in found.findings)
+
+
+# -- another model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("noise", "says"), [(1.5, "Another model"), (0.1, "Another version of the model")])
+def test_other_weights_everywhere(copied: Sound, examine: Examine, noise: float, says: str) -> None:
+    folder, draw = copied("gguf"), np.random.default_rng(0)
+    for name in [f"blk.{block}.{part}.weight" for block in (0, 1) for part in MATRICES]:
+        planting.change(folder, name, lambda v: v + noise * v.std() * draw.standard_normal(v.shape))
+    (fault,) = examine(folder).faults
+    assert fault.words.startswith(f"{says}")
+    assert ": check --against. 18 of 19 tensors" in fault.words
+
+
+def test_another_architecture(sound: Sound, examine: Examine) -> None:
+    (fault,) = (found := examine(sound("gguf"), load("reference:mamba"))).faults
+    assert found.headline.startswith("Another model: check --against.")
+    assert fault.advice == "give the checkpoint that the file was made from"
+    assert "general.architecture is falcon-h1 in the file, mamba in the original" in str(found.findings)
+
+
+def test_a_chat_template_that_was_added(model: LoadedModel, sound: Sound, examine: Examine) -> None:
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = None
+    found = examine(sound("gguf"), dataclasses.replace(model, tokenizer=tokenizer))
+    assert not found.faults, found.faults
+    assert "The chat template was added: the original has none" in str(found.findings)
+
+
+# -- without an original, or without a file ----------------------------------------------------------------------
+
+
+def test_a_file_alone(sound: Sound, copied: Sound, examine: Examine) -> None:
+    found = examine(sound("gguf"), None)
+    assert not found.faults
+    assert found.headline.startswith("Nothing is wrong that the file alone could show")
+    assert {step.letter for step in found.steps} == {"d", "f"}
+    damaged = copied("gguf")
+    planting.gguf_bytes(damaged, "blk.1.ssm_out.weight")[:2] = np.array([np.inf], np.float16).view(np.uint8)
+    assert (
+        "blk.1.ssm_out.weight (Q8_0): 32 of 65,536 values are not finite" in examine(damaged, None).headline
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.gguf", b""), ("x.gguf", b"GGUF"), ("x.gguf", b"not a model at all, but long enough to be one"),
+     (IR_FILE, b"<net>not a graph</net>"), ("model.safetensors", 8 * b"\x01" + b'{"__metadata__":{"format":"mlx"}}')],
+)  # fmt: skip
+def test_what_cannot_be_opened_gets_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KLLensError, match=name) as error:
+        dissected(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_files_get_one_line(tmp_path: Path, folder: Path) -> None:
+    for place in (Path(__file__), folder):  # the original itself has files of the same names as an MLX folder
+        with pytest.raises(KLLensError, match="holds no model"):
+            dissected(place)
+    with pytest.raises(KLLensError, match="no such file"):
+        dissected(tmp_path / "nothing.xml")
