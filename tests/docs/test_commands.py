@@ -41,7 +41,7 @@ INSTEAD = {"--stride": "32", "--max-latency": "100s", "--task-limit": "2"}
 # benchmark_app takes a minute for each file otherwise.
 ADDED = {"--protocol": ["--quick"]}
 # Exercised in tests/cli and tests/autopsy; here their words are only understood.
-PARSED_ONLY = ("run", "doctor", "runtime", "autopsy")
+PARSED_ONLY = ("run", "doctor", "autopsy")
 
 
 def kl_lens_commands(page: Path, *tags: str) -> list[list[str]]:

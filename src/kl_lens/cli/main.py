@@ -46,8 +46,7 @@ VERBS = {
     "report": "write a run, or several side by side, as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
     "import-legacy": "read published sensitivity files into a run",
-    "doctor": "check what is installed and what is slow, and say how to fix it",
-    "runtime": "install a faster llama.cpp: built for this processor, or from a folder",
+    "doctor": "check what is installed, and say how to fix what is missing",
 }
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         Timing as Timing,
         quick as quick,
     )
-    from kl_lens.profiling.curves import Curve as Curve, CurvePoint as CurvePoint
     from kl_lens.profiling.in_use import UseSettings as UseSettings
     from kl_lens.profiling.machine import Machine as Machine, measure_machine as measure_machine
     from kl_lens.profiling.spread import Ratio as Ratio, ratio_of as ratio_of

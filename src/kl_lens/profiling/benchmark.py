@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from kl_lens.errors import KLLensError, TargetError
+from kl_lens.errors import TargetError
 from kl_lens.profiling import in_use
-from kl_lens.profiling.curves import Curve, measure_curve
 from kl_lens.profiling.in_use import UseSettings
 from kl_lens.profiling.machine import Machine, measure_machine
 from kl_lens.profiling.subjects import Failure, Timed, Timings, read_all
@@ -27,7 +26,6 @@ from kl_lens.targets.latency import (
 )
 
 QUICK_REPEATS, QUICK_TOKENS = 2, 16
-CURVE_KIND = "curve"  # kind of record in the run
 
 
 @dataclass
@@ -39,7 +37,6 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     latency: list[LatencyProfile] = field(default_factory=list)
-    curves: list[Curve] = field(default_factory=list)
     csv: Path | None = None
 
     def add(self, outcome: Timings) -> None:
@@ -91,8 +88,6 @@ class Benchmark:
 
     settings: UseSettings = field(default_factory=UseSettings)
     timings: Sequence[Timing] = (InUse(),)
-    # Setting → values to compare first, smallest first; the best goes into `settings` before anything else is timed.
-    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     run: Run | None = None  # stores the profiles; None: not stored
     started: Callable[[int], None] = lambda total: None
     advanced: Callable[[str], None] = lambda what: None
@@ -109,8 +104,7 @@ class Benchmark:
         if layers:
             self._tables(usable)  # raises now rather than after measuring
         self.started(self._steps(usable, layers, formats))
-        curves = self._choose(usable, failures)
-        report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes, curves=curves)
+        report = Report(measure_machine(self.settings.threads), failures=failures, notes=notes)
         for timing in self.timings:
             timing.measure(usable, self, report)
         if layers:
@@ -119,29 +113,9 @@ class Benchmark:
             self._check_tables(usable, report, self.run)
         return report
 
-    def _choose(self, subjects: Sequence[Timed], failures: list[Failure]) -> list[Curve]:
-        """The curves of all settings; later ones use the best values of earlier ones."""
-        curves: list[Curve] = []
-        for setting, values in self.choices.items():
-            found = []
-            for subject in in_use.runnable(subjects):
-                try:
-                    found.append(measure_curve(subject, self.settings, setting, values, self.advanced))
-                except KLLensError as error:
-                    failures.append(Failure(f"{subject.name}, --{setting.replace('_', '-')}", str(error)))
-            if found:  # it matters most for the largest model
-                best = max(found, key=lambda curve: curve.points[0].peak_memory_bytes).best
-                self.settings = replace(self.settings, **{setting: best.value})
-            if self.run is not None:
-                for curve in found:
-                    self.run.store(CURVE_KIND, f"{curve.subject}|{setting}", curve.to_json())
-            curves += found
-        return curves
-
     def _has_place(self, subject: Timed, notes: list[str]) -> bool:
-        most = {name: values[-1] for name, values in self.choices.items()}
         try:
-            subject.target.check_device(replace(self.settings, **most).runtime)
+            subject.target.check_device(self.settings.runtime)
         except TargetError as error:
             notes.append(f"{subject.name} left out: {error}")
             return False
@@ -149,8 +123,6 @@ class Benchmark:
 
     def _steps(self, subjects: Sequence[Timed], layers: bool, formats: Sequence[str] | None) -> int:
         steps = sum(timing.steps(subjects, self.settings) for timing in self.timings)
-        points = sum(map(len, self.choices.values()))
-        steps += self.settings.repeats * points * len(in_use.runnable(subjects))
         if layers:
             steps += sum(
                 t.latency_steps(table, formats or table.formats) for t, table in self._tables(subjects)

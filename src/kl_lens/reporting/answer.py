@@ -193,13 +193,3 @@ def libraries(profiles: Sequence[Profile]) -> list[str]:
         for r in runtimes
     )
     return list(dict.fromkeys(lines))
-
-
-def faster_libraries(profiles: Sequence[Profile]) -> list[str]:
-    """Which library leaves instructions of this processor unused, and what to type."""
-    runtimes = [profile.runtime for profile in profiles if profile.runtime.get("unused_instructions")]
-    lines = (
-        f"This {r['runtime']} does not use {r['unused_instructions']}. Build a faster one with: kl-lens runtime build"
-        for r in runtimes
-    )
-    return list(dict.fromkeys(lines))

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -88,7 +88,6 @@ class Target(ABC):
         True  # whether `kl-lens run` makes files for it unasked, where its packages are installed
     )
     recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    builds: ClassVar[bool] = False  # whether a runtime can be built for this processor
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
     published: PublishedProgram | None = None  # the benchmark that publications quote
@@ -126,30 +125,12 @@ class Target(ABC):
         self.require()
 
     def health(self) -> Health:
-        """Whether it runs here, and as fast as it could."""
+        """Whether it runs here."""
         try:
             self.require()
         except UnsupportedError:
             return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
         return Health(f"{self.packages[-1]} {self.version}")
-
-    def install_runtime(
-        self,
-        folder: Path | None,
-        advanced: Callable[[int, str], None] = lambda percent, what: None,
-        *,
-        gpu: bool = False,
-        patched: bool = False,
-    ) -> Path:
-        """Installs a faster runtime: the libraries of a folder, or (None) built here.
-
-        `gpu`: with GPU support. `patched`: with this project's patches.
-        """
-        raise UnsupportedError(f"{self.title}: there is no faster build of its packages")
-
-    def remove_runtime(self) -> bool:
-        """Undoes that. Returns whether there was anything to remove."""
-        return False
 
     # -- what it can hold ----------------------------------------------------------------------------------
 

@@ -144,7 +144,6 @@ class GGUFSession:
             "found": library.origin,
             "version": library.version,
             "build_flags": library.system_info,
-            "unused_instructions": ", ".join(library.unused),
             "gpu_support": library.has_gpu,
             "device": "GPU" if self.gpu_layers else "CPU",
             "gpu_layers": self.gpu_layers,
