@@ -17,7 +17,7 @@ import pytest
 
 from kl_lens import planning
 from kl_lens.cli.main import main
-from kl_lens.reporting import write_comparison, write_report
+from kl_lens.reporting import write_report
 from kl_lens.runs import Run
 from kl_lens.targets import get_target
 from tests.reporting.sample import BESIDES, add_target, make_run
@@ -391,27 +391,6 @@ def test_it_prints_on_white_without_controls(browser: Any, report: Path) -> None
         "document.querySelector('.tall').scrollHeight <= document.querySelector('.tall').clientHeight"
     )
     page.context.close()
-
-
-def test_runs_side_by_side_open_as_quietly(browser: Any, report: Path, tmp_path: Path) -> None:
-    other = make_run(tmp_path / "other", model="other", blocks=30)
-    path = write_comparison([report.parent, other], tmp_path / "comparison.html")
-    found = opened(browser, path, PHONE)
-    rows = found.page.locator("#explorer tbody tr")
-    assert rows.count() == 2
-    before = rows.all_inner_texts()
-    found.page.locator("#budget").focus()
-    for _ in range(40):
-        found.page.keyboard.press("ArrowRight")
-    found.page.locator("#explorer[data-settled]").wait_for()
-    assert all(one != two for one, two in zip(before, rows.all_inner_texts(), strict=True))
-    found.page.get_by_label("Allowed loss").check()
-    assert "nats per token" in found.page.locator("#explorer output").inner_text()
-    assert found.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
-    assert found.requests == [path.as_uri()]
-    assert found.messages == []
-    assert _clipped(found.page) == []
-    found.page.context.close()
 
 
 @pytest.fixture(scope="session")

@@ -225,7 +225,7 @@ def data_of(page: str) -> dict[str, Any]:
 def test_the_page_holds_every_choice_that_planning_has_to_the_byte(
     sample_run: Path, sample_page: str
 ) -> None:
-    [of_run] = data_of(sample_page)["runs"]
+    of_run = data_of(sample_page)["run"]
     [space] = of_run["spaces"]
     with Run.open(sample_run) as run:
         problem = build_problem(run.table())
@@ -262,7 +262,7 @@ def test_without_a_slider_the_page_says_why(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:
-    [of_run] = data_of(sample_page)["runs"]
+    of_run = data_of(sample_page)["run"]
     [space] = of_run["spaces"]
     with Run.open(sample_run) as run:
         view = collect(run)
@@ -432,7 +432,7 @@ def test_400_components_in_8_recipes_stay_below_a_megabyte_and_a_half(large_run:
     with Run.open(large_run) as run:
         path = write_report(run)
     page = path.read_text(encoding="utf-8")
-    [of_run] = data_of(page)["runs"]
+    of_run = data_of(page)["run"]
     assert len(of_run["components"]) >= 400
     assert {len(rows) for rows in of_run["spaces"][0]["measured"]} == {8}
     assert 500_000 < path.stat().st_size < 1_500_000

@@ -43,7 +43,7 @@ VERBS = {
     "benchmark": "measure speed and memory of exported files",
     "autopsy": "say what is wrong with a GGUF or OpenVINO file, whoever made it",
     "generate": "generate text with an exported file",
-    "report": "write a run, or several side by side, as one HTML page",
+    "report": "write a run as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
     "import-legacy": "read published sensitivity files into a run",
     "doctor": "check what is installed, and say how to fix what is missing",

@@ -30,20 +30,18 @@ _LOWEST, _DECADES = 1e-12, 15
 METRICS = ("kl_student_to_teacher", "mse", "sqnr_db", "delta_cross_entropy", "same_top", "kl_p99")
 
 
-def explorer(views: Sequence[RunView], names: Sequence[str] = ()) -> Html | None:
-    """The data of one run, or of several to be compared, and the place that the script fills."""
-    runs = [_run(view, name) for view, name in zip(views, names or [v.model for v in views], strict=True)]
-    if not any(run["spaces"] for run in runs):
+def explorer(view: RunView) -> Html | None:
+    """The run's data, and the place that the script fills."""
+    if not view.spaces:
         return None
-    place = tag("div", id="explorer", data_compares=len(views) > 1, class_="explorer")
-    return join([place, json_block("explorer-data", {"metrics": METRICS, "runs": runs})])
+    place = tag("div", id="explorer", class_="explorer")
+    return join([place, json_block("explorer-data", {"metrics": METRICS, "run": _run(view)})])
 
 
-def _run(view: RunView, name: str) -> dict[str, Any]:
+def _run(view: RunView) -> dict[str, Any]:
     shown = [c for c in view.components if c.quantizable]
     rows = rows_of(shown)
     return {
-        "name": name,
         "each": "image" if view.identity.get("task") == "image" else "token",
         "components": [
             [c.name, rows[c.name], [b for b in places_of(c) if b is not None], list(c.shape), c.parameters]

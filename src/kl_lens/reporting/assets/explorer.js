@@ -3,7 +3,7 @@
 (() => {
   const block = document.getElementById("explorer-data");
   if (!block) return;
-  const { runs, metrics } = JSON.parse(block.textContent);
+  const { run, metrics } = JSON.parse(block.textContent);
   const place = document.getElementById("explorer");
   const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
   const STEPS = 1000;
@@ -106,16 +106,16 @@
   };
 
   // -- the strip: kinds down, blocks across ---------------------------------------------------------------------------
-  const strip = (run, open = null) => {
+  const strip = (run, open) => {
     const blocks = 1 + Math.max(-1, ...run.components.flatMap((c) => c[2]));
     const rows = [...new Set(run.components.filter((c) => c[2].length).map((c) => c[1]))];
     const cells = [];
     const cell = (c, block, style) => {
-      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open?.(c) });
+      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open(c) });
       cells.push({ c, block, made });
       return made;
     };
-    const grid = el("div", { class: "cells", role: "group", "aria-label": `The plan over the network, one button for each component: arrows move${open ? ", Enter opens" : ""}` });
+    const grid = el("div", { class: "cells", role: "group", "aria-label": "The plan over the network, one button for each component: arrows move, Enter opens" });
     grid.style.gridTemplateColumns = `max-content repeat(${Math.max(1, blocks)}, minmax(7px, 1fr))`;
     rows.forEach((row, r) => {
       grid.append(el("span", { style: `grid-area:${r + 1}/1` }, row));
@@ -416,48 +416,5 @@
     }
     begin();
   };
-
-  // -- several runs ---------------------------------------------------------------------------------------------------
-  const several = () => {
-    const rows = runs.flatMap((run) => run.spaces.map((space) => ({ run, space: prepare(run, space), map: strip(run) })));
-    let mode = "share", later;
-    const slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, id: "budget", "aria-labelledby": "budget-name" });
-    const said = el("output", { for: "budget" }), body = el("tbody"), strips = el("div", { class: "grid" });
-    const span = (of) => { const all = rows.map(({ space }) => of(space)); return { ends: [Math.min(...all.map((e) => e[0])), Math.max(...all.map((e) => e[1]))], log: true }; };
-    const modes = {
-      share: { ...span((s) => s.modes.size.ends.map((end) => end / s.fp16)), show: (v) => `${percent(v)} of FP16`, plan: (s, v, quick) => s.modes.size.plan(v * s.fp16, quick) },
-      loss: { ...span((s) => s.modes.loss.ends), show: (v) => `${number(v)} nats per ${runs[0].each}`, plan: (s, v, quick) => s.modes.loss.plan(v, quick) },
-    };
-    strips.append(...rows.map(({ run, space, map }) => el("figure", {}, el("figcaption", {}, el("b", {}, `${run.name}, ${space.title}`)), map.figure)));
-    const draw = (quick) => {
-      const value = valueAt(modes[mode], Number(slider.value));
-      said.textContent = `at most ${modes[mode].show(value)}`;
-      slider.setAttribute("aria-valuetext", said.textContent);
-      body.replaceChildren(...rows.map(({ run, space, map }) => {
-        const answer = modes[mode].plan(space, value, quick);
-        const name = el("th", { scope: "row" }, run.name);
-        if (!answer) return el("tr", {}, name, el("td", {}, space.title), el("td", { colspan: 4 }, "no plan is that small"));
-        const plan = space.made(answer);
-        map.paint(space, plan.codes);
-        const near = space.plans.filter((p) => p.kl !== null).sort((p, q) => Math.abs(p.bytes - plan.bytes) - Math.abs(q.bytes - plan.bytes))[0];
-        return el("tr", {}, name, el("td", {}, space.title), el("td", { class: "n" }, bytes(plan.bytes)), el("td", { class: "n" }, percent(plan.bytes / space.fp16)),
-          el("td", { class: "n" }, withError(plan.kl, plan.error)), el("td", {}, near ? `${near.label}, ${bytes(near.bytes)}: ${withError(near.kl, near.error)}` : "–"));
-      }));
-      clearTimeout(later);
-      if (quick) later = setTimeout(() => draw(false), 150);
-      else place.dataset.settled = slider.value;
-    };
-    const change = (value) => { mode = value; draw(true); };
-    slider.addEventListener("input", () => { delete place.dataset.settled; draw(true); });
-    place.replaceChildren(
-      el("h3", { id: "budget-name" }, "The same budget for all runs"),
-      el("div", { class: "knobs" }, choose("Budget", "mode", [{ value: "share", label: "Size, as a share of FP16" }, { value: "loss", label: "Allowed loss" }], mode, change), said),
-      slider,
-      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Every run at this budget" }, el("table", {}, el("caption", {}, "The best plan of each run at this budget"),
-        el("thead", {}, el("tr", {}, ["run", "target", "size", "of FP16", "predicted KL", "measured nearby"].map((words, i) => el("th", { scope: "col", class: i > 1 && i < 5 ? "n" : null }, words)))), body)),
-      strips);
-    slider.value = positionOf(modes.share, 0.4);
-    draw(false);
-  };
-  if (place.hasAttribute("data-compares")) several(); else single(runs[0]);
+  single(run);
 })();
