@@ -210,6 +210,7 @@ def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_pat
     folder, target = make_run(tmp_path / "run"), get_target("openvino")
     with Run.open(add_target(folder)) as run:
         table, path = run.table(), write_report(run)
+        speed = planning.speed_model(run, table, target)
     found = opened(browser, path, DESKTOP)
     page = found.page
     assert page.locator("#explorer").get_by_role("radio", name="OpenVINO").is_checked()
@@ -225,11 +226,12 @@ def test_a_target_has_its_own_files_speeds_and_exact_plans(browser: Any, tmp_pat
         expected = planning.plan_for_budget(table, **limits, target=target).totals
         assert ask(page, budget) == (expected.bytes, pytest.approx(expected.kl, rel=1e-9))
     page.get_by_label("Tokens per second").check()
-    slow, _ = ask(page, 30_000)
-    fast, _ = ask(page, 50_000)
-    assert fast < slow
+    for pace in (30_000, 50_000):
+        limits = {"min_speed": pace, "speed": speed, "fixed_bytes": BESIDES}
+        expected = planning.plan_for_budget(table, **limits, target=target).totals
+        assert ask(page, pace) == (expected.bytes, pytest.approx(expected.kl, rel=1e-9))
     assert "timed files" in page.locator(".tile", has_text="Speed").inner_text()
-    assert f"--target openvino --max-bytes {fast} " in page.locator(".copy code").inner_text()
+    assert "--target openvino --min-speed 50000 " in page.locator(".copy code").inner_text()
     page.locator("#explorer").get_by_role("radio", name="weights alone").check()
     page.locator("#explorer[data-settled]").wait_for()
     assert "--target" not in page.locator(".copy code").inner_text()

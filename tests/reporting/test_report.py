@@ -252,13 +252,32 @@ def test_a_targets_choices_are_in_bytes_of_its_file(tmp_path: Path) -> None:
 def test_without_a_slider_the_page_says_why(tmp_path: Path) -> None:
     with Run.open(add_target(make_run(tmp_path / "run"))) as run:
         run.store("fixed_bytes", "openvino", None)
-        run.store("latency", "openvino-cpu", {"backbone.embeddings": {"fp16": 1.0}})
         page = write_report(run).read_text()
         assert "No slider for OpenVINO: the run does not say what its OpenVINO file needs" in page
         planning.store_fixed_bytes(run, get_target("openvino"), BESIDES)
         page = write_report(run).read_text()
     assert "No slider" not in page
-    assert "No speeds in the slider for OpenVINO: the latency profile has no time for" in page
+
+
+def test_speeds_in_the_page_are_those_of_planning(tmp_path: Path) -> None:
+    with Run.open(add_target(make_run(tmp_path / "run"))) as run:
+        page = write_report(run).read_text()
+        [space] = [space for space in data_of(page)["run"]["spaces"] if space["target"] == "openvino"]
+        table, target = run.table(), get_target("openvino")
+        speed = planning.speed_model(run, table, target)
+    problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=BESIDES)
+    given = space["speed"]
+    assert given["constant"] == problem.fixed_seconds
+    assert speed.basis == given["basis"]
+    for (members, recipes, sizes, _), group in zip(space["groups"], problem.groups, strict=True):
+        found = [
+            0.0 if members[0] == given["lookup"] else given["rates"][r] * b
+            for r, b in zip(recipes, sizes, strict=True)
+        ]
+        assert found == [choice.seconds for choice in group.choices]
+    # The sample's seconds are proportional to its files' bytes.
+    assert speed.off < 1e-3
+    assert min(speed.rates.values()) == pytest.approx(max(speed.rates.values()), rel=1e-3)
 
 
 def test_the_page_holds_every_plan_and_every_measurement(sample_run: Path, sample_page: str) -> None:

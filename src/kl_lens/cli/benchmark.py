@@ -12,7 +12,7 @@ from kl_lens.pipeline.benchmarking import BenchmarkResult
 from kl_lens.records import Profile, Quartiles
 from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import subject_title
-from kl_lens.units import human_bytes, human_seconds
+from kl_lens.units import human_bytes
 
 
 def as_json(result: BenchmarkResult) -> dict[str, Any]:
@@ -21,8 +21,6 @@ def as_json(result: BenchmarkResult) -> dict[str, Any]:
         "profiles": [_profile_json(p) for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
-        "latency": {profile.name: profile.seconds for profile in report.latency},
-        "latency_protocol": {profile.name: profile.protocol for profile in report.latency},
         "csv": None if report.csv is None else str(report.csv),
     }
 
@@ -42,19 +40,8 @@ def show(result: BenchmarkResult) -> None:
         out.print(use_table(used))
     if timed:
         out.print(_app_table(timed))
-    for latency in report.latency:
-        out.print(_latency_table(latency))
     for line in [*_remarks(report, used, timed), *report.notes]:
         out.print(line, soft_wrap=True)
-    for latency in report.latency:
-        out.print(
-            f"{latency.name}: {latency.protocol['method']}; everything else: {latency.protocol['rest']}.",
-            soft_wrap=True,
-        )
-        where = result.folder or "DIR"
-        out.print(
-            f"Next: kl-lens plan --run {where} --max-latency TIME --profile {latency.name}", soft_wrap=True
-        )
 
 
 def _spread(spread: Quartiles, scale: float, digits: int) -> str:
@@ -107,18 +94,6 @@ def _app_table(profiles: list[Profile]) -> Table:
             f"{s['reached_seconds']:.1f}",
             f"{p.bound['share']:.2f}" if p.bound else "–",
         )
-    return table
-
-
-def _latency_table(latency: profiling.LatencyProfile) -> Table:
-    numbers = ("predicted per token", "measured", "predicted / measured")
-    table = new_table(f"Latency table {latency.name}", ("file",), numbers)
-    for check in latency.checks:
-        predicted, measured = check["predicted"], check["measured"]
-        told = ("not in the table", human_seconds(measured), "")
-        if predicted is not None:
-            told = (human_seconds(predicted), human_seconds(measured), f"{predicted / measured:.2f}")
-        table.add_row(check["subject"], *told)
     return table
 
 

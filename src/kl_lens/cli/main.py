@@ -61,7 +61,7 @@ USUAL = {
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
     "autopsy": "--against --run --text --windows --window-length --threads",
-    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --layers --quick",
+    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --quick",
 }
 
 

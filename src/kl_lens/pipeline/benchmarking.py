@@ -31,7 +31,7 @@ from kl_lens.pipeline.settings import (
 from kl_lens.runs import ALL_PLANS, Run
 from kl_lens.units import parse_names
 
-_use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
+_use = grouped("use")
 
 
 def _spell_list(values: Sequence[int]) -> str:
@@ -79,8 +79,6 @@ class BenchmarkSettings(WithLlamaCpp, OfRun):
     )
     new_tokens: int = _use(64, "tokens to generate", kind=TOKENS)
     repeats: int = _use(5, "timed rounds", kind=COUNT)
-    layers: bool = _layers(False, "time each component shape in each format")
-    formats: tuple[str, ...] = _layers((), "default: the formats the run measured", kind=NAMES)
 
     def check(self) -> None:
         super().check()
@@ -136,5 +134,5 @@ def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
         )
         if run is not None:
             run.note_command(["kl-lens", *command_of(settings)])
-        report = measuring.measure(places, layers=settings.layers, formats=settings.formats or None)
+        report = measuring.measure(places)
         return BenchmarkResult(report, None if run is None else run.folder)

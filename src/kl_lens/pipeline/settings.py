@@ -86,7 +86,6 @@ THREADS = number(MOST_THREADS, 1)
 LAYERS = Kind(_layers, _spell_layers, "N", int, 0, ALL_LAYERS)
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
-TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME", float, 0, 10**6)
 NAMES = Kind(units.parse_names, ",".join, "LIST")
 _PLAIN = {
     str: Kind(str),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         read_timed as read_timed,
         run_places as run_places,
     )
-    from kl_lens.targets.latency import LatencyProfile as LatencyProfile
     from kl_lens.units import tag_of as tag_of
 else:
     # `peak` measures its own process's memory, so it must not load the benchmark's libraries.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kl_lens.planning import SpeedModel
 from kl_lens.planning.cost import component_bytes, stored_recipe
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import ARTIFACT, Component, Estimate, Subject
@@ -74,13 +75,25 @@ def _space(view: RunView, space: Space, components: Sequence[Component]) -> dict
                 [recipes[c.recipe] for c in group.choices],
                 [c.bytes for c in group.choices],
                 [c.kl for c in group.choices],
-                *([[_short(c.seconds) for c in group.choices]] if space.latency else []),
             ]
             for group in problem.groups
         ],
-        "latency": space.latency and [space.latency, problem.fixed_seconds],
+        "speed": space.speed and _speed(space.speed, problem.fixed_seconds, recipes, number),
+        "no_speed": space.no_speed,
         "measured": _measured(space, components, recipes),
         "plans": [_plan(view, space, plan, components, recipes) for plan in plans],
+    }
+
+
+def _speed(
+    speed: SpeedModel, constant: float, recipes: Mapping[Recipe, int], number: Mapping[str, int]
+) -> dict[str, Any]:
+    """Seconds per token: the constant, and bytes times the rate of their recipe, but for the looked-up component."""
+    return {
+        "constant": constant,
+        "rates": [speed.rate(recipe.grid.name) for recipe in recipes],
+        "lookup": number.get(speed.lookup or ""),
+        "basis": speed.basis,
     }
 
 

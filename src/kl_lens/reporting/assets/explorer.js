@@ -46,14 +46,13 @@
 
   // -- a target's choices and plans -----------------------------------------------------------------------------------
   const prepare = (run, space) => {
-    const [members, recipes, sizes, kls, seconds] = [0, 1, 2, 3, 4].map((k) => space.groups.map((group) => group[k]));
+    const [members, recipes, sizes, kls] = [0, 1, 2, 3].map((k) => space.groups.map((group) => group[k]));
     const owner = new Map(members.flatMap((list, g) => list.map((c) => [c, g])));
     const rows = space.measured.map((list) => new Map(list.map((row) => [row[0], row])));
     const fp16 = space.recipes.indexOf("fp16");
-    const s = { ...space, run, members, choices: recipes, sizes, kls, owner, rows, none: fp16 };
+    const s = { ...space, speed: null, basis: space.speed?.basis, run, members, choices: recipes, sizes, kls, owner, rows, none: fp16 };
     s.bySize = knapsack(kls, sizes);
     s.byLoss = knapsack(sizes, kls);
-    if (space.latency) { s.byTime = knapsack(kls, seconds); s.seconds = seconds; }
     s.error = (codes) => codes.reduce((total, r, c) => total + (rows[c].get(r)?.[3] ?? 0), 0);
     s.made = ({ picks, exact }) => {
       const codes = run.components.map((_, c) => (owner.has(c) ? recipes[owner.get(c)][picks[owner.get(c)]] : fp16));
@@ -70,31 +69,15 @@
       loss: { label: "allowed loss", unit: `nats per ${run.each}`, ends: [space.factor * floor, space.factor * most], log: true, show: number,
         plan: (limit, quick) => s.byLoss.at(limit / space.factor, quick) },
     };
-    const line = fitted(s.plans.filter((plan) => plan.speed));
-    if (space.latency) {
-      const [slow, fast] = [s.byTime.add(seconds, s.byTime.greatest), s.byTime.add(seconds, s.byTime.least)].map((t) => 1 / (t + space.latency[1]));
-      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [slow, fast], show: number,
-        plan: (limit, quick) => s.byTime.at(1 / limit - space.latency[1], quick) };
-      s.speed = (plan) => 1 / (space.latency[1] + s.byTime.add(seconds, plan.picks));
-      s.speedNote = `by the latency table ${space.latency[0]}`;
-    } else if (line) {
-      const rate = (size) => 1 / (line.a + line.b * size);
-      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [rate(space.fixed + high), rate(space.fixed + low)], show: number,
-        plan: (limit, quick) => s.bySize.at(Math.round((1 / limit - line.a) / line.b) - space.fixed, quick) };
-      s.speed = (plan) => rate(plan.bytes);
-      s.speedNote = `a line through ${line.n} timed files, at most ${percent(line.off)} off`;
+    if (space.speed) {
+      const { constant, rates, lookup } = space.speed;
+      const seconds = sizes.map((list, g) => list.map((size, j) => (members[g][0] === lookup ? 0 : rates[recipes[g][j]] * size)));
+      const byTime = knapsack(kls, seconds);
+      s.speed = ({ picks }) => 1 / (constant + byTime.add(seconds, picks));
+      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [byTime.greatest, byTime.least].map((picks) => s.speed({ picks })), show: number,
+        plan: (limit, quick) => byTime.at(1 / limit - constant, quick) };
     }
     return s;
-  };
-  // Seconds per token as a line over bytes; nothing where the files that were timed do not get faster with fewer bytes.
-  const fitted = (timed) => {
-    if (new Set(timed.map((plan) => plan.bytes)).size < 3) return null;
-    const x = timed.map((plan) => plan.bytes), y = timed.map((plan) => 1 / plan.speed);
-    const mean = (list) => list.reduce((p, q) => p + q, 0) / list.length;
-    const [mx, my] = [mean(x), mean(y)];
-    const b = mean(x.map((v, i) => (v - mx) * (y[i] - my))) / mean(x.map((v) => (v - mx) ** 2));
-    const a = my - b * mx, off = Math.max(...x.map((v, i) => Math.abs((a + b * v) / y[i] - 1)));
-    return b > 0 && a + b * Math.min(...x) > 0 && off < 0.2 ? { a, b, off, n: timed.length } : null;
   };
   const valueAt = ({ ends: [low, high], log }, position) => {
     const share = position / STEPS;
@@ -304,8 +287,8 @@
       ];
       if (known) made.push(tile(same ? "Measured: this plan" : "Measured nearby", withError(known.kl, known.error), `${same ? "" : `${known.label}, ${bytes(known.bytes)}; `}${known.where}`));
       const timed = nearest(space.plans.filter((other) => other.speed))[0];
-      if (space.speed) made.push(tile("Speed", `about ${number(space.speed(plan))} tokens/s`, space.speedNote));
-      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; here smaller files are not reliably faster, so speed cannot be the budget`));
+      if (space.speed) made.push(tile("Speed", `about ${number(space.speed(plan))} tokens/s`, `predicted ${space.basis}`));
+      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; ${space.no_speed}`));
       tiles.replaceChildren(...made);
     };
     const showRivals = () => {
@@ -324,7 +307,9 @@
     const showCommand = () => {
       // As long as `uniform_fp16`, whose file the sizes are reckoned from: a GGUF holds its plan's name.
       const name = `at${String(plan.bytes).padStart(10, "0")}`;
-      const how = mode === "speed" && space.latency ? `--max-latency ${+(1e3 / limit).toPrecision(6)}ms --profile ${space.latency[0]}` : `--max-bytes ${plan.bytes}`;
+      // Rounded down to six digits: the fastest plan must stay within it.
+      const step = 10 ** (Math.floor(Math.log10(limit)) - 5);
+      const how = mode === "speed" ? `--min-speed ${+(Math.floor(limit / step) * step).toPrecision(6)}` : `--max-bytes ${plan.bytes}`;
       command.textContent = `${space.command} ${how} --name ${name}` + (space.target ? `\n${space.export} --plan ${name}` : "");
     };
     const showMarker = () => {
@@ -366,7 +351,7 @@
     };
     const shownPlan = (other) => ({ ...other, measured: other.kl, sum: NaN });
     const knobs = () => {
-      const off = { speed: space.modes.speed ? null : "smaller files were not reliably faster here; kl-lens benchmark --layers measures a latency table" };
+      const off = { speed: space.modes.speed ? null : space.no_speed || "weights alone have no speed" };
       target.replaceChildren(spaces.length > 1 ? choose("For", "target", spaces.map((s) => ({ value: s.target ?? "", label: s.title })), space.target ?? "", (value) => { space = spaces.find((s) => (s.target ?? "") === value); begin(); }) : el("p", { class: "quiet" }, `For ${space.title}`));
       kinds.replaceChildren(choose("Budget", "mode", [["size", "Size"], ["loss", "Allowed loss"], ["speed", "Tokens per second"]].map(([value, label]) => ({ value, label, off: off[value] })), mode, (value) => {
         const from = plan;

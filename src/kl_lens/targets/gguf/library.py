@@ -172,10 +172,7 @@ class LlamaLibrary:
                 ctypes.memmove(ctypes.addressof(parameters) + _CALLBACK, ctypes.addressof(callback), 8)
         return parameters
 
-    def context_parameters(
-        self, context: int, batch: int, exact_attention: bool, watcher: Any = None
-    ) -> Parameters:
-        """`watcher`: a callback for every operation."""
+    def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
         parameters: Parameters = self.functions.llama_context_default_params()
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
             self.require_default(parameters, name, offset, defaults)
@@ -184,14 +181,6 @@ class LlamaLibrary:
         if exact_attention:
             for offset in self.attention_offsets(parameters):
                 parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
-        if watcher is not None:
-            # The callback and its data come before the cache types.
-            place = self.attention_offsets(parameters)[1] - 16
-            if any(parameters.data[place : place + 16]):
-                raise TargetError(
-                    f"{self.path}: unknown layout of llama_context_params; its operations cannot be timed"
-                )
-            ctypes.memmove(ctypes.addressof(parameters) + place, ctypes.addressof(watcher), 8)
         return parameters
 
     def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
@@ -205,7 +194,7 @@ class LlamaLibrary:
         halves = [i for i in range(16, 32) if integers[i : i + 2] == [1, 1]]
         if len(automatic) != 1 or len(halves) != 1:
             raise TargetError(
-                f"{self.path}: unknown layout of llama_context_params; exact attention and timed operations need it"
+                f"{self.path}: unknown layout of llama_context_params; exact attention needs it"
             )
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 

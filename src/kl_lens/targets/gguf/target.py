@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.gguf.header import parts_of
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -237,33 +236,6 @@ class GGUFTarget(Target):
         if library.origin == WHEEL:
             facts.append(f"a llama.cpp built for this processor is faster: {BUILDING}")
         return Health(library.version, tuple(facts))
-
-    # -- timing --------------------------------------------------------------------------------------------
-
-    def latency(self, request: LatencyRequest) -> LatencyProfile:
-        from kl_lens.targets.gguf.header import check_file
-        from kl_lens.targets.gguf.latency import require_artifacts, traced_latency
-
-        require_artifacts(request, self.name)
-        # The largest file has the fewest tensors in a format smaller than a copy's fallback.
-        whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
-        file = self.weight_file(whole.place)
-        formats = self.storable(request.table, request.recipes)
-        name = f"{self.name}-{self.device_label(request.settings)}"
-        return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
-
-    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
-        """Includes the build flags, in which builds of one version differ."""
-        from kl_lens.targets.gguf.library import find_library
-
-        try:
-            library = find_library()
-        except TargetError:
-            return super().conditions(settings) | {"runtime": "no llama.cpp"}
-        return super().conditions(settings) | {"runtime": f"{library.version}, {library.system_info}"}
-
-    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        return 2 * len(self.storable(table, recipes))
 
     def fewest_threads(self, place: Path) -> int:
         return 1
