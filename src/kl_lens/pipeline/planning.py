@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kl_lens import planning
 from kl_lens.calibration import StoredStatistics
+from kl_lens.errors import PlanError
+from kl_lens.formats import get_format
 from kl_lens.handover import Handover, write_recipe
 from kl_lens.paper import PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
@@ -107,11 +109,14 @@ def _handed_over(
 
 def _require_storable(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner) -> None:
     """Otherwise the only plan would be FP16."""
-    chosen = settings.formats or table.formats
-    if planner.target and set(planner.target.storable(table, chosen)) == {FP16} != set(chosen):
+    target, chosen = planner.target, settings.formats or table.formats
+    if target is None or set(chosen) == {FP16}:
+        return
+    grids = [get_format(name.partition("+")[0]) for name in chosen if name != FP16]
+    if not any(target.holds(grid, c.shape) is None for grid in grids for c in table.candidates):
         raise PlanError(
-            f"{planner.target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
-            f"measure with --target {planner.target.name} instead of --formats"
+            f"{target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
+            f"measure with --target {target.name} instead of --formats"
         )
 
 
