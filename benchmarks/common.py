@@ -1,19 +1,11 @@
-"""What the benchmarks share: shapes, side-by-side timing, the machine's matmul rate."""
+"""What the benchmarks share: shapes, the machine's matmul rate."""
 
 from __future__ import annotations
 
 import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-# This folder holds gguf.py and openvino.py: installed packages of those names must win.
-_HERE = Path(__file__).resolve().parent
-sys.path = [place for place in sys.path if Path(place or ".").resolve() != _HERE] + [str(_HERE)]
-
-from kl_lens.environment import set_defaults  # noqa: E402
+from kl_lens.environment import set_defaults
 
 set_defaults()
 
@@ -31,6 +23,8 @@ SHAPES = {  # hidden size, layers, heads of Mamba-2
     "mamba-130m": (768, 24, None),
     "mamba-2.8b": (2560, 64, None),
     "mamba2-130m": (768, 24, 24),
+    "mamba2-370m": (1024, 48, 32),
+    "mamba2-1.3b": (2048, 48, 64),
     "mamba2-2.7b": (2560, 64, 80),
 }
 
@@ -73,18 +67,6 @@ def _experts() -> torch.nn.Module:
         layer_types=["attention" if block in (5, 15, 25, 35) else "mamba" for block in range(40)],
     )  # fmt: skip
     return transformers.GraniteMoeHybridForCausalLM(config)
-
-
-def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken A B A B so that a noisy machine hurts all alike; one warm-up each."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            if repeat:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def matmul_rate(rows: int = 4096, inner: int = 768, columns: int = 3072) -> float:

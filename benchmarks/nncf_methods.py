@@ -90,14 +90,3 @@ def _untransposed(graph: Any) -> None:
         for reader in node.output(0).get_target_inputs():
             reader.replace_source_output(product.output(0))
     graph.validate_nodes_and_infer_types()
-
-
-def one_product(weight: Any, folder: Path) -> Path:
-    """A graph of one product with this weight, float32 (rows, columns), as a file."""
-    import openvino as ov
-    import openvino.opset13 as ops
-
-    parameter = ops.parameter([1, -1, weight.shape[1]], np.float32, name="inputs")
-    product = ops.matmul(parameter, ops.constant(weight, name="weight"), False, True, name="product")
-    ov.save_model(ov.Model([product], [parameter]), folder / "product.xml", compress_to_fp16=False)
-    return folder / "product.xml"

@@ -6,9 +6,7 @@ Every plan is no larger than the paper's point. Plans are made from one sweep on
 WikiText-2 test: KL from the original, perplexity.
 
 (a) the paper's point; (b) exact: the least predicted KL within those bytes; (c) the plan that one gets by going down a
-list sorted by SQNR, by MSE, or at random; (d) NNCF's own choice: `compress_weights` with `ratio`, by its data-free
-criterion (weight quantization error) and by one that uses activations (mean activation variance), at the least INT4
-ratio that fits. NNCF mixes INT4 and INT8 only, so it has no plan larger than uniform INT8.
+list sorted by SQNR, by MSE, or at random.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from kl_lens.pipeline import Study
 from kl_lens.records import SensitivityTable
 from kl_lens.sensitivity.joint import PlanMeter
 from kl_lens.text import evaluation_windows
-from nncf_choice import nncf_plans
 from result_files import Row, add_option, write
 from stress import STRESSED, plant
 
@@ -64,8 +61,6 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
     )
     # The paper's points may give siblings (q, k, v; gate, up) different formats; so may ours here, to be comparable.
     points = [p for p in paper.paper_points(table) if "point" in p.name]
-    sizes = [int(p.bytes or 0) for p in points]
-    nncf = {"data-free": {}, "activations": {}} if arguments.without_nncf else nncf_plans(model, table, sizes)
     original = judge.measure({}).original_perplexity
     rows = []
     for point in points:
@@ -77,8 +72,6 @@ def compare(model: LoadedModel, label: str, arguments: argparse.Namespace) -> li
             "sqnr order": by_order(table, entries_by(table, "sqnr_db", True), limit),
             "mse order": by_order(table, entries_by(table, "mse", False), limit),
             "random order": by_order(table, random_entries(table, 0), limit),
-            "nncf data-free": nncf["data-free"].get(limit),
-            "nncf activations": nncf["activations"].get(limit),
         }
         for method, assignment in plans.items():
             if assignment is None:
@@ -106,22 +99,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(STRESSED))
-    parser.add_argument("--stressed", action="store_true", help="also the stressed variants")
+    parser.add_argument("--stressed", action="store_true", help="the stressed variants")
     parser.add_argument("--windows", type=int, default=8, help="of 512 calibration tokens")
     parser.add_argument("--test-windows", type=int, default=16)
-    parser.add_argument("--only-stressed", action="store_true", help="the stressed variants alone")
-    parser.add_argument("--without-nncf", action="store_true")
     add_option(parser)
     arguments = parser.parse_args()
     print(machine())
-    variants = (True,) if arguments.only_stressed else (False, True) if arguments.stressed else (False,)
-    for stressed in variants:
-        for name in arguments.models.split(","):
-            model = load(name)
-            if stressed:
-                plant(model, name)
-            rows = compare(model, f"stressed:{name}" if stressed else name, arguments)
-            write(arguments.write, rows, ("model", "point", "method"))
+    for name in arguments.models.split(","):
+        model = load(name)
+        if arguments.stressed:
+            plant(model, name)
+        rows = compare(model, f"stressed:{name}" if arguments.stressed else name, arguments)
+        write(arguments.write, rows, ("model", "point", "method"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The published way of measuring one layer, timed, in a process without any of our settings.
 
-    python -P benchmarks/published.py FOLDER WEIGHT [--windows 8] [--repeats 2]
+    python benchmarks/published.py FOLDER WEIGHT WINDOWS
 
 For each layer the published code loads the checkpoint twice, quantizes one layer of the second copy, runs all windows
 as one batch through both with transformers' own forward, keeps both sets of logits whole, and takes from them the SQNR,
@@ -11,7 +11,7 @@ Prints the seconds of the fastest repetition.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 
 import torch
@@ -48,24 +48,16 @@ def measure(folder: str, weight: str, ids: torch.Tensor) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder")
-    parser.add_argument("weight")
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=2)
-    arguments = parser.parse_args()
-    vocabulary = load(arguments.folder).get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (arguments.windows, 512), generator=torch.Generator().manual_seed(0))
+def main(folder: str, weight: str, windows: str) -> None:
+    vocabulary = load(folder).get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (int(windows), 512), generator=torch.Generator().manual_seed(0))
     seconds = []
-    for _ in range(arguments.repeats):
+    for _ in range(3):
         begin = time.perf_counter()
-        measure(arguments.folder, arguments.weight, ids)
+        measure(folder, weight, ids)
         seconds.append(time.perf_counter() - begin)
     print(min(seconds))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
 
-from kl_lens.environment import processor_name
 from kl_lens.writing import whole
 
 Row = dict[str, str]
@@ -30,6 +30,14 @@ def provenance() -> Row:
     changed = "-dirty" if git("diff", "--name-only", "HEAD", "--", "src", "benchmarks") else ""
     commit = git("rev-parse", "--short", "HEAD") + changed
     return {"machine": processor_name(), "date": date.today().isoformat(), "commit": commit}
+
+
+def processor_name() -> str:
+    """The processor's name; on ARM its implementer and part numbers."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    numbers = (said[key] for key in ("CPU implementer", "CPU part") if key in said)
+    return said.get("model name") or " ".join((platform.machine(), *numbers))
 
 
 def read(path: Path | None) -> list[Row]:

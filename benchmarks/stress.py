@@ -46,12 +46,10 @@ STRESSED = {
 
 @dataclass(frozen=True)
 class Planted:
-    """One rescaled group of channels: which columns of which components, by how much, and what made up for it."""
+    """Which columns of which components became larger."""
 
     components: tuple[str, ...]
-    counterpart: str
     channels: tuple[int, ...]
-    factor: float
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class _Pair:
     """Columns of `readers` (names) that all read one channel, and the function that scales that channel."""
 
     readers: tuple[str, ...]
-    counterpart: str
     channels: int
     scale_source: Callable[[int, float], None]
     columns_of: Callable[[int], list[int]]
@@ -79,25 +76,10 @@ def stress(
     factor: float = 32.0,
     seed: int = 0,
 ) -> list[Planted]:
-    """Plants outlier columns, in place, in every stressable component whose name matches.
+    """Makes so many columns `factor` times larger in every stressable component whose name matches; says where.
 
-    Args:
-        model: changed in place; its outputs are not.
-        components: regular expression searched in component names. Components that read the same norm
-            (q, k and v; the state-space and the attention branch of a parallel block) are stressed together.
-        channels: how many columns per component.
-        factor: how much larger those columns become; a power of two keeps every weight's digits.
-        seed: chooses the columns.
-
-    Returns:
-        what was planted where.
-
-    Raises:
-        CheckpointError: nothing matches, or the outputs moved after all (then everything is undone).
-
-    Example:
-        >>> model = load("reference:mamba2")
-        >>> stress(model, r"layers\\.0\\..*in_proj", factor=64)
+    Components that read the same norm (q, k and v; both branches of a parallel block) are stressed together. Raises
+    CheckpointError if nothing matches, or if the outputs moved after all; then everything is undone.
     """
     if math.log2(factor) % 1:
         raise CheckpointError(f"factor {factor} is no power of two; the outputs would not stay the same")
@@ -138,7 +120,7 @@ def _plant(
         for name in pair.readers:
             weight: torch.Tensor = model.model.get_parameter(f"{name}.weight")
             weight[:, pair.columns_of(channel)] *= factor
-    return Planted(pair.readers, pair.counterpart, tuple(sorted(picked)), factor)
+    return Planted(pair.readers, tuple(sorted(picked)))
 
 
 def _pairs(model: LoadedModel) -> Iterator[_Pair]:
@@ -152,11 +134,6 @@ def _pairs(model: LoadedModel) -> Iterator[_Pair]:
             yield from _time_step_pair(name, module)
             yield from _value_output_pair(name, module, model.config)
             yield from _gated_mlp_pair(name, module)
-    if model.anatomy.head != model.anatomy.embedding:
-        for name, module in model.model.named_modules():
-            if name.startswith(chain.blocks_name) or not _is_norm(module) or "." not in name:
-                continue
-            yield _from_norm(name, module, [model.anatomy.head])
 
 
 # Which projections read which norm inside one block. Names are relative to the block.
@@ -180,14 +157,14 @@ def _norm_pairs(name: str, module: nn.Module) -> Iterator[_Pair]:
             continue
         present = [f"{name}.{reader}" for reader in readers if _linear(module, reader) is not None]
         if present:
-            yield _from_norm(f"{name}.{norm_name}", norm, present)
+            yield _from_norm(norm, present)
 
 
 def _gated_norm_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
     """Mamba-2: the norm after the gate feeds out_proj alone."""
     norm = getattr(module, "norm", None)
     if hasattr(module, "A_log") and norm is not None and _is_norm(norm) and _linear(module, "out_proj"):
-        yield _from_norm(f"{name}.norm", norm, [f"{name}.out_proj"])
+        yield _from_norm(norm, [f"{name}.out_proj"])
 
 
 def _time_step_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
@@ -199,7 +176,7 @@ def _time_step_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
     def scale(channel: int, by: float) -> None:
         x_proj.weight[channel] *= by
 
-    yield _Pair((f"{name}.dt_proj",), f"{name}.x_proj", dt_proj.in_features, scale, lambda c: [c])
+    yield _Pair((f"{name}.dt_proj",), dt_proj.in_features, scale, lambda c: [c])
 
 
 def _value_output_pair(name: str, module: nn.Module, config: object) -> Iterator[_Pair]:
@@ -220,7 +197,7 @@ def _value_output_pair(name: str, module: nn.Module, config: object) -> Iterator
         group, offset = divmod(channel, width)
         return [(group * per_group + k) * width + offset for k in range(per_group)]
 
-    yield _Pair((f"{name}.o_proj",), f"{name}.v_proj", v_proj.out_features, scale, columns)
+    yield _Pair((f"{name}.o_proj",), v_proj.out_features, scale, columns)
 
 
 def _gated_mlp_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
@@ -234,16 +211,16 @@ def _gated_mlp_pair(name: str, module: nn.Module) -> Iterator[_Pair]:
         if up.bias is not None:
             up.bias[channel] *= by
 
-    yield _Pair((f"{name}.down_proj",), f"{name}.up_proj", down.in_features, scale, lambda c: [c])
+    yield _Pair((f"{name}.down_proj",), down.in_features, scale, lambda c: [c])
 
 
-def _from_norm(name: str, norm: nn.Module, readers: list[str]) -> _Pair:
+def _from_norm(norm: nn.Module, readers: list[str]) -> _Pair:
     weight: torch.Tensor = norm.weight  # type: ignore[assignment]
 
     def scale(channel: int, by: float) -> None:
         weight[channel] *= by
 
-    return _Pair(tuple(readers), name, weight.numel(), scale, lambda c: [c])
+    return _Pair(tuple(readers), weight.numel(), scale, lambda c: [c])
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The sweep, three ways in one run: as published, our plain engine, our fast engine; with the floor of the arithmetic.
 
-    python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096] [--memory WINDOWS]
+    python benchmarks/sweep.py [--models reference:mamba,…,mamba-130m,mamba2-130m] [--tokens 4096]
                                [--write docs/results/speed.csv]
 
 The fast engine measures every component of a reference checkpoint, and thirteen of a published shape, spread evenly
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -53,17 +52,7 @@ def seconds_as_published(name: str, model: LoadedModel, weight: str, windows: in
         else:
             folder = temporary
             model.model.save_pretrained(folder)
-        command = [
-            sys.executable,
-            "-P",
-            str(script),
-            folder,
-            weight,
-            "--windows",
-            str(windows),
-            "--repeats",
-            "3",
-        ]
+        command = [sys.executable, str(script), folder, weight, str(windows)]
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(done.stdout)
 
@@ -122,23 +111,6 @@ def run(name: str, arguments: argparse.Namespace) -> None:
     write_speed(arguments.write, {"benchmark": "sweep", "model": name, "threads": threads}, numbers)
 
 
-def memory(windows: int) -> None:
-    """Peak memory of a sweep on the mamba-130m shape at 512 tokens a window, in this process alone."""
-    model = shape("mamba-130m")
-    ids = torch.randint(0, 50000, (windows, 512), generator=torch.Generator().manual_seed(0))
-    engine = FastEngine(model)
-    every, _ = find_candidates(model.anatomy, [Recipe("int4")])
-    last = spread(every, 4)[-1]
-    for slab in engine.slabs(ids):
-        engine.prepare(ids[slab.start : slab.stop])
-        engine.measure([last.perturbation])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(
-        f"mamba-130m, {windows} × 512 tokens, {len(engine.slabs(ids))} slabs: peak memory {peak / 1e9:.2f} GB",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -150,14 +122,8 @@ def main() -> None:
     )
     parser.add_argument("--without-published", action="store_true")
     parser.add_argument("--without-plain", action="store_true")
-    parser.add_argument(
-        "--memory", type=int, metavar="WINDOWS", help="only the peak memory at this number of windows"
-    )
     add_option(parser)
     arguments = parser.parse_args()
-    if arguments.memory:
-        memory(arguments.memory)
-        return
     print(machine(), flush=True)
     for name in arguments.models.split(","):
         # Each model in a process of its own: what one leaves in memory must not slow the next.

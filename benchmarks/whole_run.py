@@ -27,8 +27,6 @@ _STAGE = re.compile(
 
 def job(words: list[str], card: str | None) -> int:
     """`kl-lens`, then a line with the memory that it took."""
-    here = Path(__file__).resolve().parent  # has a gguf.py, which is not the package
-    sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
     import torch
 
     from kl_lens.cli.main import main

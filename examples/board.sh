@@ -6,7 +6,7 @@
 # Without BOARD, this machine is the board. To time files, the board needs pip install 'kl-lens[gguf]' (1.7 GB). To
 # use them, 270 MB without PyTorch are enough, and `generate` prints its speed too:
 #   pip install --no-deps kl-lens && pip install numpy gguf xllamacpp psutil rich PyYAML
-# xllamacpp's ARM wheel is slow; `kl-lens runtime build` on the board makes a faster llama.cpp.
+# xllamacpp's ARM wheel is slow; set LLAMA_CPP_LIB on the board to a llama.cpp built there (docs/targets.md).
 set -euo pipefail
 model=${1:?usage: board.sh MODEL SIZE [flags of kl-lens run]} size=${2:?a size such as 90MB}
 shift 2

@@ -237,9 +237,9 @@ def decode() -> Cells:
     return speed(
         "tokens/s, one core", "gguf",
         {
-            f"{kind}, {name}": (f"{kind}, {library}", "decode tokens/s")
+            f"{kind}, {library}": (f"{kind}, {library}", "decode tokens/s")
             for kind in ("Q8_0", "Q4_K")
-            for name, library in (("wheel", "wheel"), ("native", "native patched"))
+            for library in ("wheel", "native")
         },
         threads="1", machine=X86,
     )  # fmt: skip

@@ -36,7 +36,7 @@ Results go to standard output; progress, warnings and errors go to standard erro
 an error, 2 for a command that cannot be understood, a budget that cannot be met, or a `--max-drop` of `evaluate` that
 was exceeded, 70 for a fault of KL Lens, and 130 after Ctrl-C. Type the same command again to resume it.
 
-Write sizes as `90MB`, `0.5GiB` or a number of bytes, times as `12ms`, shares as `45%` or `0.45`. A `TEXT` is
+Write sizes as `90MB`, `0.5GiB` or a number of bytes, shares as `45%` or `0.45`. A `TEXT` is
 `NAME:SPLIT` (`wikitext2:test`) or the path of a file or folder. A `MODEL` is a folder, a hub id or an embedded model.
 """
 

@@ -102,7 +102,7 @@ def test_a_plan_that_was_changed_in_python_is_what_is_exported(study: kl.Study) 
         (lambda s: s.measure(windows=-1), "--windows -1: expected"),
         (lambda s: s.plan(max_bytes="4 stones"), "is not a size; give for example 90MB"),
         (lambda s: s.plan(budgets=3), "plan has no setting 'budgets'; it has"),
-        (lambda s: s.plan(minimise="speed"), "--minimise speed: expected one of bytes, kl, latency"),
+        (lambda s: s.plan(minimise="speed"), "--minimise speed: expected one of bytes, kl, seconds"),
         (lambda s: s.plan(), "say what to plan"),
         (lambda s: s.export("nothing-of-the-kind"), "nothing-of-the-kind"),
         (lambda s: kl.Study(target="onnx"), "no target is called 'onnx'"),

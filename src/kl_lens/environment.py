@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from kl_lens.errors import KLLensError
 
@@ -74,17 +72,6 @@ def for_child() -> dict[str, str]:
 def processors() -> int:
     """Number of processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor_name() -> str:
-    """The processor's name; on ARM its implementer and part numbers."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    numbers = (said[key] for key in ("CPU implementer", "CPU part") if key in said)
-    return said.get("model name") or " ".join((platform.machine(), *numbers))
 
 
 def peak_memory() -> int:

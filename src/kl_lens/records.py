@@ -173,7 +173,9 @@ class Plan(Record):
     notes: dict[str, Any] = field(default_factory=dict)
     family: str = "other"  # of PLAN_FAMILIES
     measured: Measured | None = None
-    limits: dict[str, float] = field(default_factory=dict)  # by the user: bytes, kl, latency, drop, loss
+    limits: dict[str, float] = field(
+        default_factory=dict
+    )  # by the user: bytes, kl, seconds (per token), drop, loss
     fixed_bytes: int = 0  # bytes of the file besides the weights
     statistics: str | None = None  # digest of the statistics behind recipes that learn
     target: str | None = None  # the target it was made for
@@ -384,3 +386,8 @@ class Profile(Record):
     # Shares of all processors during timing: stolen (by the host), used by others, asked (threads over processors);
     # unknown ones are missing.
     load: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """A run keeps the provenance with it."""
+        return super().from_json({key: value for key, value in data.items() if key != "provenance"})

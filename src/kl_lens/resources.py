@@ -1,7 +1,6 @@
-"""Finds the files that ship with the project: reference checkpoints, reference text, patches.
+"""Finds the files that ship with the project: reference checkpoints and texts.
 
-In a checkout they are in `reference/` and `patches/`; in an installed wheel in `kl_lens/_reference/` and
-`kl_lens/_patches/`.
+In a checkout they are in `reference/`, in an installed wheel in `kl_lens/_reference/`.
 """
 
 from __future__ import annotations
@@ -18,30 +17,25 @@ def reference_path(*parts: str) -> Path:
     return find_resource(_PACKAGE, *parts)
 
 
-def patches_path(*parts: str) -> Path:
-    """The path of a patch, such as `patches_path("llama.cpp")`."""
-    return find_resource(_PACKAGE, *parts, kind="patches")
-
-
-def find_resource(package: Path, *parts: str, kind: str = "reference") -> Path:
-    wanted = "/".join(parts) or f"{kind} files"
-    roots = [root for root in _candidate_roots(package, kind) if root.is_dir()]
+def find_resource(package: Path, *parts: str) -> Path:
+    wanted = "/".join(parts) or "reference files"
+    roots = [root for root in _candidate_roots(package) if root.is_dir()]
     if not roots:
         raise KLLensError(
-            f"{wanted}: the {kind} files are missing from this installation ({package}): "
+            f"{wanted}: the reference files are missing from this installation ({package}): "
             "reinstall kl-lens, or run from a full checkout"
         )
     for root in roots:
         path = root.joinpath(*parts)
         if path.exists():
             return path
-    raise KLLensError(f"{wanted}: not among the {kind} files in {roots[0]}: reinstall kl-lens")
+    raise KLLensError(f"{wanted}: not among the reference files in {roots[0]}: reinstall kl-lens")
 
 
-def _candidate_roots(package: Path, kind: str) -> list[Path]:
-    roots = [package / f"_{kind}"]
+def _candidate_roots(package: Path) -> list[Path]:
+    roots = [package / "_reference"]
     checkout = package.parent.parent
-    # Without this test any folder of that name two levels above site-packages would be accepted.
+    # Without this test any folder `reference` two levels above site-packages would be accepted.
     if (checkout / "pyproject.toml").is_file() and package.parent.name == "src":
-        roots.append(checkout / kind)
+        roots.append(checkout / "reference")
     return roots

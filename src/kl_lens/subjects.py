@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from kl_lens.digests import bytes_digest
-from kl_lens.errors import KLLensError
+from kl_lens.errors import KLLensError, RunError
 from kl_lens.recipes import FP16, parsed
-from kl_lens.records import ORIGINAL, Artifact, Subject, checked_plan_name
+from kl_lens.records import ORIGINAL, Artifact, Profile, Subject, checked_plan_name
 from kl_lens.runs import Result, Run
 from kl_lens.writing import DERIVED, RECORD_FILE, settle, write_text
 
@@ -100,6 +100,23 @@ def current_results(run: Run, kind: str) -> list[Result]:
     return results
 
 
+def current_profiles(run: Run) -> tuple[Profile, ...]:
+    """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
+    best: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
+    for _, name, value in current_results(run, "profile"):
+        try:
+            profile = Profile.from_json(value)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{run.folder}: profile {name!r} cannot be read ({error}); repeat what made it"
+            ) from error
+        key = (profile.subject, profile.protocol, profile.device)
+        rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
+        if key not in best or rank <= best[key][0]:
+            best[key] = (rank, profile)
+    return tuple(profile for _, profile in best.values())
+
+
 def current_digest(run: Run, subject: Subject) -> str | None:
     """The current digest of a subject; None if it is gone or no longer belongs to the run's plan.
 
@@ -112,7 +129,7 @@ def current_digest(run: Run, subject: Subject) -> str | None:
         path = Path(subject.settings["path"])
         if path.is_file():
             return file_digest(path)
-        there = _read_artifact(path)
+        there = recorded_artifact(path)
         return subject.digest if there is None else artifact_digest(there)
     plan = _plan_now(run, subject.plan or "")
     if subject.target is None:
@@ -121,7 +138,7 @@ def current_digest(run: Run, subject: Subject) -> str | None:
     record = run.load("artifact", name) or {}
     if plan is not None and record.get("of_plan", plan) != plan:  # the plan has changed since the export
         return None
-    artifact = _read_artifact(run.artifact_folder(name))
+    artifact = recorded_artifact(run.artifact_folder(name))
     return None if artifact is None else artifact_digest(artifact)
 
 
@@ -140,7 +157,8 @@ def _plan_now(run: Run, name: str) -> str | None:
         return None
 
 
-def _read_artifact(folder: Path) -> Artifact | None:
+def recorded_artifact(folder: Path) -> Artifact | None:
+    """The record of an exported folder, whether or not its files are still there; None if there is none."""
     settle(folder)
     try:
         return Artifact.from_json(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))

@@ -1,7 +1,8 @@
-"""Parsing and printing of sizes, times and shares."""
+"""Parsing and printing of sizes, speeds and shares."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from kl_lens.errors import KLLensError
@@ -9,7 +10,6 @@ from kl_lens.errors import KLLensError
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _LARGEST = 10**18  # bytes
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def parse_bytes(text: str) -> int:
@@ -22,14 +22,6 @@ def parse_bytes(text: str) -> int:
     if size > _LARGEST:
         raise KLLensError(f"{text[:20]}… is larger than any disk; give for example 90MB or 1.5GiB")
     return int(size)
-
-
-def parse_seconds(text: str) -> float:
-    """`12ms`, `0.5s`, `800us` → seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us|µs)\s*", text.lower())
-    if not match:
-        raise KLLensError(f"{text!r} is not a time; give for example 12ms or 0.5s")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_share(text: str) -> float:
@@ -63,12 +55,6 @@ def spell_bytes(count: int) -> str:
     return str(count)
 
 
-def spell_seconds(seconds: float) -> str:
-    """Inverse of `parse_seconds`."""
-    text = f"{1e3 * seconds:g}ms"
-    return text if parse_seconds(text) == seconds else f"{seconds!r}s"
-
-
 def spell_share(share: float) -> str:
     """Inverse of `parse_share`."""
     text = f"{100 * share:g}%"
@@ -84,10 +70,9 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def human_seconds(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+def human_speed(seconds: float) -> str:
+    """Of seconds per token."""
+    return f"{1 / seconds if seconds else math.inf:.4g} tokens/s"
 
 
 def human_kl(value: float) -> str:

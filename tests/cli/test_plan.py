@@ -198,7 +198,10 @@ def test_the_frontier(measured: Path, capsys) -> None:
     ("extra", "message"),
     [
         ([], "say what to plan"),
-        (["--max-latency", "12ms"], "holds no latency profile"),
+        (
+            ["--min-speed", "30"],
+            "--min-speed and --minimise seconds are about a target's files: name it with --target",
+        ),
         (["--plan", "nowhere", "--verify"], "no such plan"),
         (["--max-bytes", "many"], "is not a size"),
         (
@@ -218,23 +221,6 @@ def test_the_frontier(measured: Path, capsys) -> None:
 def test_bad_requests_are_one_line(measured: Path, extra: list[str], message: str, capsys) -> None:
     assert main(["plan", "--run", str(measured), *extra]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_a_latency_profile_of_the_run_is_used(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kl_lens.runs import Run
-
-    conditions = {"runtime": "llama.cpp of elsewhere", "processor": "another", "threads": 4}
-    with Run.open(measured) as run:
-        speeds = {"fp16": 4e-6, "int8": 2e-6, "int4": 1e-6}
-        run.store("latency", "gguf-CPU", {c.name: speeds for c in run.table().candidates})
-        run.store("latency_protocol", "gguf-CPU", {"conditions": conditions})
-    limit = ["plan", "--run", str(measured), "--max-latency", "40us", "--profile", "gguf-CPU"]
-    assert main([*limit, "--name", "quick"]) == 0
-    plan = _plan(measured, "quick")
-    assert sum({"fp16": 4, "int8": 2, "int4": 1}[f] for f in plan["assignment"].values()) <= 40
-    assert plan["notes"]["latency_table"] == "gguf-CPU (4 thread(s), llama.cpp of elsewhere, another)"
-    said = " ".join(capsys.readouterr().err.split())
-    assert "latency table gguf-CPU was measured with runtime llama.cpp of elsewhere (here: " in said
 
 
 def test_a_budget_on_an_imported_run_says_what_it_goes_by(

@@ -46,13 +46,6 @@ def test_open_opens_it_in_the_browser(
     assert "no browser found" in capsys.readouterr().err
 
 
-def test_compare(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--run", str(run_folder), "--compare", str(run_folder)]) == 0
-    assert capsys.readouterr().out.strip() == str(run_folder / "comparison.html")
-    assert main(["report", "--compare", str(run_folder)]) == 1
-    assert "at least two runs" in capsys.readouterr().err
-
-
 def test_a_folder_without_a_run_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

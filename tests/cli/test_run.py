@@ -26,8 +26,7 @@ from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run
 from kl_lens.subjects import current_results
-from kl_lens.targets import SessionSettings, get_target, read_artifact
-from kl_lens.targets.base import Health
+from kl_lens.targets import SessionSettings, read_artifact
 from tests.sensitivity.test_pieces import contents
 
 pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -372,21 +371,18 @@ def test_the_estimate_and_the_start_of_the_run_say_the_same_however_busy_the_mac
     assert len(set(idle)) == 1
 
 
-def test_too_little_room_and_a_slow_library_are_told_before_anything_else(
+def test_too_little_room_is_told_before_anything_else(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(stages: object) -> None:
         raise KLLensError("begun")
 
-    slow = Health("some version", problem="slow: no dotprod", mend="kl-lens runtime build")
-    monkeypatch.setattr(get_target("openvino").__class__, "health", lambda target: slow)
     monkeypatch.setattr(running._RunStages, "run", nothing)
     little = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: little)
     assert main(words(tmp_path / "run", tiny_folder, "--targets", "openvino")) == 1
     said = capsys.readouterr().err
     assert re.search(r"run: about [\d.]+ [kMG]B will be written, and only 1.00 kB are free", said)
-    assert "OpenVINO is slow: no dotprod; try: kl-lens runtime build" in said
 
 
 def test_a_runtime_that_does_not_support_the_model_is_not_a_failure(

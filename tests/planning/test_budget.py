@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.formats import get_format
-from kl_lens.planning import build_problem, pareto_frontier, pareto_surface, plan_for_budget
+from kl_lens.planning import SpeedModel, build_problem, pareto_frontier, plan_for_budget
 from kl_lens.planning.proof import better_selection
 from kl_lens.records import SensitivityTable
 from tests.planning.tables import component, table_of
@@ -32,7 +32,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Instance:
     table: SensitivityTable
-    latency: Mapping[tuple[str, str], float]
+    speed: SpeedModel
 
     def brute_force(self, *, keep_fused: bool = True) -> Iterator[Candidate]:
         """Every assignment, priced here and not by the code under test."""
@@ -49,7 +49,12 @@ class Instance:
             yield Candidate(
                 fixed + sum(get_format(f).bytes(c.shape) for c, f in zip(free, formats, strict=True)),
                 math.fsum(max(0.0, kl.get(pair, 0.0)) for pair in chosen.items()),
-                math.fsum(self.latency[pair] for pair in chosen.items()),
+                self.speed.constant
+                + math.fsum(
+                    self.speed.rates[f] * get_format(f).bytes(c.shape)
+                    for c, f in zip(free, formats, strict=True)
+                    if c.name != self.speed.lookup
+                ),
             )
 
 
@@ -74,10 +79,12 @@ def instances(draw: st.DrawFn) -> Instance:
             for c in parts
         ]
     kls = {(n, f): draw(damage) for n in names for f in FORMATS if draw(st.integers(0, 9)) > 0}
-    seconds = st.one_of(st.floats(1e-6, 1e-2), st.sampled_from([0.0, 1e-3]))
-    latency = {(n, f): draw(seconds) for n in names for f in ("fp16", *FORMATS)}
+    rate = st.one_of(st.floats(1e-9, 1e-5), st.sampled_from([0.0, 1e-6]))
+    rates = {name: draw(rate) for name in ("fp16", *FORMATS)}
+    alone = [None, *(c.name for c in parts if not c.fused_with)]
+    speed = SpeedModel(draw(st.sampled_from([0.0, 1e-3])), rates, 1e-6, lookup=draw(st.sampled_from(alone)))
     parts.append(component("conv1d", (draw(st.integers(1, 9)), 1, 4), quantizable=False))
-    return Instance(table_of(parts, kls, head="c0"), latency)
+    return Instance(table_of(parts, kls, head="c0"), speed)
 
 
 def between(low: float, high: float, share: float) -> float:
@@ -121,22 +128,20 @@ def test_least_bytes_within_kl(instance: Instance, data: st.DataObject) -> None:
 def test_two_limits_together(instance: Instance, share: float, pace: float) -> None:
     plans = list(instance.brute_force())
     sizes, times = [p.bytes for p in plans], [p.seconds for p in plans]
-    limits = {
-        "max_bytes": int(between(min(sizes), max(sizes), share)),
-        "max_latency": between(min(times), max(times), pace) * (1 + 1e-12),
-    }
-    possible = [p for p in plans if p.bytes <= limits["max_bytes"] and p.seconds <= limits["max_latency"]]
+    seconds = max(1e-12, between(min(times), max(times), pace) * (1 + 1e-9))
+    limits = {"max_bytes": int(between(min(sizes), max(sizes), share)), "min_speed": 1 / seconds}
+    possible = [p for p in plans if p.bytes <= limits["max_bytes"] and p.seconds <= seconds * (1 - 1e-12)]
     if not possible:
         with pytest.raises(BudgetError, match="cannot be met together"):
-            plan_for_budget(instance.table, latency=instance.latency, **limits)
+            plan_for_budget(instance.table, speed=instance.speed, **limits)
         return
-    solution = plan_for_budget(instance.table, latency=instance.latency, **limits)
+    solution = plan_for_budget(instance.table, speed=instance.speed, **limits)
     assert solution.totals.bytes <= limits["max_bytes"]
-    assert solution.totals.seconds <= limits["max_latency"]
+    assert solution.totals.seconds <= 1 / limits["min_speed"]
     assert solution.totals.kl == pytest.approx(min(p.kl for p in possible), rel=1e-8, abs=1e-15)
     assert solution.gap < 1e-6
     fastest = plan_for_budget(
-        instance.table, latency=instance.latency, max_bytes=limits["max_bytes"], minimise="latency"
+        instance.table, speed=instance.speed, max_bytes=limits["max_bytes"], minimise="seconds"
     )
     best = min(p.seconds for p in plans if p.bytes <= limits["max_bytes"])
     assert fastest.totals.seconds == pytest.approx(best, rel=1e-9, abs=1e-15)
@@ -180,22 +185,6 @@ def test_the_frontier_is_every_undominated_pair(instance: Instance) -> None:
     assert frontier.complete
     assert [b for b, _ in found] == [b for b, _ in expected]
     assert [k for _, k in found] == pytest.approx([k for _, k in expected], rel=1e-12, abs=1e-15)
-
-
-@settings(max_examples=30)
-@given(instances())
-def test_nothing_beats_the_surface_of_three_quantities(instance: Instance) -> None:
-    problem = build_problem(instance.table, latency=instance.latency)
-    surface = pareto_surface(problem, sizes=4, speeds=3)
-    plans = list(instance.brute_force())
-    for point in surface:
-        totals = problem.totals(point.selection)
-        assert (point.bytes, point.kl, point.seconds) == (totals.bytes, totals.kl, totals.seconds)
-        as_small = [p for p in plans if p.bytes <= point.bytes and p.seconds <= point.seconds * (1 - 1e-8)]
-        assert all(p.kl >= point.kl * (1 - 1e-9) - 1e-15 for p in as_small)
-    assert surface[0].bytes == min(p.bytes for p in plans)
-    with pytest.raises(PlanError, match="latency profile"):
-        pareto_surface(build_problem(instance.table))
 
 
 @quick
@@ -290,9 +279,11 @@ def test_impossible_budgets_answer_with_the_range() -> None:
         match=r"^--max-bpw 12 and --max-kl 0.1 nats .*: with --max-kl 0.1 nats the smallest bytes",
     ):
         plan_for_budget(table, max_bpw=12, max_kl=0.1)
-    latency = {("head", "fp16"): 0.02, ("head", "int8"): 0.01}
-    with pytest.raises(BudgetError, match=r"--max-latency 5 ms cannot be met: .* 10 ms to 20 ms"):
-        plan_for_budget(table, max_latency=0.005, latency=latency)
+    speed = SpeedModel(0.002, {"fp16": 1e-8, "int8": 1e-8}, 1e-8)
+    with pytest.raises(
+        BudgetError, match=r"--min-speed 200 tokens/s cannot be met: .* 83.\d+ tokens/s to 45.45 tokens/s"
+    ):
+        plan_for_budget(table, min_speed=200, speed=speed)
     frontier = pareto_frontier(build_problem(table))
     with pytest.raises(BudgetError, match=r"the frontier goes from 1.00 MB to 2.00 MB"):
         frontier.at_bytes(17)
@@ -302,14 +293,14 @@ def test_budgets_that_make_no_sense_are_refused() -> None:
     table = table_of([component("head")], {("head", "int8"): 0.25})
     with pytest.raises(PlanError, match="no budget given"):
         plan_for_budget(table)
-    with pytest.raises(PlanError, match="needs a latency profile"):
-        plan_for_budget(table, max_latency=1.0)
-    with pytest.raises(PlanError, match="no time for head in int8"):
-        plan_for_budget(table, max_latency=1.0, latency={("head", "fp16"): 1.0})
+    with pytest.raises(PlanError, match="needs the speeds of the target's files"):
+        plan_for_budget(table, min_speed=1.0)
+    with pytest.raises(PlanError, match="--min-speed 0 is not a limit"):
+        plan_for_budget(table, min_speed=0, speed=SpeedModel(0.0, {}, 1.0))
     with pytest.raises(PlanError, match="nan is not a limit"):
         plan_for_budget(table, max_kl=math.nan)
-    with pytest.raises(PlanError, match="cannot minimise 'latency'"):
-        plan_for_budget(table, max_kl=1.0, minimise="latency")
+    with pytest.raises(PlanError, match="cannot minimise 'seconds'"):
+        plan_for_budget(table, max_kl=1.0, minimise="seconds")
     with pytest.raises(PlanError, match="no measurements at int4"):
         plan_for_budget(table, max_kl=1.0, recipes=["int4"])
     with pytest.raises(PlanError, match="cannot exclude 'tail'"):
@@ -329,8 +320,8 @@ def test_hopeless_formats_do_not_spoil_the_scaling() -> None:
     full, small = 2 * 64 * 64, get_format("int4").bytes((64, 64))
     solution = plan_for_budget(table, max_bytes=7 * full + 5 * small)
     assert [n for n, f in solution.plan.assignment.items() if f == "int4"] == names[1:6]
-    latency = {(n, f): 1.0 for n in names for f in ("fp16", "int4")}
-    limited = plan_for_budget(table, max_bytes=7 * full + 5 * small, max_latency=20.0, latency=latency)
+    speed = SpeedModel(1.0, {}, 1e-9)
+    limited = plan_for_budget(table, max_bytes=7 * full + 5 * small, min_speed=0.5, speed=speed)
     assert limited.plan.assignment == solution.plan.assignment
 
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from kl_lens import paper, planning
 from kl_lens.formats import get_format
+from kl_lens.planning.cost import component_bytes
+from kl_lens.recipes import Recipe
 from kl_lens.records import (
     ARTIFACT,
     ORIGINAL,
@@ -262,7 +264,10 @@ def _export(run: Run, target: str, plan: Plan) -> int:
     """An artifact's record, without its files; gives back its size."""
     assert plan.bytes is not None
     size = plan.bytes + 900
-    tensors = tuple(ExportedTensor(c, c, f, f, 1) for c, f in plan.assignment.items())
+    recipes = {c: plan.assignment.get(c.name, "fp16") for c in run.table().candidates}
+    tensors = tuple(
+        ExportedTensor(c.name, c.name, f, f, component_bytes(c, Recipe.parse(f))) for c, f in recipes.items()
+    )
     artifact = Artifact(target, plan.name, ("model.bin",), tensors, plan.bytes, size, "sample", "f" * 16)
     folder = run.folder / "artifacts" / target / plan.name
     folder.mkdir(parents=True, exist_ok=True)

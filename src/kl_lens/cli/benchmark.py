@@ -9,11 +9,10 @@ from rich.table import Table
 from kl_lens import profiling
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.benchmarking import BenchmarkResult
-from kl_lens.pipeline.settings import spell_layers
 from kl_lens.records import Profile, Quartiles
-from kl_lens.reporting.answer import faster_libraries, libraries, unmeasurable
+from kl_lens.reporting.answer import libraries, unmeasurable
 from kl_lens.reporting.names import subject_title
-from kl_lens.units import human_bytes, human_seconds
+from kl_lens.units import human_bytes
 
 
 def as_json(result: BenchmarkResult) -> dict[str, Any]:
@@ -22,9 +21,6 @@ def as_json(result: BenchmarkResult) -> dict[str, Any]:
         "profiles": [_profile_json(p) for p in report.profiles],
         "failures": result.failures,
         "notes": report.notes,
-        "curves": [curve.to_json() | {"recommended": curve.best.value} for curve in report.curves],
-        "latency": {profile.name: profile.seconds for profile in report.latency},
-        "latency_protocol": {profile.name: profile.protocol for profile in report.latency},
         "csv": None if report.csv is None else str(report.csv),
     }
 
@@ -40,64 +36,17 @@ def show(result: BenchmarkResult) -> None:
     report, out = result.report, console()
     used = [p for p in report.profiles if p.protocol == "use"]
     timed = [p for p in report.profiles if p.protocol == "benchmark_app"]
-    for curve in report.curves:
-        out.print(_curve_table(curve))
-        out.print(_recommended(curve), soft_wrap=True)
     if used:
         out.print(use_table(used))
     if timed:
         out.print(_app_table(timed))
-    for latency in report.latency:
-        out.print(_latency_table(latency))
     for line in [*_remarks(report, used, timed), *report.notes]:
         out.print(line, soft_wrap=True)
-    for latency in report.latency:
-        out.print(
-            f"{latency.name}: {latency.protocol['method']}; everything else: {latency.protocol['rest']}.",
-            soft_wrap=True,
-        )
-        where = result.folder or "DIR"
-        out.print(
-            f"Next: kl-lens plan --run {where} --max-latency TIME --profile {latency.name}", soft_wrap=True
-        )
 
 
 def _spread(spread: Quartiles, scale: float, digits: int) -> str:
     low, median, high = (format(scale * v, f".{digits}f") for v in (spread.low, spread.median, spread.high))
     return f"{median} ({low}–{high})"
-
-
-_WORDS = {"threads": "Threads", "gpu_layers": "Layers on the GPU", "load": "Ways of loading"}
-
-
-def _value(curve: profiling.Curve, point: profiling.CurvePoint) -> str:
-    return spell_layers(point.value) if curve.setting == "gpu_layers" else str(point.value)
-
-
-def _curve_table(curve: profiling.Curve) -> Table:
-    numbers = ("tokens/s", "× the first", "peak memory", "load s")
-    table = new_table(
-        f"{_WORDS[curve.setting]}: {curve.subject}", (curve.setting.replace("_", " "),), numbers
-    )
-    first = curve.points[0].tokens_per_second.median
-    for point in curve.points:
-        table.add_row(
-            _value(curve, point),
-            _spread(point.tokens_per_second, 1, 2),
-            f"{point.tokens_per_second.median / first:.2f}",
-            human_bytes(point.peak_memory_bytes),
-            f"{point.load_seconds:.2f}",
-        )
-    return table
-
-
-def _recommended(curve: profiling.Curve) -> str:
-    best = curve.best
-    flag = f"--{curve.setting.replace('_', '-')} {_value(curve, best)}"
-    return (
-        f"Recommended: {flag} ({best.tokens_per_second.median:.1f} tokens/s, peak "
-        f"{human_bytes(best.peak_memory_bytes)}; {human_bytes(curve.free_memory_bytes)} free)."
-    )
 
 
 def use_table(profiles: list[Profile]) -> Table:
@@ -148,18 +97,6 @@ def _app_table(profiles: list[Profile]) -> Table:
     return table
 
 
-def _latency_table(latency: profiling.LatencyProfile) -> Table:
-    numbers = ("predicted per token", "measured", "predicted / measured")
-    table = new_table(f"Latency table {latency.name}", ("file",), numbers)
-    for check in latency.checks:
-        predicted, measured = check["predicted"], check["measured"]
-        told = ("not in the table", human_seconds(measured), "")
-        if predicted is not None:
-            told = (human_seconds(predicted), human_seconds(measured), f"{predicted / measured:.2f}")
-        table.add_row(check["subject"], *told)
-    return table
-
-
 def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]) -> list[str]:
     machine = report.machine
     cache = machine.last_level_cache
@@ -194,8 +131,7 @@ def _remarks(report: profiling.Report, used: list[Profile], timed: list[Profile]
             f"{first.load[name]:.0%} {name}" for name in ("stolen", "others") if name in first.load
         ]:
             lines.append(f"Processor time lost meanwhile: {', '.join(shares)}.".replace("%", " %"))
-    lines += unmeasurable(used)
-    lines += [*libraries(used), *faster_libraries(used)]
+    lines += [*unmeasurable(used), *libraries(used)]
     if any(p.settings["quick"] for p in report.profiles):
         lines.append("--quick: too short to publish; the records say so.")
     if report.csv is not None:

@@ -43,11 +43,10 @@ VERBS = {
     "benchmark": "measure speed and memory of exported files",
     "autopsy": "say what is wrong with a GGUF, OpenVINO or MLX file, whoever made it",
     "generate": "generate text with an exported file",
-    "report": "write a run, or several side by side, as one HTML page",
+    "report": "write a run as one HTML page",
     "publish": "share a file with its proof: a model card, its chart, its recipe, on the Hugging Face hub",
     "import-legacy": "read published sensitivity files into a run",
-    "doctor": "check what is installed and what is slow, and say how to fix it",
-    "runtime": "install a faster llama.cpp: built for this processor, or from a folder",
+    "doctor": "check what is installed, and say how to fix what is missing",
 }
 
 
@@ -62,7 +61,7 @@ USUAL = {
     "export": "--run --plan --format --out --stream --device-profile --static-tokens --fallback --device",
     "evaluate": "--run --plan --targets --perplexity --divergence --window --limit --tasks --max-drop --threads",
     "autopsy": "--against --run --text --windows --window-length --threads",
-    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --layers --quick",
+    "benchmark": "--run --plan --targets --threads --gpu-layers --load --prompt-lengths --repeats --quick",
 }
 
 

@@ -9,7 +9,7 @@ from kl_lens import planning
 from kl_lens.cli.console import console, new_table
 from kl_lens.pipeline.planning import PlanResult
 from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl, human_seconds
+from kl_lens.units import human_bytes, human_kl
 
 SHOWN_POINTS = 25
 
@@ -17,10 +17,6 @@ SHOWN_POINTS = 25
 def as_json(result: PlanResult) -> Any:
     if result.frontier is not None:
         return [{"bytes": point.bytes, "predicted_kl": point.kl} for point in result.frontier]
-    if result.surface is not None:
-        return [
-            {"bytes": p.bytes, "predicted_kl": p.kl, "predicted_latency": p.seconds} for p in result.surface
-        ]
     plans = [plan.to_json() for plan in result.plans]
     if result.handovers:
         recipes = [
@@ -35,9 +31,6 @@ def as_json(result: PlanResult) -> Any:
 def show(result: PlanResult) -> None:
     if result.frontier is not None:
         _show_frontier(result.table, result.frontier)
-        return
-    if result.surface is not None:
-        _show_surface(result.table, result.surface)
         return
     _show_plans(result.plans, result.table)
     if result.differences is not None:
@@ -91,13 +84,3 @@ def _show_frontier(table: SensitivityTable, frontier: planning.Frontier) -> None
     out.print(view)
     out.print("Complete." if frontier.complete else merged)
     out.print(f"{SHOWN_POINTS} of them shown; --json gives all. For any size between: --max-bytes SIZE.")
-
-
-def _show_surface(table: SensitivityTable, surface: Sequence[planning.SurfacePoint]) -> None:
-    title = f"{table.model}: plans that no other beats in size, KL and speed at once"
-    view = new_table(title, right=("size", "predicted KL", "time per token", "tokens/s"))
-    for point in surface:
-        speed = f"{1 / point.seconds:.1f}" if point.seconds else ""
-        view.add_row(human_bytes(point.bytes), human_kl(point.kl), human_seconds(point.seconds), speed)
-    console().print(view)
-    console().print("To make one: --max-bytes SIZE --max-latency TIME.")

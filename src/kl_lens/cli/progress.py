@@ -37,7 +37,6 @@ TITLES = {
     "generate": "Writing samples of text",
     "benchmark": "Timing",
     "report": "Writing the report",
-    "runtime": "Building llama.cpp",
 }
 
 

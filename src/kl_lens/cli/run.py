@@ -14,7 +14,6 @@ from kl_lens.pipeline.costs import JobEstimate
 from kl_lens.pipeline.running import UNIFORM_FP16, RunResult
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Subject
 from kl_lens.reporting.answer import (
-    faster_libraries,
     measured_of,
     speed_ratio,
     target_of,
@@ -47,7 +46,7 @@ def show(result: RunResult | JobEstimate) -> None:
             add_row(table, view, name, target, loud=name == names[-1])
         table.add_section()
     used = [p for p in view.profiles if p.protocol == "use"]
-    lines = [*map(told, _protocol(view, result)), *unmeasurable(used), *faster_libraries(used)]
+    lines = [*map(told, _protocol(view, result)), *unmeasurable(used)]
     lines += [f"Failed, see the log: kl-lens {command}" for command in result.failed]
     if (result.folder / "report.html").is_file():
         lines.append(f"Report: kl-lens report --run {shlex.quote(str(result.folder))} --open")

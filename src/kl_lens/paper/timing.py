@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kl_lens.environment import processors
 from kl_lens.errors import KLLensError, TargetError
-from kl_lens.profiling.benchmark import Benchmark, Report, profile_from
+from kl_lens.profiling.benchmark import Benchmark, Report
 from kl_lens.profiling.bound import decode_bound, limits_hold
 from kl_lens.profiling.in_use import UseSettings, reason_of
 from kl_lens.profiling.machine import Machine
@@ -71,7 +71,7 @@ class PublishedTiming:
         """Profiles of this tag and device: earlier ones of the run, and the new ones."""
         rows: dict[str, Profile] = {}
         for result in current_results(benchmark.run, "profile") if benchmark.run else ():
-            profile = profile_from(result.value)
+            profile = Profile.from_json(result.value)
             same = (profile.protocol, profile.device) == (PROTOCOL, benchmark.settings.device)
             if same and profile.settings["tag"] == self.tag:
                 rows[profile.subject.label] = profile

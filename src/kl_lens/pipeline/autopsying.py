@@ -22,6 +22,7 @@ from kl_lens.pipeline.settings import (
     TOKENS,
     VERB_MODEL,
     Loading,
+    WithLlamaCpp,
     command_of,
     number,
     option,
@@ -39,7 +40,7 @@ LOGITS = 2**28  # of a long window: 1 GB
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutopsySettings(Loading):
+class AutopsySettings(WithLlamaCpp, Loading):
     verb: ClassVar[str] = "autopsy"
     weights: ClassVar[str] = MEMORY  # it looks at all of them
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kl_lens import profiling
 from kl_lens.errors import KLLensError
@@ -14,29 +14,24 @@ from kl_lens.paper.timing import PublishedTiming
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import (
     COUNT,
+    LAYERS,
     LOAD_HELP,
-    MOST_THREADS,
+    LOADS,
     NAMES,
+    THREADS,
     TOKENS,
     Kind,
     OfRun,
+    WithLlamaCpp,
     chosen_targets,
     command_of,
     grouped,
-    layer_counts,
-    load_modes,
     option,
-    spell_layers,
-    thread_counts,
 )
 from kl_lens.runs import ALL_PLANS, Run
-from kl_lens.targets import ALL_LAYERS
 from kl_lens.units import parse_names
 
-_use, _layers = grouped("use"), grouped("latency table for `kl-lens plan --max-latency`")
-
-
-_CHOICES = ("threads", "gpu_layers", "load")
+_use = grouped("use")
 
 
 def _spell_list(values: Sequence[int]) -> str:
@@ -51,7 +46,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkSettings(OfRun):
+class BenchmarkSettings(WithLlamaCpp, OfRun):
     verb: ClassVar[str] = "benchmark"
     opens_models: ClassVar[bool] = False
 
@@ -66,19 +61,9 @@ class BenchmarkSettings(OfRun):
     plan: str = option(ALL_PLANS, "plans of the run: a, or a,b, or all", metavar="NAMES")
     targets: tuple[str, ...] | None = option(None, "default: all", kind=NAMES)
     device: str = option("CPU", "device: CPU, GPU or NPU (OpenVINO), CPU or GPU (MLX)")
-    threads: tuple[int, ...] | None = option(
-        None,
-        "one number; a list or auto compares several and uses the fastest (default: all processors)",
-        kind=Kind(thread_counts, _spell_list, type=int, least=1, most=MOST_THREADS),
-        metavar="LIST",
-    )
-    gpu_layers: tuple[int, ...] = option(
-        (0,),
-        "llama.cpp: layers on a GPU; a list (0,8,16,all) compares several",
-        kind=Kind(layer_counts, spell_layers, type=int, most=ALL_LAYERS),
-        metavar="LIST",
-    )
-    load: tuple[str, ...] = option(("auto",), LOAD_HELP, kind=Kind(load_modes, ",".join), metavar="LIST")
+    threads: int | None = option(None, "default: all processors", kind=THREADS)
+    gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
+    load: str = option("auto", LOAD_HELP, choices=LOADS)
     protocol: str = option(
         "use",
         "use: loading, prompt and generation; benchmark_app: the paper's protocol, 60 s per IR",
@@ -94,8 +79,6 @@ class BenchmarkSettings(OfRun):
     )
     new_tokens: int = _use(64, "tokens to generate", kind=TOKENS)
     repeats: int = _use(5, "timed rounds", kind=COUNT)
-    layers: bool = _layers(False, "time each component shape in each format")
-    formats: tuple[str, ...] = _layers((), "default: the formats the run measured", kind=NAMES)
 
     def check(self) -> None:
         super().check()
@@ -103,15 +86,10 @@ class BenchmarkSettings(OfRun):
 
     @property
     def use(self) -> profiling.UseSettings:
-        how = {name: getattr(self, name) for name in ("prompt_lengths", "new_tokens", "repeats")}
-        how |= {name: values[0] for name in _CHOICES if (values := getattr(self, name))}
+        names = ("prompt_lengths", "new_tokens", "repeats", "threads", "gpu_layers", "load")
+        how = {name: getattr(self, name) for name in names}
         settings = profiling.UseSettings(device=self.device.upper(), **how)
         return profiling.quick(settings) if self.quick else settings
-
-    @property
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """The settings that have several values to compare."""
-        return {name: values for name in _CHOICES if len(values := getattr(self, name) or ()) > 1}
 
 
 @dataclass(frozen=True)
@@ -151,11 +129,10 @@ def benchmark(settings: BenchmarkSettings, events: Events) -> BenchmarkResult:
             settings=settings.use,
             timings=_timings(settings, run.identity.get("model", "model") if run else "model"),
             run=run,
-            choices=settings.choices,
             started=lambda total: progress.started(total, 0),
             advanced=lambda what: progress.advanced(1, what),
         )
         if run is not None:
             run.note_command(["kl-lens", *command_of(settings)])
-        report = measuring.measure(places, layers=settings.layers, formats=settings.formats or None)
+        report = measuring.measure(places)
         return BenchmarkResult(report, None if run is None else run.folder)

@@ -1,4 +1,4 @@
-"""`doctor`: what is installed, what is slow, and the command that fixes it. `runtime` builds a faster runtime."""
+"""`doctor`: what is installed, and the command that fixes what is missing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import Settings, option
+from kl_lens.pipeline.settings import WithLlamaCpp
 from kl_lens.targets import TARGETS, describe_target
 from kl_lens.targets.base import Health
 
 if TYPE_CHECKING:  # torch may not be installed
     from kl_lens.checkpoints.kernels import Comparison
 
-BUILD, USE, REMOVE = "build", "use", "remove"
-
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings(Settings):
+class DoctorSettings(WithLlamaCpp):
     verb: ClassVar[str] = "doctor"
     opens_models: ClassVar[bool] = False
 
@@ -87,68 +83,3 @@ def _kernels() -> Health:
         "; ".join(wrong) and f"wrong: {'; '.join(wrong)}. transformers' own code is used; please report this"
     )
     return Health("compared with transformers and torch", tuple(map(str, found.values())), problem)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeSettings(Settings):
-    verb: ClassVar[str] = "runtime"
-    opens_models: ClassVar[bool] = False
-
-    action: str = option(
-        help="build: compile for this processor (needs cmake and a compiler, takes minutes); use: take the libraries "
-        "in FOLDER; remove: go back to the installed package",
-        positional=True,
-        choices=(BUILD, USE, REMOVE),
-        metavar="ACTION",
-    )
-    folder: Path | None = option(
-        None,
-        "for `use`: prebuilt libraries; if there is one CPU backend per instruction set, the best is chosen",
-        positional=True,
-        nargs="?",
-        metavar="FOLDER",
-    )
-    gpu: bool = option(False, "build: with CUDA (needs nvcc), for the --gpu-layers option of other commands")
-    patched: bool = option(
-        False,
-        "build: apply this project's patches, which make it faster on x86-64, especially with AMX (needs patch); "
-        "results name them",
-    )
-    target: str | None = option(None, "default: the one that can be built", choices=TARGETS)
-
-    def check(self) -> None:
-        super().check()
-        if (self.action == USE) != (self.folder is not None):
-            raise KLLensError("`use` needs a FOLDER; `build` and `remove` take none")
-        if self.gpu and self.action != BUILD:
-            raise KLLensError("--gpu works only with `build`")
-        if self.patched and self.action != BUILD:
-            raise KLLensError("--patched works only with `build`")
-
-
-@dataclass(frozen=True)
-class RuntimeResult:
-    place: Path | None  # None: removed
-    health: Health
-
-
-def runtime(settings: RuntimeSettings, events: Events) -> RuntimeResult:
-    buildable = (name for name in TARGETS if describe_target(name).builds)
-    target = describe_target(settings.target or next(buildable))
-    if settings.action == REMOVE:
-        if not target.remove_runtime():
-            raise KLLensError(
-                f"{target.title}: there is nothing to remove; `kl-lens runtime` installed nothing"
-            )
-        return RuntimeResult(None, target.health())
-    done = 0
-    with events.progress("runtime") as progress:
-        progress.started(100, 0)
-
-        def advanced(percent: int, what: str) -> None:
-            nonlocal done
-            progress.advanced(max(0, percent - done), what)
-            done = max(done, percent)
-
-        place = target.install_runtime(settings.folder, advanced, gpu=settings.gpu, patched=settings.patched)
-    return RuntimeResult(place, target.health())

@@ -21,14 +21,15 @@ from kl_lens.pipeline.settings import (
     COUNT,
     DTYPES,
     LAYERS,
-    LOAD,
     LOAD_HELP,
+    LOADS,
     NAMES,
     SHARE,
     THREADS,
     TOKENS,
     Loading,
     OfRun,
+    WithLlamaCpp,
     chosen_targets,
     command_of,
     grouped,
@@ -47,7 +48,7 @@ _tasks, _running = grouped("tasks (lm-eval)"), grouped("running")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateSettings(Loading, OfRun):
+class EvaluateSettings(WithLlamaCpp, Loading, OfRun):
     verb: ClassVar[str] = "evaluate"
 
     artifact: tuple[Path, ...] = option(
@@ -100,7 +101,7 @@ class EvaluateSettings(Loading, OfRun):
     runtime_device: str = _running("CPU", "device of OpenVINO or MLX", flag="--device", metavar="DEVICE")
     threads: int | None = _running(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = _running(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
-    load: str = _running("auto", LOAD_HELP, kind=LOAD)
+    load: str = _running("auto", LOAD_HELP, choices=LOADS)
     again: bool = _running(False, "repeat what the run has already measured")
     tag: str | None = _running(None, "names perplexity_results_TAG.json (default: the text's name)")
     dtype: str = loading("float32", "data type in PyTorch", choices=DTYPES)

@@ -18,6 +18,7 @@ from kl_lens.pipeline.settings import (
     Kind,
     Loading,
     Option,
+    WithLlamaCpp,
     command_of,
     new_run_folder,
     number,
@@ -72,7 +73,7 @@ def _target_options(within: str) -> list[Option]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(Loading):
+class ExportSettings(WithLlamaCpp, Loading):
     verb: ClassVar[str] = "export"
 
     model: str | None = option(

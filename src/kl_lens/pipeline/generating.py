@@ -15,14 +15,24 @@ import numpy as np
 from kl_lens.environment import peak_memory
 from kl_lens.errors import TargetError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import LAYERS, LOAD, LOAD_HELP, SEED, THREADS, TOKENS, Settings, number, option
+from kl_lens.pipeline.settings import (
+    LAYERS,
+    LOAD_HELP,
+    LOADS,
+    SEED,
+    THREADS,
+    TOKENS,
+    WithLlamaCpp,
+    number,
+    option,
+)
 from kl_lens.targets import open_session
 from kl_lens.targets.session import Logits, Session
 from kl_lens.targets.tokenizer import ArtifactTokenizer, find_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(Settings):
+class GenerateSettings(WithLlamaCpp):
     verb: ClassVar[str] = "generate"
     opens_models: ClassVar[bool] = False
 
@@ -48,7 +58,7 @@ class GenerateSettings(Settings):
     device: str = option("CPU", "device of OpenVINO or MLX")
     threads: int | None = option(None, "default: the runtime's own choice", kind=THREADS)
     gpu_layers: int = option(0, "llama.cpp: layers on a GPU, or all", kind=LAYERS)
-    load: str = option("auto", LOAD_HELP, kind=LOAD)
+    load: str = option("auto", LOAD_HELP, choices=LOADS)
 
     def check(self) -> None:
         super().check()

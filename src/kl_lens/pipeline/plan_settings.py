@@ -13,7 +13,6 @@ from kl_lens.pipeline.settings import (
     NAMES,
     SHARE,
     SIZE,
-    TIME,
     FromDisk,
     HeldOut,
     OfRun,
@@ -90,17 +89,18 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         kind=SHARE,
         excludes="loss",
     )
-    max_latency: float | None = _budget(
-        None, "time per token, for example 12ms; needs kl-lens benchmark --layers", kind=TIME
+    min_speed: float | None = _budget(
+        None,
+        "predicted tokens per second of the --target's file, for example 30; run kl-lens benchmark first",
+        metavar="TOKENS",
     )
-    profile: str | None = _budget(None, "latency profile of the run (default: the last)", metavar="NAME")
     minimise: str | None = _budget(
-        None, "default: the one without a limit", choices=("bytes", "kl", "latency")
+        None,
+        "default: the one without a limit (seconds: per token)",
+        choices=("bytes", "kl", "seconds"),
     )
     formats: tuple[str, ...] = _budget((), "comma-separated (default: all measured formats)", kind=NAMES)
-    frontier: bool = _budget(
-        False, "print the Pareto frontier of bytes and KL; with --profile also of tokens per second"
-    )
+    frontier: bool = _budget(False, "print the Pareto frontier of bytes and KL")
     verify: bool = _proof(False, "measure the whole plan")
     rivals: str | None = _proof(
         None,
@@ -141,8 +141,12 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
 
     @property
     def budgets(self) -> dict[str, Any]:
-        names = ("max_bytes", "max_bpw", "max_kl", "max_latency")
+        names = ("max_bytes", "max_bpw", "max_kl", "min_speed")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def needs_speeds(self) -> bool:
+        return self.min_speed is not None or self.minimise == "seconds"
 
     @property
     def limits(self) -> list[str]:
@@ -165,7 +169,7 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         if not looks and not new and not self.rivals:
             raise PlanError(
                 "say what to plan: --paper, --uniform, --gamma, --max-bytes, --max-bpw, --max-kl, --max-loss, "
-                "--max-drop, --max-latency, --rivals or --frontier; or name a plan with --plan to --verify it"
+                "--max-drop, --min-speed, --rivals or --frontier; or name a plan with --plan to --verify it"
             )
         if losses and budgets:
             raise PlanError(
@@ -181,6 +185,10 @@ class PlanSettings(HeldOut, FromDisk, OfRun):
         if self.write_recipe and (silent := self._given("frontier", "compare", "dry_run")):
             raise PlanError(
                 f"--write-recipe writes a plan, and {silent[0]} writes none: leave one of them out"
+            )
+        if self.needs_speeds and self.target is None:
+            raise PlanError(
+                "--min-speed and --minimise seconds are about a target's files: name it with --target"
             )
         if self.rivals and self.target is None:
             raise PlanError("--rivals compares with the stock recipes of a target: name it with --target")

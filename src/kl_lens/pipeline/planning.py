@@ -10,6 +10,7 @@ from pathlib import Path
 from kl_lens import planning
 from kl_lens.calibration import StoredStatistics
 from kl_lens.errors import PlanError
+from kl_lens.formats import get_format
 from kl_lens.handover import Handover, write_recipe
 from kl_lens.paper import PUBLISHED_METRIC, greedy_plan, paper_points
 from kl_lens.pipeline.events import Events
@@ -25,9 +26,8 @@ from kl_lens.recipes import FP16
 from kl_lens.records import Plan, SensitivityTable
 from kl_lens.runs import RECIPES, SCREENED, Run
 from kl_lens.subjects import plan_digest
-from kl_lens.targets import TARGETS, SessionSettings, describe_target, exported_places
-from kl_lens.targets.latency import PROTOCOL_KIND, other_conditions
-from kl_lens.units import human_seconds, spell_share
+from kl_lens.targets import exported_places
+from kl_lens.units import human_speed, spell_share
 
 OUR_STOCK = "a stock recipe with our methods"
 
@@ -41,7 +41,6 @@ class PlanResult:
     written_to: Path | None = None
     differences: Sequence[planning.Difference] | None = None  # of --compare
     frontier: planning.Frontier | None = None
-    surface: Sequence[planning.SurfacePoint] | None = None  # a frontier with speeds
     handovers: Sequence[Handover] = ()  # of --write-recipe
 
 
@@ -56,7 +55,7 @@ def plan(settings: PlanSettings, bench: Workbench, events: Events) -> PlanResult
         if settings.limits or settings.frontier:
             _require_storable(settings, table, planner)
         if settings.frontier:
-            return _frontier(settings, run, table, planner, events)
+            return _frontier(settings, table, planner, events)
         if not settings.dry_run:
             run.note_command(["kl-lens", *command_of(settings)])
         _warn_of_another_limit(settings, run, events)
@@ -110,11 +109,14 @@ def _handed_over(
 
 def _require_storable(settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner) -> None:
     """Otherwise the only plan would be FP16."""
-    chosen = settings.formats or table.formats
-    if planner.target and set(planner.target.storable(table, chosen)) == {FP16} != set(chosen):
+    target, chosen = planner.target, settings.formats or table.formats
+    if target is None or set(chosen) == {FP16}:
+        return
+    grids = [get_format(name.partition("+")[0]) for name in chosen if name != FP16]
+    if not any(target.holds(grid, c.shape) is None for grid in grids for c in table.candidates):
         raise PlanError(
-            f"{planner.target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
-            f"measure with --target {planner.target.name} instead of --formats"
+            f"{target.title} can store none of the measured formats ({', '.join(chosen)}); repeat kl-lens "
+            f"measure with --target {target.name} instead of --formats"
         )
 
 
@@ -131,19 +133,15 @@ def _warn_of_another_limit(settings: PlanSettings, run: Run, events: Events) -> 
 
 
 def _frontier(
-    settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
+    settings: PlanSettings, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> PlanResult:
-    latency = _latency(settings, run, events)[1] if settings.profile else None
     problem = planning.build_problem(
         table,
-        latency=latency,
         metric=_metric(settings, table, events),
         target=planner.target,
         fixed_bytes=planner.fixed_bytes,
         **settings.choice,
     )
-    if latency is not None:
-        return PlanResult(table, surface=planning.pareto_surface(problem))
     return PlanResult(table, frontier=planning.pareto_frontier(problem))
 
 
@@ -233,8 +231,10 @@ def plan_within_budget(
     settings: PlanSettings, run: Run, table: SensitivityTable, planner: TargetPlanner, events: Events
 ) -> Plan:
     """The plan with the least predicted loss (or bytes, or time) within the limits, counting the target's file."""
-    timed = settings.max_latency or settings.minimise == "latency" or settings.profile
-    profile, latency = _latency(settings, run, events) if timed else (None, None)
+    speed = None
+    if settings.needs_speeds:
+        assert planner.target is not None
+        speed = planning.speed_model(run, table, planner.target)
     metric = _metric(settings, table, events)
     solutions: list[planning.BudgetSolution] = []
 
@@ -242,7 +242,7 @@ def plan_within_budget(
         solutions.append(
             planning.plan_for_budget(
                 table,
-                latency=latency,
+                speed=speed,
                 minimise=settings.minimise,
                 metric=metric,
                 name=settings.name,
@@ -264,10 +264,10 @@ def plan_within_budget(
     events.note(f"least {solution.minimised} within the budget: {proof}, in {solution.seconds:.2f} s")
     if plan.made_by == OUR_STOCK:
         events.note(f"{OUR_STOCK} fits and is predicted to lose less; it is used instead")
-    if profile is None or plan.made_by == OUR_STOCK:
+    if speed is None:
         return plan
-    events.note(f"{human_seconds(solution.totals.seconds)} per token, by the latency table {profile}")
-    return replace(plan, notes=plan.notes | {"latency_table": profile})
+    events.note(f"about {human_speed(solution.totals.seconds)}, predicted {speed.basis}")
+    return replace(plan, notes=plan.notes | {"speed": speed.basis})
 
 
 def _our_stock_plans(
@@ -284,30 +284,6 @@ def _our_stock_plans(
         planning.finished_plan(table, "stock", assignment, OUR_STOCK, predictor=predictor)
         for assignment in made
     ]
-
-
-def _latency(settings: PlanSettings, run: Run, events: Events) -> tuple[str, planning.LatencyTable]:
-    """A latency profile and its name with the conditions it was measured in."""
-    name, target = settings.profile, settings.target
-    profiles = planning.latency_profiles(run, target)
-    if not profiles:
-        whose = f" of {target}" if target else ""
-        raise PlanError(
-            f"{run.folder} holds no latency profile{whose}; make one with: kl-lens benchmark --layers"
-        )
-    if name is not None and name not in profiles:
-        raise PlanError(f"no latency profile {name!r}; the run has {', '.join(profiles)}")
-    name = name or list(profiles)[-1]
-    known = (run.load(PROTOCOL_KIND, name) or {}).get("conditions")
-    owner = name.partition("-")[0]
-    here = describe_target(owner).conditions(SessionSettings()) if owner in TARGETS else {}
-    # Threads are not compared: a plan may be made on another machine than the one it runs on.
-    if other := other_conditions(known, {key: here[key] for key in ("runtime", "processor") if key in here}):
-        events.warn(
-            f"latency table {name} was measured with {other}; make one here with: kl-lens benchmark --layers"
-        )
-    told = f" ({known['threads']} thread(s), {known['runtime']}, {known['processor']})" if known else ""
-    return name + told, profiles[name]
 
 
 def _metric(settings: PlanSettings, table: SensitivityTable, events: Events) -> str:

@@ -1,4 +1,4 @@
-"""`report`: a run as one HTML file, or several on one page."""
+"""`report`: a run as one HTML file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kl_lens.pipeline.events import Events
 from kl_lens.pipeline.settings import OfRun, option
-from kl_lens.reporting import write_comparison, write_report
+from kl_lens.reporting import write_report
 from kl_lens.runs import Run
 
 
@@ -18,12 +18,7 @@ class ReportSettings(OfRun):
     verb: ClassVar[str] = "report"
     opens_models: ClassVar[bool] = False
 
-    out: Path | None = option(
-        None,
-        "where to write (default: RUN/report.html; with --compare: RUN/comparison.html)",
-        metavar="FILE",
-    )
-    compare: tuple[Path, ...] = option((), "other runs to compare with on one page", nargs="+", metavar="RUN")
+    out: Path | None = option(None, "where to write (default: RUN/report.html)", metavar="FILE")
     open: bool = option(False, "open it in the browser")
 
 
@@ -34,18 +29,11 @@ class ReportResult:
 
 
 def report(settings: ReportSettings, events: Events) -> ReportResult:
-    path = _written(settings)
+    with Run.open(settings.run_folder) as run:
+        path = write_report(run, settings.out)
     if not settings.open:
         return ReportResult(path)
     opened = webbrowser.open(path.resolve().as_uri())
     if not opened:
         events.warn(f"no browser found; open {path} yourself")
     return ReportResult(path, opened)
-
-
-def _written(settings: ReportSettings) -> Path:
-    if settings.compare:
-        first = [Path(settings.run)] if settings.run else []
-        return write_comparison([*first, *settings.compare], settings.out)
-    with Run.open(settings.run_folder) as run:
-        return write_report(run, settings.out)

@@ -52,6 +52,7 @@ from kl_lens.pipeline.settings import (
     FromDisk,
     HeldOut,
     OfModel,
+    WithLlamaCpp,
     as_yaml,
     chosen_targets,
     command_of,
@@ -90,7 +91,7 @@ _proof = grouped("checking the result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Workers, HeldOut, Calibration, OfModel, FromDisk):
+class RunSettings(WithLlamaCpp, Workers, HeldOut, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -269,9 +270,6 @@ def run(settings: RunSettings, bench: Workbench, events: Events) -> RunResult | 
                         f"{folder}: about {human_bytes(expected.disk)} will be written, and only "
                         f"{human_bytes(free)} are free"
                     )
-            for target in map(get_target, settings.wanted):
-                if (health := target.health()).problem:
-                    events.fail(f"{target.title} is {health.problem}; try: {health.mend}")
         with going_on(folder):
             plans, exported = _RunStages(settings, model, stages, bench, events).run()
     seconds = time.perf_counter() - begin
@@ -322,6 +320,7 @@ class _RunStages:
         # For every stage that opens the run's model.
         self.of_run: dict[str, Any] = {"run": str(self.folder), **settings.how}
         self.from_disk = self.of_run | {"weights": settings.weights}  # where a command can choose
+        self.opens_files = self.of_run | {"llama_cpp": settings.llama_cpp}
         self.held_out = {name: getattr(settings, name) for name in ("held_out", "held_out_windows")}
 
     def run(self) -> tuple[dict[str, list[str]], dict[str, Path]]:
@@ -520,7 +519,7 @@ class _RunStages:
             self.stages.do(
                 # `fallback`: formats the runtime cannot hold are replaced; the export's table says which and why.
                 ExportSettings(
-                    target=target, plan=",".join(plans), options={"fallback": True}, **self.of_run
+                    target=target, plan=",".join(plans), options={"fallback": True}, **self.opens_files
                 ),
                 key=f"export {target} {key}".strip(),
                 inputs=self.stages.files(*(f"plans/{name}.json" for name in plans)),
@@ -549,7 +548,7 @@ class _RunStages:
                 limit=settings.evaluation_windows,
                 threads=settings.threads,
                 **more,
-                **self.of_run,  # its --device is the runtime's; PyTorch uses the run's device
+                **self.opens_files,  # its --device is the runtime's; PyTorch uses the run's device
             ),
             optional=True,
         )
@@ -576,12 +575,13 @@ class _RunStages:
         self.stages.do(
             BenchmarkSettings(
                 run=str(self.folder),
+                llama_cpp=self.settings.llama_cpp,
                 plan=",".join(plans),
                 targets=targets,
                 repeats=self.settings.repeats,
                 prompt_lengths=(32, 128),
                 new_tokens=32,
-                threads=None if self.settings.threads is None else (self.settings.threads,),
+                threads=self.settings.threads,
             ),
             key=f"benchmark {plans[-1]}",
             # Another version may have another speed.

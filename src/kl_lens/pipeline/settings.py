@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kl_lens import units
-from kl_lens.environment import processors
 from kl_lens.errors import KLLensError
 from kl_lens.targets import ALL_LAYERS, LOAD_MODES, TARGETS
 
@@ -62,55 +61,19 @@ def number(most: int, least: int = 0, of: type = int, metavar: str | None = "N")
     return Kind(of, str, metavar, of, least, most)
 
 
-def thread_counts(text: str) -> tuple[int, ...]:
-    """`2`, `1,2,4`, or `auto`: 1 to 8, then 16, 32, … and all processors."""
-    if text == AUTO:
-        every = processors()
-        doubled = (16 << step for step in range(5))
-        return (*range(1, min(every, 8) + 1), *(n for n in doubled if n < every), *([every] * (every > 8)))
-    try:
-        return tuple(sorted({int(each) for each in units.parse_names(text) or (text,)}))
-    except ValueError:
-        raise KLLensError(f"{text}: give numbers of threads from 1 to {MOST_THREADS}, or {AUTO}") from None
-
-
-def layer_counts(text: str) -> tuple[int, ...]:
-    """`0`, `0,8,16`, or `0,8,all`."""
-    words = units.parse_names(text)
-    if not words or not all(word == "all" or word.isdigit() for word in words):
-        raise KLLensError(f"{text}: give numbers of layers, or all")
-    return tuple(sorted({ALL_LAYERS if word == "all" else int(word) for word in words}))
-
-
 def _layers(text: str) -> int:
-    counts = layer_counts(text)
-    if len(counts) > 1:
-        raise KLLensError(
-            f"{text}: give one number of layers, or all; only `kl-lens benchmark` takes several"
-        )
-    return counts[0]
+    if text != "all" and not text.isdigit():
+        raise KLLensError(f"{text}: give a number of layers, or all")
+    return ALL_LAYERS if text == "all" else int(text)
 
 
-def spell_layers(counts: int | tuple[int, ...]) -> str:
-    each = counts if isinstance(counts, tuple) else (counts,)
-    return ",".join("all" if count >= ALL_LAYERS else str(count) for count in each)
-
-
-def load_modes(text: str) -> tuple[str, ...]:
-    words = tuple(LOAD_MODES) if text == "all" else units.parse_names(text)
-    if not words or not set(words) <= {AUTO, *LOAD_MODES}:
-        raise KLLensError(f"{text}: expected {', '.join((AUTO, *LOAD_MODES))}, or all to compare them")
-    return words
-
-
-def _load(text: str) -> str:
-    if text not in (AUTO, *LOAD_MODES):
-        raise KLLensError(f"{text}: expected one of {', '.join((AUTO, *LOAD_MODES))}")
-    return text
+def _spell_layers(count: int) -> str:
+    return "all" if count >= ALL_LAYERS else str(count)
 
 
 AUTO = "auto"
-LOAD_HELP = f"llama.cpp: how weights are loaded: {', '.join(LOAD_MODES)} (plain: not repacked for kernels)"
+LOADS = (AUTO, *LOAD_MODES)
+LOAD_HELP = "llama.cpp: how weights are loaded (plain: not repacked for kernels)"
 # Where weights are; repeats `checkpoints.residency`, which would load torch.
 _, MEMORY, DISK = PLACES = (AUTO, "memory", "disk")
 MOST_THREADS = 512  # with more, llama.cpp ends the process
@@ -120,11 +83,9 @@ COUNT = number(1_000_000, 1)
 TOKENS = number(1 << 20, 1)
 SEED = number(2**62)
 THREADS = number(MOST_THREADS, 1)
-LAYERS = Kind(_layers, spell_layers, "N", int, 0, ALL_LAYERS)
-LOAD = Kind(_load, metavar="MODE")
+LAYERS = Kind(_layers, _spell_layers, "N", int, 0, ALL_LAYERS)
 SIZE = Kind(units.parse_bytes, units.spell_bytes, "SIZE", int, 0, 10**18)
 SHARE = Kind(units.parse_share, units.spell_share, "SHARE", float, 0, 1)
-TIME = Kind(units.parse_seconds, units.spell_seconds, "TIME", float, 0, 10**6)
 NAMES = Kind(units.parse_names, ",".join, "LIST")
 _PLAIN = {
     str: Kind(str),
@@ -423,6 +384,17 @@ class FromDisk(Loading):
         "where weights are kept; disk: read one block at a time, with the same results; auto: disk if the model does "
         "not fit into free memory, or into --memory-budget",
         choices=PLACES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithLlamaCpp(Settings):
+    """For commands that may run llama.cpp."""
+
+    llama_cpp: Path | None = option(
+        None,
+        "the llama.cpp to use: a libllama file, or a folder with one (default: $LLAMA_CPP_LIB, or what is installed)",
+        metavar="PATH",
     )
 
 

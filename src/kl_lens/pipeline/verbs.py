@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import Settings
+from kl_lens.pipeline.settings import Settings, WithLlamaCpp
 
 if TYPE_CHECKING:
     from kl_lens.pipeline.workbench import Workbench
@@ -30,7 +30,6 @@ HOMES = {
     "publish": "publishing",
     "import-legacy": "importing",
     "doctor": "doctoring",
-    "runtime": "doctoring",
 }
 
 
@@ -47,6 +46,10 @@ def perform(settings: Settings, bench: Workbench | None = None, events: Events |
         >>> perform(MeasureSettings(model="reference:mamba", windows=8)).measurements
     """
     settings.check()
+    if isinstance(settings, WithLlamaCpp) and settings.llama_cpp is not None:
+        from kl_lens.targets.gguf.library import use_library
+
+        use_library(settings.llama_cpp)
     function: Callable[..., Any] = getattr(_home(settings.verb), settings.verb.replace("-", "_"))
     if not settings.opens_models:
         return function(settings, events or Events())

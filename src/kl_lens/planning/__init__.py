@@ -10,16 +10,11 @@ from kl_lens.planning.cost import Cost, RecipeShare, cost_of
 from kl_lens.planning.drop import LossResult, plan_for_loss
 from kl_lens.planning.files import plan_path, read_plan, write_plan
 from kl_lens.planning.frontier import Frontier, FrontierPoint, pareto_frontier
-from kl_lens.planning.inputs import (
-    latency_profiles,
-    stock_with_our_methods,
-    store_fixed_bytes,
-    stored_fixed_bytes,
-)
+from kl_lens.planning.inputs import stock_with_our_methods, store_fixed_bytes, stored_fixed_bytes
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric, repredicted, uniform_plan
-from kl_lens.planning.problem import LatencyTable, Problem, build_problem
+from kl_lens.planning.problem import Problem, build_problem
 from kl_lens.planning.rivals import Contender, Contest, PairedDifference, contest, paired_difference
-from kl_lens.planning.surface import SurfacePoint, pareto_surface
+from kl_lens.planning.speed import SpeedModel, speed_model
 from kl_lens.planning.table import Comparison, Difference, PlanRow, compare, plan_row
 from kl_lens.planning.verify import Verification, interaction, verify
 
@@ -33,14 +28,13 @@ __all__ = [
     "Difference",
     "Frontier",
     "FrontierPoint",
-    "LatencyTable",
     "LossResult",
     "PairedDifference",
     "PlanRow",
     "Predictor",
     "Problem",
     "RecipeShare",
-    "SurfacePoint",
+    "SpeedModel",
     "Verification",
     "achievable_range",
     "build_problem",
@@ -49,10 +43,8 @@ __all__ = [
     "cost_of",
     "finished_plan",
     "interaction",
-    "latency_profiles",
     "paired_difference",
     "pareto_frontier",
-    "pareto_surface",
     "plan_for_budget",
     "plan_for_loss",
     "plan_path",
@@ -60,6 +52,7 @@ __all__ = [
     "prediction_metric",
     "read_plan",
     "repredicted",
+    "speed_model",
     "stock_with_our_methods",
     "store_fixed_bytes",
     "stored_fixed_bytes",

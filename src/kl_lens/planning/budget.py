@@ -1,4 +1,4 @@
-"""Exact budgets: the best plan under limits on bytes, predicted KL and latency."""
+"""Exact budgets: the best plan under limits on bytes, predicted KL and predicted speed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import numpy as np
 from kl_lens.errors import BudgetError, PlanError
 from kl_lens.planning import knapsack
 from kl_lens.planning.predict import Predictor, finished_plan, prediction_metric
-from kl_lens.planning.problem import LatencyTable, Problem, Totals, build_problem
+from kl_lens.planning.problem import Problem, Totals, build_problem
 from kl_lens.recipes import Recipe
 from kl_lens.records import Plan, SensitivityTable
-from kl_lens.units import human_bytes, human_kl, human_seconds, spell_bytes
+from kl_lens.units import human_bytes, human_kl, human_speed, spell_bytes
 
 if TYPE_CHECKING:
+    from kl_lens.planning.speed import SpeedModel
     from kl_lens.targets import Target
 
-QUANTITIES = ("bytes", "kl", "latency")
-_HUMAN = {"bytes": human_bytes, "kl": human_kl, "latency": human_seconds}
-_OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "latency": "--max-latency"}
+QUANTITIES = ("bytes", "kl", "seconds")  # fields of `Choice` and `Totals`
+_HUMAN = {"bytes": human_bytes, "kl": human_kl, "seconds": human_speed}
+_OPTION = {"bytes": "--max-bytes", "kl": "--max-kl", "seconds": "--min-speed"}
+_BEST = {"bytes": "smallest bytes", "kl": "smallest kl", "seconds": "highest speed"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class BudgetSolution:
 
     plan: Plan
     totals: Totals  # bytes are those of the file if `fixed_bytes` was given
-    minimised: str  # bytes, kl or latency
+    minimised: str  # of QUANTITIES
     gap: float  # relative; 0.0: proven optimal (to 1e-9, HiGHS's arithmetic)
     variables: int
     seconds: float = field(compare=False)
@@ -43,7 +45,7 @@ class AchievableRange:
 
     bytes: tuple[int, int]
     kl: tuple[float, float]
-    latency: tuple[float, float]
+    seconds: tuple[float, float]
 
 
 def plan_for_budget(
@@ -52,8 +54,8 @@ def plan_for_budget(
     max_bytes: float | None = None,
     max_bpw: float | None = None,
     max_kl: float | None = None,
-    max_latency: float | None = None,
-    latency: LatencyTable | None = None,
+    min_speed: float | None = None,
+    speed: SpeedModel | None = None,
     minimise: str | None = None,
     recipes: Sequence[str] | None = None,
     exclude: Collection[str] = (),
@@ -66,15 +68,13 @@ def plan_for_budget(
 ) -> BudgetSolution:
     """The best plan within the limits, proven by a mixed-integer solver.
 
-    By default it minimises bytes if KL is limited and bytes are not, otherwise predicted KL. `latency` holds measured
-    seconds per (component, format), `max_latency` is in seconds. For the other arguments see `build_problem`. With
-    `fixed_bytes`, `max_bytes` is the size of the file; `max_bpw` always counts weights. Raises BudgetError with the
-    possible range if no plan meets the limits.
+    By default it minimises bytes if KL is limited and bytes are not, otherwise predicted KL. `min_speed` is in tokens
+    per second, as `speed` predicts them. For the other arguments see `build_problem`. With `fixed_bytes`, `max_bytes`
+    is the size of the file; `max_bpw` always counts weights. Raises BudgetError with the possible range if no plan
+    meets the limits.
     """
-    if max_latency is not None and latency is None:
-        raise PlanError(
-            "a latency limit needs a latency profile of the target; make one with `kl-lens benchmark`"
-        )
+    if min_speed is not None and speed is None:
+        raise PlanError("a limit on speed needs the speeds of the target's files: `speed_model`")
     usual, why_unusual = prediction_metric(table)
     problem = build_problem(
         table,
@@ -82,17 +82,15 @@ def plan_for_budget(
         exclude=exclude,
         no_head=no_head,
         keep_fused=keep_fused,
-        latency=latency,
+        speed=speed,
         metric=metric or usual,
         target=target,
         fixed_bytes=fixed_bytes,
     )
-    limits, flags = _limits(problem, max_bytes, max_bpw, max_kl, max_latency)
+    limits, flags = _limits(problem, max_bytes, max_bpw, max_kl, min_speed)
     goal = minimise or ("bytes" if "kl" in limits and "bytes" not in limits else "kl")
-    if goal not in QUANTITIES or (goal == "latency" and latency is None):
-        raise PlanError(
-            f"cannot minimise {goal!r}; choose bytes or kl, or latency with a profile of the target"
-        )
+    if goal not in QUANTITIES or (goal == "seconds" and speed is None):
+        raise PlanError(f"cannot minimise {goal!r}; choose bytes or kl, or seconds with speeds of the target")
     selection, optimum = solve(problem, goal, limits, flags)
     totals = problem.totals(selection)
     notes: dict[str, object] = {
@@ -104,8 +102,8 @@ def plan_for_budget(
     }
     if why_unusual and metric is None:
         notes["why_this_metric"] = why_unusual
-    if latency is not None:
-        notes["predicted_latency"] = totals.seconds
+    if speed is not None:
+        notes["predicted_seconds_per_token"] = totals.seconds
     plan = finished_plan(
         table,
         name or _name(goal, limits, target),
@@ -133,7 +131,7 @@ def achievable_range(problem: Problem) -> AchievableRange:
     return AchievableRange(
         bytes=(int(sizes[0]), int(sizes[1])),
         kl=ends([(min(c.kl for c in g), max(c.kl for c in g)) for g in groups]),
-        latency=ends(
+        seconds=ends(
             [(min(c.seconds for c in g), max(c.seconds for c in g)) for g in groups], problem.fixed_seconds
         ),
     )
@@ -149,18 +147,15 @@ def solve(
     flags = flags or {quantity: _flag(quantity, most) for quantity, most in limits.items()}
     _require_each_possible(problem, limits, flags)
     amounts = _amounts(problem)
-    fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "latency": problem.fixed_seconds}
+    fixed = {"bytes": problem.fixed_bytes, "kl": 0.0, "seconds": problem.fixed_seconds}
     rows = [knapsack.Limit(amounts[q], most - fixed[q]) for q, most in limits.items() if q != goal]
     optimum = knapsack.minimise(amounts[goal], rows)
     # A limit on the goal itself needs no row: compare the minimum with it.
-    if optimum is None or (goal in limits and _reached(problem, optimum.selection, goal) > limits[goal]):
+    if optimum is None or (
+        goal in limits and getattr(problem.totals(optimum.selection), goal) > limits[goal]
+    ):
         raise BudgetError(_contradiction(problem, limits, flags))
     return optimum.selection, optimum
-
-
-def _reached(problem: Problem, selection: Sequence[int], quantity: str) -> float:
-    totals = problem.totals(selection)
-    return {"bytes": totals.bytes, "kl": totals.kl, "latency": totals.seconds}[quantity]
 
 
 def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
@@ -168,7 +163,7 @@ def _amounts(problem: Problem) -> dict[str, list[knapsack.Numbers]]:
     return {
         "bytes": [np.array([c.bytes for c in g], dtype=np.int64) for g in groups],
         "kl": [np.array([c.kl for c in g], dtype=np.float64) for g in groups],
-        "latency": [np.array([c.seconds for c in g], dtype=np.float64) for g in groups],
+        "seconds": [np.array([c.seconds for c in g], dtype=np.float64) for g in groups],
     }
 
 
@@ -177,7 +172,7 @@ def _limits(
     max_bytes: float | None,
     max_bpw: float | None,
     max_kl: float | None,
-    max_latency: float | None,
+    min_speed: float | None,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """The limit of each quantity, and how the user gave it."""
     limits: dict[str, float] = {} if max_bytes is None else {"bytes": max_bytes}
@@ -188,12 +183,14 @@ def _limits(
             limits["bytes"], flags["bytes"] = size, f"--max-bpw {max_bpw:g}"
     if max_kl is not None:
         limits["kl"] = max_kl
-    if max_latency is not None:
-        limits["latency"] = max_latency
+    if min_speed is not None:
+        if not min_speed > 0:
+            raise PlanError(
+                f"--min-speed {min_speed:g} is not a limit; give a number of tokens per second above 0"
+            )
+        limits["seconds"] = 1 / min_speed
     if not limits:
-        raise PlanError(
-            "no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --max-latency"
-        )
+        raise PlanError("no budget given; set at least one of --max-bytes, --max-bpw, --max-kl, --min-speed")
     for quantity, most in limits.items():
         if not math.isfinite(most):
             given = flags.get(quantity) or f"{_OPTION[quantity]} {most}"
@@ -219,7 +216,8 @@ def _require_each_possible(problem: Problem, limits: dict[str, float], flags: Ma
                 extra = f" ({bits[0]:.3f} to {bits[1]:.3f} bits per weight)"
             raise BudgetError(
                 f"{flags[quantity]} cannot be met: plans from these measurements range from "
-                f"{show(low)} to {show(high)}{extra}; raise the budget or measure smaller formats"
+                f"{show(low)} to {show(high)}{extra}; {'lower' if quantity == 'seconds' else 'raise'} the budget or "
+                "measure smaller formats"
             )
 
 
@@ -232,9 +230,9 @@ def _contradiction(problem: Problem, limits: dict[str, float], flags: Mapping[st
             selection, _ = solve(problem, quantity, others)
         except BudgetError:
             continue
-        reached = _reached(problem, selection, quantity)
+        reached = getattr(problem.totals(selection), quantity)
         rest = " and ".join(flags[q] for q in others)
-        facts.append(f"with {rest} the smallest {quantity} is {_HUMAN[quantity](reached)}")
+        facts.append(f"with {rest} the {_BEST[quantity]} is {_HUMAN[quantity](reached)}")
     return f"{' and '.join(flags.values())} cannot be met together: {'; '.join(facts)}; relax one of them"
 
 
@@ -245,6 +243,6 @@ def _name(goal: str, limits: dict[str, float], target: Target | None) -> str:
         parts.append(spell_bytes(int(limits["bytes"])))
     if "kl" in limits:
         parts.append(f"kl{limits['kl']:g}")
-    if "latency" in limits:
-        parts.append(human_seconds(limits["latency"]).replace(" ", "").replace("µ", "u"))
+    if "seconds" in limits:
+        parts.append(f"{1 / limits['seconds']:g}tps".replace("+", ""))
     return "_".join(parts) + (f"-{target.name}" if target else "")

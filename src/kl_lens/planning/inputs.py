@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from kl_lens.errors import PlanError
 from kl_lens.planning.cost import stored_recipe
-from kl_lens.planning.problem import LatencyTable, Problem, build_problem, bytes_for
+from kl_lens.planning.problem import Problem, build_problem, bytes_for
 from kl_lens.recipes import Recipe
 from kl_lens.records import SensitivityTable
 from kl_lens.runs import Run
 from kl_lens.targets import Target
-from kl_lens.targets.latency import KIND
 
 _FIXED_BYTES = "fixed_bytes"  # kind of the run's records: target → bytes
 
@@ -34,15 +33,6 @@ def stored_fixed_bytes(run: Run, target: Target | None) -> int:
             f"write any plan with: kl-lens plan --target {target.name}"
         )
     return int(known)
-
-
-def latency_profiles(run: Run, target: str | None) -> dict[str, LatencyTable]:
-    """The run's latency tables by name, newest last; only of `target` if given."""
-    return {
-        name: {(c, fmt): float(s) for c, row in stored.items() for fmt, s in row.items()}
-        for name, stored in run.load_all(KIND).items()
-        if target is None or name.startswith(f"{target}-")
-    }
 
 
 def stock_with_our_methods(

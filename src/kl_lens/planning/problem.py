@@ -20,10 +20,8 @@ from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import Component, SensitivityTable
 
 if TYPE_CHECKING:
+    from kl_lens.planning.speed import SpeedModel
     from kl_lens.targets import Target
-
-# Seconds of one component in one format (or recipe), measured on the target.
-LatencyTable = Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Choice:
     recipe: Recipe
     bytes: int
     kl: float
-    seconds: float = 0.0
+    seconds: float = 0.0  # per token; 0 without a model of speed
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Problem:
     fixed_bytes: int  # weights without a choice, and the rest of the file
     fixed_seconds: float
     parameters: int
-    has_latency: bool = False
     besides_bytes: int = 0  # the part of `fixed_bytes` that is not weights
     refused: Mapping[tuple[str, Recipe], str] = field(default_factory=dict)  # (component, recipe) → why not
 
@@ -100,7 +97,7 @@ def build_problem(
     exclude: Collection[str] = (),
     no_head: bool = False,
     keep_fused: bool = True,
-    latency: LatencyTable | None = None,
+    speed: SpeedModel | None = None,
     metric: str | None = None,
     target: Target | None = None,
     fixed_bytes: int = 0,
@@ -111,6 +108,7 @@ def build_problem(
     members were measured in. Components in `exclude`, and the head with `no_head`, stay FP16.
 
     Args:
+        speed: the target's model of speed, for seconds per token.
         metric: the damage to sum up (default: `prediction_metric`).
         target: only recipes that it supports; sizes include its overhead per recipe.
         fixed_bytes: bytes of the target's file besides the weights (header, tokenizer, float32 vectors); sizes and
@@ -131,16 +129,19 @@ def build_problem(
     groups = tuple(
         Group(
             tuple(c.name for c in members),
-            _choices(members, menu, predictor, latency, target, refused),
+            _choices(members, menu, predictor, speed, target, refused),
         )
         for members in clusters
     )
+    fixed_seconds = 0.0
+    if speed is not None:  # weights that are never quantized are in its constant
+        excluded = (c for c in fixed if c.quantizable)
+        fixed_seconds = speed.constant + sum(speed.of(c.name, FP16, fp16_bytes(c)) for c in excluded)
     return Problem(
         groups=groups,
         fixed_bytes=fixed_bytes + sum(fp16_bytes(c) for c in fixed),
-        fixed_seconds=math.fsum(latency.get((c.name, FP16), 0.0) for c in fixed) if latency else 0.0,
+        fixed_seconds=fixed_seconds,
         parameters=sum(c.parameters for c in table.components),
-        has_latency=latency is not None,
         besides_bytes=fixed_bytes,
         refused=refused,
     )
@@ -183,7 +184,7 @@ def _choices(
     members: Sequence[Component],
     menu: Sequence[Recipe],
     predictor: Predictor,
-    latency: LatencyTable | None,
+    speed: SpeedModel | None,
     target: Target | None,
     refused: dict[tuple[str, Recipe], str],
 ) -> tuple[Choice, ...]:
@@ -202,26 +203,10 @@ def _choices(
             refused |= reasons
             if reasons:
                 continue
-        choices[recipe] = Choice(
-            recipe=recipe,
-            bytes=sum(bytes_for(member, recipe, target) for member in members),
-            kl=math.fsum(values),
-            seconds=math.fsum(_seconds(member, recipe, latency) for member in members) if latency else 0.0,
-        )
+        size = sum(bytes_for(member, recipe, target) for member in members)
+        seconds = speed.of(members[0].name, recipe.grid.name, size) if speed else 0.0
+        choices[recipe] = Choice(recipe, size, math.fsum(values), seconds)
     if not choices:
         told = "; ".join(why for (name, _), why in refused.items() if name == members[0].name)
         raise PlanError(f"{members[0].name}: the target supports none of its recipes: {told}; measure others")
     return tuple(choices.values())
-
-
-def _seconds(component: Component, recipe: Recipe, latency: LatencyTable) -> float:
-    """A kernel's time depends on the format only, so a profile need not name methods."""
-    seconds = latency.get((component.name, recipe))
-    if seconds is None:
-        seconds = latency.get((component.name, recipe.grid.name))
-    if seconds is None:
-        raise PlanError(
-            f"the latency profile has no time for {component.name} in {recipe}; "
-            "run kl-lens benchmark --layers again, or leave the format out"
-        )
-    return seconds

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         Timing as Timing,
         quick as quick,
     )
-    from kl_lens.profiling.curves import Curve as Curve, CurvePoint as CurvePoint
     from kl_lens.profiling.in_use import UseSettings as UseSettings
     from kl_lens.profiling.machine import Machine as Machine, measure_machine as measure_machine
     from kl_lens.profiling.spread import Ratio as Ratio, ratio_of as ratio_of
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
         read_timed as read_timed,
         run_places as run_places,
     )
-    from kl_lens.targets.latency import LatencyProfile as LatencyProfile
     from kl_lens.units import tag_of as tag_of
 else:
     # `peak` measures its own process's memory, so it must not load the benchmark's libraries.

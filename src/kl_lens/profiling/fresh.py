@@ -19,14 +19,10 @@ from kl_lens.targets import TARGETS, SessionSettings
 CHILD = "kl_lens.profiling.peak"
 
 
-def fresh_process(place: Path, target: str, settings: SessionSettings, new_tokens: int = 0) -> MemoryUse:
-    """Loads the artifact in its own process, so that a crash of the runtime ends only that process.
-
-    `new_tokens` are timed after a short warm-up.
-    """
+def fresh_process(place: Path, target: str, settings: SessionSettings) -> MemoryUse:
+    """Loads the artifact in its own process, so that a crash of the runtime ends only that process."""
     arguments = [str(place), "--target", target, TARGETS[target], "--device", settings.device]
     arguments += ["--gpu-layers", str(settings.gpu_layers), "--load", settings.load]
-    arguments += ["--new-tokens", str(new_tokens)]
     if settings.threads is not None:
         arguments += ["--threads", str(settings.threads)]
     command = [sys.executable, "-m", CHILD, *arguments]

@@ -27,7 +27,6 @@ class MemoryUse(Record):
     base_bytes: int  # the interpreter and its libraries, before the model is loaded
     peak_bytes: int  # largest, from start to end
     load_seconds: float  # loading without a graph compiled earlier
-    seconds_per_token: float = 0.0  # after the warm-up
 
     @property
     def model_bytes(self) -> int:

@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0)
     parser.add_argument("--load", default="auto")
-    parser.add_argument("--new-tokens", type=int, default=0, help="tokens to time after the warm-up")
     options = parser.parse_args()
     try:
         if options.target:
@@ -44,11 +43,7 @@ def main() -> int:
         logits = session.prefill([index % session.vocabulary for index in range(PROMPT_TOKENS)])
         for _ in range(NEW_TOKENS):
             logits = session.step(int(logits.argmax()))
-        started = time.perf_counter()
-        for _ in range(options.new_tokens):
-            logits = session.step(int(logits.argmax()))
-        seconds = (time.perf_counter() - started) / max(1, options.new_tokens)
-        use = MemoryUse(base, resident("VmHWM"), loaded, seconds)
+        use = MemoryUse(base, resident("VmHWM"), loaded)
         session.close()
     except KLLensError as error:
         print(error, file=sys.stderr)

@@ -10,7 +10,7 @@ from kl_lens.profiling import Ratio, ratio_of
 from kl_lens.records import ARTIFACT, ORIGINAL, PLAN, Estimate, Profile, Quartiles, Score, Subject
 from kl_lens.reporting.data import Command, RunView
 from kl_lens.reporting.names import readable
-from kl_lens.reporting.numbers import count, percent, size, with_error
+from kl_lens.reporting.numbers import count, number, percent, size, with_error
 from kl_lens.reporting.plans import PlanView
 from kl_lens.runs import RECOMMENDED
 
@@ -53,6 +53,8 @@ def target_of(plan: PlanView) -> str:
         return f"Target: perplexity rises by at most {percent(limits['drop'], 1)} (--max-drop).{missed}"
     if "bytes" in limits:
         return f"Target: at most {size(limits['bytes'])} (--max-bytes)."
+    if "seconds" in limits:
+        return f"Target: at least {number(1 / limits['seconds'])} tokens per second (--min-speed)."
     return f"Made by: {plan.plan.made_by}."
 
 
@@ -190,16 +192,6 @@ def libraries(profiles: Sequence[Profile]) -> list[str]:
     lines = (
         f"{r['runtime']} here is {r['library']} from {r['found']} ({r['version']}), {count(r['threads'], 'thread')}, "
         f"weights loaded by {r['load_mode']}."
-        for r in runtimes
-    )
-    return list(dict.fromkeys(lines))
-
-
-def faster_libraries(profiles: Sequence[Profile]) -> list[str]:
-    """Which library leaves instructions of this processor unused, and what to type."""
-    runtimes = [profile.runtime for profile in profiles if profile.runtime.get("unused_instructions")]
-    lines = (
-        f"This {r['runtime']} does not use {r['unused_instructions']}. Build a faster one with: kl-lens runtime build"
         for r in runtimes
     )
     return list(dict.fromkeys(lines))

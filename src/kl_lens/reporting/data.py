@@ -42,7 +42,7 @@ from kl_lens.reporting.plans import PlanView, read_plans
 from kl_lens.reporting.spaces import Line, Space, read_spaces
 from kl_lens.runs import KERNELS, Result, Run
 from kl_lens.sensitivity.correlation import Correlation, Point, Ranking, Reliability
-from kl_lens.subjects import current_results
+from kl_lens.subjects import current_profiles, current_results
 
 KL = "kl_teacher_to_student"
 
@@ -178,7 +178,7 @@ def collect(run: Run) -> RunView:
         without_slider=without_slider,
         artifacts=artifacts,
         scores=tuple(_record(run, "score", r.name, r.value, Score) for r in current_results(run, "score")),
-        profiles=_profiles(run),
+        profiles=current_profiles(run),
         generations=tuple(_generation(run, result) for result in current_results(run, "generation")),
         autopsies=tuple(
             _record(run, "autopsy", r.name, r.value, Autopsy) for r in current_results(run, "autopsy")
@@ -200,18 +200,6 @@ def _record(run: Run, kind: str, name: str, value: Mapping[str, Any], record: ty
         raise RunError(
             f"{run.folder}: {kind} {name!r} cannot be read ({error}); repeat what made it"
         ) from error
-
-
-def _profiles(run: Run) -> tuple[Profile, ...]:
-    """One for each subject, protocol and device: a whole one before one in progress, before a quick one."""
-    best: dict[tuple[Subject, str, str], tuple[int, Profile]] = {}
-    for _, name, value in current_results(run, "profile"):
-        profile = _record(run, "profile", name, value, Profile)
-        key = (profile.subject, profile.protocol, profile.device)
-        rank = 2 * bool(profile.settings.get("quick")) + name.endswith("|partial")
-        if key not in best or rank <= best[key][0]:
-            best[key] = (rank, profile)
-    return tuple(profile for _, profile in best.values())
 
 
 def _generation(run: Run, result: Result) -> Generation:

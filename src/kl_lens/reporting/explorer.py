@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kl_lens.planning import SpeedModel
 from kl_lens.planning.cost import component_bytes, stored_recipe
 from kl_lens.recipes import FP16, Recipe
 from kl_lens.records import ARTIFACT, Component, Estimate, Subject
@@ -30,20 +31,18 @@ _LOWEST, _DECADES = 1e-12, 15
 METRICS = ("kl_student_to_teacher", "mse", "sqnr_db", "delta_cross_entropy", "same_top", "kl_p99")
 
 
-def explorer(views: Sequence[RunView], names: Sequence[str] = ()) -> Html | None:
-    """The data of one run, or of several to be compared, and the place that the script fills."""
-    runs = [_run(view, name) for view, name in zip(views, names or [v.model for v in views], strict=True)]
-    if not any(run["spaces"] for run in runs):
+def explorer(view: RunView) -> Html | None:
+    """The run's data, and the place that the script fills."""
+    if not view.spaces:
         return None
-    place = tag("div", id="explorer", data_compares=len(views) > 1, class_="explorer")
-    return join([place, json_block("explorer-data", {"metrics": METRICS, "runs": runs})])
+    place = tag("div", id="explorer", class_="explorer")
+    return join([place, json_block("explorer-data", {"metrics": METRICS, "run": _run(view)})])
 
 
-def _run(view: RunView, name: str) -> dict[str, Any]:
+def _run(view: RunView) -> dict[str, Any]:
     shown = [c for c in view.components if c.quantizable]
     rows = rows_of(shown)
     return {
-        "name": name,
         "each": "image" if view.identity.get("task") == "image" else "token",
         "components": [
             [c.name, rows[c.name], [b for b in places_of(c) if b is not None], list(c.shape), c.parameters]
@@ -76,13 +75,25 @@ def _space(view: RunView, space: Space, components: Sequence[Component]) -> dict
                 [recipes[c.recipe] for c in group.choices],
                 [c.bytes for c in group.choices],
                 [c.kl for c in group.choices],
-                *([[_short(c.seconds) for c in group.choices]] if space.latency else []),
             ]
             for group in problem.groups
         ],
-        "latency": space.latency and [space.latency, problem.fixed_seconds],
+        "speed": space.speed and _speed(space.speed, problem.fixed_seconds, recipes, number),
+        "no_speed": space.no_speed,
         "measured": _measured(space, components, recipes),
         "plans": [_plan(view, space, plan, components, recipes) for plan in plans],
+    }
+
+
+def _speed(
+    speed: SpeedModel, constant: float, recipes: Mapping[Recipe, int], number: Mapping[str, int]
+) -> dict[str, Any]:
+    """Seconds per token: the constant, and bytes times the rate of their recipe, but for the looked-up component."""
+    return {
+        "constant": constant,
+        "rates": [speed.rate(recipe.grid.name) for recipe in recipes],
+        "lookup": number.get(speed.lookup or ""),
+        "basis": speed.basis,
     }
 
 

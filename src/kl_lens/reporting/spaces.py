@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,8 @@ class Space:
     frontier: Line  # plans that are proven best at their own size; predicted, the factor in it
     windows: Mapping[tuple[str, str], list[float]]  # (component, format) → KL on each window
     noise: float | None  # KL of the original against itself
-    latency: str | None = None  # the profile that the problem's seconds are from
+    speed: planning.SpeedModel | None = None  # where the problem's seconds are from
+    no_speed: str = ""  # why there is none
 
     @property
     def title(self) -> str:
@@ -43,8 +43,7 @@ class Space:
 
 
 def read_spaces(run: Run, plans: Sequence[PlanView]) -> tuple[dict[str | None, Space], tuple[str, ...]]:
-    """One for each target that the run has plans for, one for plans without a target; and a line for each that cannot
-    be had, or not with speeds."""
+    """One for each target that the run has plans for, one for plans without a target; and what to know about them."""
     targets: list[str | None] = [*sorted({p.target for p in plans if p.target})]
     if "components" not in run.identity:
         return {}, ()
@@ -65,19 +64,12 @@ def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> tuple[Space
     table, target = run.table(target=name), get_target(name) if name else None
     ours = next((p.plan for p in plans if p.target == name and p.family != "stock"), None)
     factor = ours.interaction if ours else 1.0
-    choice: dict[str, Any] = {
-        "target": target,
-        "fixed_bytes": planning.stored_fixed_bytes(run, target),
-    }
-    problem, missing = planning.build_problem(table, **choice), []
-    profiles = planning.latency_profiles(run, name) if name else {}
-    timed = list(profiles)[-1:]
-    for profile in timed:
-        try:
-            problem = planning.build_problem(table, latency=profiles[profile], **choice)
-        except PlanError as error:  # a format has no time
-            missing.append(f"No speeds in the slider for {runtime_title(name)}: {error}.")
-            timed = []
+    fixed_bytes, speed, no_speed, missing = planning.stored_fixed_bytes(run, target), None, "", []
+    try:
+        speed = planning.speed_model(run, table, target) if target else None
+    except PlanError as error:
+        no_speed = str(error)
+    problem = planning.build_problem(table, speed=speed, target=target, fixed_bytes=fixed_bytes)
     if screened := run.load(SCREENED, run.measured_role(name)):
         missing.append(
             f"{runtime_title(name)}: {screened['measured']} of {screened['of']} candidates were measured, those that "
@@ -86,7 +78,8 @@ def _space(run: Run, name: str | None, plans: Sequence[PlanView]) -> tuple[Space
         )
     windows = run.window_kl(run.measured_role(name))
     noise = (run.load("noise", run.measured_role(name)) or {}).get("kl_teacher_to_student")
-    return Space(name, table, problem, factor, _line(problem, factor), windows, noise, *timed), missing
+    line = _line(problem, factor)
+    return Space(name, table, problem, factor, line, windows, noise, speed, no_speed), missing
 
 
 def _line(problem: planning.Problem, factor: float) -> Line:

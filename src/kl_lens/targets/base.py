@@ -10,22 +10,20 @@ import os
 import re
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kl_lens.environment import processor_name, processors
 from kl_lens.errors import TargetError, UnsupportedError
-from kl_lens.formats import Format, get_format
-from kl_lens.recipes import FP16, Recipe, preferred
-from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.formats import Format
+from kl_lens.recipes import Recipe, preferred
+from kl_lens.records import Artifact, Plan
 from kl_lens.subjects import file_digest
 from kl_lens.targets.artifacts import earlier_artifact, read_artifact, write_record
 from kl_lens.targets.contents import FLOATS, Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest, format_of
 from kl_lens.targets.published import PublishedProgram
 from kl_lens.targets.session import Session, SessionSettings
 from kl_lens.writing import replacing
@@ -88,7 +86,6 @@ class Target(ABC):
         True  # whether `kl-lens run` makes files for it unasked, where its packages are installed
     )
     recipe_tool: ClassVar[str | None] = None  # of `handover.TOOLS`: the runtime's own quantizer
-    builds: ClassVar[bool] = False  # whether a runtime can be built for this processor
     streams: ClassVar[bool] = False  # whether `export` also takes a checkpoint folder, tensor by tensor
     holds_vocabulary: ClassVar[bool] = False  # whether its sessions can tokenize with the file's vocabulary
     published: PublishedProgram | None = None  # the benchmark that publications quote
@@ -126,30 +123,12 @@ class Target(ABC):
         self.require()
 
     def health(self) -> Health:
-        """Whether it runs here, and as fast as it could."""
+        """Whether it runs here."""
         try:
             self.require()
         except UnsupportedError:
             return Health("", problem="not installed", mend=f"pip install 'kl-lens[{self.extra}]'")
         return Health(f"{self.packages[-1]} {self.version}")
-
-    def install_runtime(
-        self,
-        folder: Path | None,
-        advanced: Callable[[int, str], None] = lambda percent, what: None,
-        *,
-        gpu: bool = False,
-        patched: bool = False,
-    ) -> Path:
-        """Installs a faster runtime: the libraries of a folder, or (None) built here.
-
-        `gpu`: with GPU support. `patched`: with this project's patches.
-        """
-        raise UnsupportedError(f"{self.title}: there is no faster build of its packages")
-
-    def remove_runtime(self) -> bool:
-        """Undoes that. Returns whether there was anything to remove."""
-        return False
 
     # -- what it can hold ----------------------------------------------------------------------------------
 
@@ -331,36 +310,6 @@ class Target(ABC):
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         """These settings with float32 arithmetic. None: the runtime has none, or they have it already."""
         return None
-
-    # -- timing --------------------------------------------------------------------------------------------
-
-    def latency(self, request: LatencyRequest) -> LatencyProfile:
-        """Seconds of every component in every format; TargetError if they cannot be measured."""
-        raise TargetError(f"{self.title}: KL Lens cannot measure a latency table for it")
-
-    def storable(self, table: SensitivityTable, recipes: Sequence[str]) -> list[str]:
-        """FP16, and the recipes' formats that this target can store for at least one component."""
-        formats = dict.fromkeys([FP16, *(get_format(format_of(name)).name for name in recipes)])
-        shapes = {component.shape for component in table.candidates}
-        return [
-            name
-            for name in formats
-            if name == FP16 or any(self.holds(get_format(name), s) is None for s in shapes)
-        ]
-
-    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
-        """What a timing depends on besides the file."""
-        return {
-            "runtime": f"{self.title} {self.version}".strip(),
-            "processor": processor_name(),
-            "device": self.device_label(settings),
-            "threads": settings.threads or processors(),
-            "load": settings.load,
-        }
-
-    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        """How many progress steps `latency` will report."""
-        return 0
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

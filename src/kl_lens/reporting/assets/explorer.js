@@ -3,7 +3,7 @@
 (() => {
   const block = document.getElementById("explorer-data");
   if (!block) return;
-  const { runs, metrics } = JSON.parse(block.textContent);
+  const { run, metrics } = JSON.parse(block.textContent);
   const place = document.getElementById("explorer");
   const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
   const STEPS = 1000;
@@ -46,14 +46,13 @@
 
   // -- a target's choices and plans -----------------------------------------------------------------------------------
   const prepare = (run, space) => {
-    const [members, recipes, sizes, kls, seconds] = [0, 1, 2, 3, 4].map((k) => space.groups.map((group) => group[k]));
+    const [members, recipes, sizes, kls] = [0, 1, 2, 3].map((k) => space.groups.map((group) => group[k]));
     const owner = new Map(members.flatMap((list, g) => list.map((c) => [c, g])));
     const rows = space.measured.map((list) => new Map(list.map((row) => [row[0], row])));
     const fp16 = space.recipes.indexOf("fp16");
-    const s = { ...space, run, members, choices: recipes, sizes, kls, owner, rows, none: fp16 };
+    const s = { ...space, speed: null, basis: space.speed?.basis, run, members, choices: recipes, sizes, kls, owner, rows, none: fp16 };
     s.bySize = knapsack(kls, sizes);
     s.byLoss = knapsack(sizes, kls);
-    if (space.latency) { s.byTime = knapsack(kls, seconds); s.seconds = seconds; }
     s.error = (codes) => codes.reduce((total, r, c) => total + (rows[c].get(r)?.[3] ?? 0), 0);
     s.made = ({ picks, exact }) => {
       const codes = run.components.map((_, c) => (owner.has(c) ? recipes[owner.get(c)][picks[owner.get(c)]] : fp16));
@@ -70,31 +69,15 @@
       loss: { label: "allowed loss", unit: `nats per ${run.each}`, ends: [space.factor * floor, space.factor * most], log: true, show: number,
         plan: (limit, quick) => s.byLoss.at(limit / space.factor, quick) },
     };
-    const line = fitted(s.plans.filter((plan) => plan.speed));
-    if (space.latency) {
-      const [slow, fast] = [s.byTime.add(seconds, s.byTime.greatest), s.byTime.add(seconds, s.byTime.least)].map((t) => 1 / (t + space.latency[1]));
-      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [slow, fast], show: number,
-        plan: (limit, quick) => s.byTime.at(1 / limit - space.latency[1], quick) };
-      s.speed = (plan) => 1 / (space.latency[1] + s.byTime.add(seconds, plan.picks));
-      s.speedNote = `by the latency table ${space.latency[0]}`;
-    } else if (line) {
-      const rate = (size) => 1 / (line.a + line.b * size);
-      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [rate(space.fixed + high), rate(space.fixed + low)], show: number,
-        plan: (limit, quick) => s.bySize.at(Math.round((1 / limit - line.a) / line.b) - space.fixed, quick) };
-      s.speed = (plan) => rate(plan.bytes);
-      s.speedNote = `a line through ${line.n} timed files, at most ${percent(line.off)} off`;
+    if (space.speed) {
+      const { constant, rates, lookup } = space.speed;
+      const seconds = sizes.map((list, g) => list.map((size, j) => (members[g][0] === lookup ? 0 : rates[recipes[g][j]] * size)));
+      const byTime = knapsack(kls, seconds);
+      s.speed = ({ picks }) => 1 / (constant + byTime.add(seconds, picks));
+      s.modes.speed = { label: "tokens per second", unit: "tokens/s", ends: [byTime.greatest, byTime.least].map((picks) => s.speed({ picks })), show: number,
+        plan: (limit, quick) => byTime.at(1 / limit - constant, quick) };
     }
     return s;
-  };
-  // Seconds per token as a line over bytes; nothing where the files that were timed do not get faster with fewer bytes.
-  const fitted = (timed) => {
-    if (new Set(timed.map((plan) => plan.bytes)).size < 3) return null;
-    const x = timed.map((plan) => plan.bytes), y = timed.map((plan) => 1 / plan.speed);
-    const mean = (list) => list.reduce((p, q) => p + q, 0) / list.length;
-    const [mx, my] = [mean(x), mean(y)];
-    const b = mean(x.map((v, i) => (v - mx) * (y[i] - my))) / mean(x.map((v) => (v - mx) ** 2));
-    const a = my - b * mx, off = Math.max(...x.map((v, i) => Math.abs((a + b * v) / y[i] - 1)));
-    return b > 0 && a + b * Math.min(...x) > 0 && off < 0.2 ? { a, b, off, n: timed.length } : null;
   };
   const valueAt = ({ ends: [low, high], log }, position) => {
     const share = position / STEPS;
@@ -106,16 +89,16 @@
   };
 
   // -- the strip: kinds down, blocks across ---------------------------------------------------------------------------
-  const strip = (run, open = null) => {
+  const strip = (run, open) => {
     const blocks = 1 + Math.max(-1, ...run.components.flatMap((c) => c[2]));
     const rows = [...new Set(run.components.filter((c) => c[2].length).map((c) => c[1]))];
     const cells = [];
     const cell = (c, block, style) => {
-      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open?.(c) });
+      const made = el("button", { type: "button", style, tabindex: cells.length ? -1 : 0, onclick: () => open(c) });
       cells.push({ c, block, made });
       return made;
     };
-    const grid = el("div", { class: "cells", role: "group", "aria-label": `The plan over the network, one button for each component: arrows move${open ? ", Enter opens" : ""}` });
+    const grid = el("div", { class: "cells", role: "group", "aria-label": "The plan over the network, one button for each component: arrows move, Enter opens" });
     grid.style.gridTemplateColumns = `max-content repeat(${Math.max(1, blocks)}, minmax(7px, 1fr))`;
     rows.forEach((row, r) => {
       grid.append(el("span", { style: `grid-area:${r + 1}/1` }, row));
@@ -304,8 +287,8 @@
       ];
       if (known) made.push(tile(same ? "Measured: this plan" : "Measured nearby", withError(known.kl, known.error), `${same ? "" : `${known.label}, ${bytes(known.bytes)}; `}${known.where}`));
       const timed = nearest(space.plans.filter((other) => other.speed))[0];
-      if (space.speed) made.push(tile("Speed", `about ${number(space.speed(plan))} tokens/s`, space.speedNote));
-      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; here smaller files are not reliably faster, so speed cannot be the budget`));
+      if (space.speed) made.push(tile("Speed", `about ${number(space.speed(plan))} tokens/s`, `predicted ${space.basis}`));
+      else if (timed) made.push(tile("Speed nearby", `${number(timed.speed)} tokens/s`, `${timed.label}, ${bytes(timed.bytes)}; ${space.no_speed}`));
       tiles.replaceChildren(...made);
     };
     const showRivals = () => {
@@ -324,7 +307,9 @@
     const showCommand = () => {
       // As long as `uniform_fp16`, whose file the sizes are reckoned from: a GGUF holds its plan's name.
       const name = `at${String(plan.bytes).padStart(10, "0")}`;
-      const how = mode === "speed" && space.latency ? `--max-latency ${+(1e3 / limit).toPrecision(6)}ms --profile ${space.latency[0]}` : `--max-bytes ${plan.bytes}`;
+      // Rounded down to six digits: the fastest plan must stay within it.
+      const step = 10 ** (Math.floor(Math.log10(limit)) - 5);
+      const how = mode === "speed" ? `--min-speed ${+(Math.floor(limit / step) * step).toPrecision(6)}` : `--max-bytes ${plan.bytes}`;
       command.textContent = `${space.command} ${how} --name ${name}` + (space.target ? `\n${space.export} --plan ${name}` : "");
     };
     const showMarker = () => {
@@ -366,7 +351,7 @@
     };
     const shownPlan = (other) => ({ ...other, measured: other.kl, sum: NaN });
     const knobs = () => {
-      const off = { speed: space.modes.speed ? null : "smaller files were not reliably faster here; kl-lens benchmark --layers measures a latency table" };
+      const off = { speed: space.modes.speed ? null : space.no_speed || "weights alone have no speed" };
       target.replaceChildren(spaces.length > 1 ? choose("For", "target", spaces.map((s) => ({ value: s.target ?? "", label: s.title })), space.target ?? "", (value) => { space = spaces.find((s) => (s.target ?? "") === value); begin(); }) : el("p", { class: "quiet" }, `For ${space.title}`));
       kinds.replaceChildren(choose("Budget", "mode", [["size", "Size"], ["loss", "Allowed loss"], ["speed", "Tokens per second"]].map(([value, label]) => ({ value, label, off: off[value] })), mode, (value) => {
         const from = plan;
@@ -416,48 +401,5 @@
     }
     begin();
   };
-
-  // -- several runs ---------------------------------------------------------------------------------------------------
-  const several = () => {
-    const rows = runs.flatMap((run) => run.spaces.map((space) => ({ run, space: prepare(run, space), map: strip(run) })));
-    let mode = "share", later;
-    const slider = el("input", { type: "range", min: 0, max: STEPS, step: 1, id: "budget", "aria-labelledby": "budget-name" });
-    const said = el("output", { for: "budget" }), body = el("tbody"), strips = el("div", { class: "grid" });
-    const span = (of) => { const all = rows.map(({ space }) => of(space)); return { ends: [Math.min(...all.map((e) => e[0])), Math.max(...all.map((e) => e[1]))], log: true }; };
-    const modes = {
-      share: { ...span((s) => s.modes.size.ends.map((end) => end / s.fp16)), show: (v) => `${percent(v)} of FP16`, plan: (s, v, quick) => s.modes.size.plan(v * s.fp16, quick) },
-      loss: { ...span((s) => s.modes.loss.ends), show: (v) => `${number(v)} nats per ${runs[0].each}`, plan: (s, v, quick) => s.modes.loss.plan(v, quick) },
-    };
-    strips.append(...rows.map(({ run, space, map }) => el("figure", {}, el("figcaption", {}, el("b", {}, `${run.name}, ${space.title}`)), map.figure)));
-    const draw = (quick) => {
-      const value = valueAt(modes[mode], Number(slider.value));
-      said.textContent = `at most ${modes[mode].show(value)}`;
-      slider.setAttribute("aria-valuetext", said.textContent);
-      body.replaceChildren(...rows.map(({ run, space, map }) => {
-        const answer = modes[mode].plan(space, value, quick);
-        const name = el("th", { scope: "row" }, run.name);
-        if (!answer) return el("tr", {}, name, el("td", {}, space.title), el("td", { colspan: 4 }, "no plan is that small"));
-        const plan = space.made(answer);
-        map.paint(space, plan.codes);
-        const near = space.plans.filter((p) => p.kl !== null).sort((p, q) => Math.abs(p.bytes - plan.bytes) - Math.abs(q.bytes - plan.bytes))[0];
-        return el("tr", {}, name, el("td", {}, space.title), el("td", { class: "n" }, bytes(plan.bytes)), el("td", { class: "n" }, percent(plan.bytes / space.fp16)),
-          el("td", { class: "n" }, withError(plan.kl, plan.error)), el("td", {}, near ? `${near.label}, ${bytes(near.bytes)}: ${withError(near.kl, near.error)}` : "–"));
-      }));
-      clearTimeout(later);
-      if (quick) later = setTimeout(() => draw(false), 150);
-      else place.dataset.settled = slider.value;
-    };
-    const change = (value) => { mode = value; draw(true); };
-    slider.addEventListener("input", () => { delete place.dataset.settled; draw(true); });
-    place.replaceChildren(
-      el("h3", { id: "budget-name" }, "The same budget for all runs"),
-      el("div", { class: "knobs" }, choose("Budget", "mode", [{ value: "share", label: "Size, as a share of FP16" }, { value: "loss", label: "Allowed loss" }], mode, change), said),
-      slider,
-      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Every run at this budget" }, el("table", {}, el("caption", {}, "The best plan of each run at this budget"),
-        el("thead", {}, el("tr", {}, ["run", "target", "size", "of FP16", "predicted KL", "measured nearby"].map((words, i) => el("th", { scope: "col", class: i > 1 && i < 5 ? "n" : null }, words)))), body)),
-      strips);
-    slider.value = positionOf(modes.share, 0.4);
-    draw(false);
-  };
-  if (place.hasAttribute("data-compares")) several(); else single(runs[0]);
+  single(run);
 })();

@@ -146,7 +146,7 @@ def _machine(view: RunView) -> Html:
             if name in command.provenance:
                 add(name, command.provenance[name])
     for score in view.scores:
-        if "found" in score.runtime:  # one of several libraries, and maybe a patched one
+        if "found" in score.runtime:  # one of several libraries
             add(f"judged, {runtime_of(score.subject)}", score.runtime["version"])
     pairs: dict[str, object] = {name: " / ".join(values) for name, values in facts.items()}
     by_target: dict[str, list[Profile]] = {}

@@ -77,7 +77,7 @@ def _bandwidth(profiles: list[Profile]) -> list[Html]:
 
 
 def _warnings(profiles: list[Profile]) -> list[Html]:
-    notes = [note(line) for line in [*answer.libraries(profiles), *answer.faster_libraries(profiles)]]
+    notes = [note(line) for line in answer.libraries(profiles)]
     notes += [note(line) for line in answer.unmeasurable(profiles)]
     if any(p.settings.get("quick") for p in profiles):
         notes.append(note("Some of these are quick timings, too short to publish."))

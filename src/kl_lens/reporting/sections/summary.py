@@ -32,7 +32,7 @@ def section(view: RunView) -> Section | None:
     sentences = [tag("p", *_sentence(view, each.plan), class_="lead") for each in answers]
     parts: list[Html | None] = [
         tag("div", *sentences, class_="grid answers"),
-        explorer.explorer([view]),
+        explorer.explorer(view),
         *(note(line) for line in view.without_slider),
         tag("div", *_charts(view), class_="grid charts"),
     ]

@@ -23,10 +23,10 @@ from typing import Any
 
 from kl_lens.environment import briefly_spinning
 from kl_lens.errors import TargetError
-from kl_lens.targets.gguf.instructions import unused_instructions
 from kl_lens.targets.session import ALL_LAYERS, LOAD_MODES
 
 ENVIRONMENT_VARIABLE = "LLAMA_CPP_LIB"
+WHEEL = "xllamacpp"  # of the extra `gguf`: runs everywhere, so it leaves this processor's best instructions unused
 _FINDING = threading.Lock()
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll")
 # For example libllama.v0.5.0.so, libllama.cuda.v0.5.0.so, libllama.so.0.
@@ -125,11 +125,6 @@ class LlamaLibrary:
         return self.functions.llama_print_system_info().decode().strip().strip("|").strip()
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        """Instructions that the processor has and this build does not use."""
-        return unused_instructions(self.system_info)
-
-    @property
     def has_gpu(self) -> bool:
         return bool(self.functions.llama_supports_gpu_offload())
 
@@ -137,8 +132,8 @@ class LlamaLibrary:
         if not self.has_gpu:
             count = "all" if layers >= ALL_LAYERS else layers
             raise TargetError(
-                f"--gpu-layers {count}: {self.path} has no GPU backend, or finds no GPU. Build one for CUDA with "
-                f"`kl-lens runtime build --gpu`, set {ENVIRONMENT_VARIABLE} to another, or leave the option out"
+                f"--gpu-layers {count}: {self.path} has no GPU backend, or finds no GPU. Leave the option out, or name "
+                f"a llama.cpp built for your GPU with --llama-cpp or {ENVIRONMENT_VARIABLE}"
             )
 
     @property
@@ -177,10 +172,7 @@ class LlamaLibrary:
                 ctypes.memmove(ctypes.addressof(parameters) + _CALLBACK, ctypes.addressof(callback), 8)
         return parameters
 
-    def context_parameters(
-        self, context: int, batch: int, exact_attention: bool, watcher: Any = None
-    ) -> Parameters:
-        """`watcher`: a callback for every operation."""
+    def context_parameters(self, context: int, batch: int, exact_attention: bool) -> Parameters:
         parameters: Parameters = self.functions.llama_context_default_params()
         for name, (offset, defaults) in _CONTEXT_FIELDS.items():
             self.require_default(parameters, name, offset, defaults)
@@ -189,14 +181,6 @@ class LlamaLibrary:
         if exact_attention:
             for offset in self.attention_offsets(parameters):
                 parameters.set_integer(offset, 0)  # flash attention off; F32 keys; F32 values
-        if watcher is not None:
-            # The callback and its data come before the cache types.
-            place = self.attention_offsets(parameters)[1] - 16
-            if any(parameters.data[place : place + 16]):
-                raise TargetError(
-                    f"{self.path}: unknown layout of llama_context_params; its operations cannot be timed"
-                )
-            ctypes.memmove(ctypes.addressof(parameters) + place, ctypes.addressof(watcher), 8)
         return parameters
 
     def attention_offsets(self, parameters: Parameters) -> tuple[int, int, int]:
@@ -210,7 +194,7 @@ class LlamaLibrary:
         halves = [i for i in range(16, 32) if integers[i : i + 2] == [1, 1]]
         if len(automatic) != 1 or len(halves) != 1:
             raise TargetError(
-                f"{self.path}: unknown layout of llama_context_params; exact attention and timed operations need it"
+                f"{self.path}: unknown layout of llama_context_params; exact attention needs it"
             )
         return 4 * automatic[0], 4 * halves[0], 4 * halves[0] + 4
 
@@ -221,20 +205,8 @@ class LlamaLibrary:
         if value not in defaults:
             raise TargetError(
                 f"{self.path}: {name} is not where KL Lens knows it (found {value}); this llama.cpp has another "
-                f"layout, set {ENVIRONMENT_VARIABLE} to another libllama"
+                f"layout, name another with --llama-cpp or {ENVIRONMENT_VARIABLE}"
             )
-
-
-def runtime_folder() -> Path:
-    """Where `kl-lens runtime` puts a library that every session finds by itself."""
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local/share") / "kl-lens/llama.cpp"
-
-
-def origin_of() -> str:
-    """Where the installed libraries come from; empty if there are none."""
-    note = runtime_folder() / "ORIGIN"
-    return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
 
 
 def library_in(folder: Path) -> Path | None:
@@ -244,13 +216,7 @@ def library_in(folder: Path) -> Path | None:
 
 
 def candidates() -> Iterator[tuple[str, Path]]:
-    """Libraries worth trying, best first: the user's own, native builds, then the portable wheel."""
-    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
-        place = Path(chosen)
-        yield ENVIRONMENT_VARIABLE, (library_in(place) or place) if place.is_dir() else place
-        return  # the user's choice is used or refused, never replaced
-    if own := library_in(runtime_folder()):
-        yield "kl-lens runtime", own
+    """Libraries worth trying, best first: native builds, then the portable wheel."""
     if folder := _package_folder("llama_cpp"):
         yield from (("llama-cpp-python", folder / "lib" / name) for name in _NAMES)
     if installed := ctypes.util.find_library("llama"):
@@ -260,36 +226,43 @@ def candidates() -> Iterator[tuple[str, Path]]:
             beside = Path(executable).resolve().parent
             for place in (beside, beside.parent / "lib"):
                 yield from ((f"beside {tool}", place / name) for name in _NAMES)
-    if folder := _package_folder("xllamacpp"):
-        yield from (("xllamacpp", path) for path in sorted(folder.glob("xllamacpp*.so")))
-        yield from (("xllamacpp", path) for path in sorted(folder.glob("xllamacpp*.pyd")))
+    if folder := _package_folder(WHEEL):
+        yield from ((WHEEL, path) for path in sorted(folder.glob("xllamacpp*.so")))
+        yield from ((WHEEL, path) for path in sorted(folder.glob("xllamacpp*.pyd")))
 
 
 def find_library() -> LlamaLibrary:
     """The llama.cpp library to use; the same one for the life of the process, in all threads.
 
-    Searched in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), what `kl-lens runtime` installed,
-    llama-cpp-python, the system's library path, beside llama.cpp's tools on PATH, and xllamacpp (which is in the extra
-    `gguf`: works everywhere, slow on ARM).
+    Searched in this order: `LLAMA_CPP_LIB` (a library, or a folder with one), llama-cpp-python, the system's library
+    path, beside llama.cpp's tools on PATH, and xllamacpp.
     """
     with _FINDING:  # opened twice, it would log to a freed callback
-        return found_library()
+        return found_library(os.environ.get(ENVIRONMENT_VARIABLE))
 
 
-def forget_library() -> None:
-    """Call it after installing or removing a library."""
-    found_library.cache_clear()
+def use_library(path: Path) -> None:
+    """Makes this the library of this process and of those that it starts. Raises TargetError if it is none."""
+    with _FINDING:
+        found_library(str(path))
+    os.environ[ENVIRONMENT_VARIABLE] = str(path)
 
 
 @cache
-def found_library() -> LlamaLibrary:
+def found_library(chosen: str | None) -> LlamaLibrary:
+    """`chosen`: the user's own, a library or a folder with one. It is used or refused, never replaced."""
+    if chosen:
+        place = Path(chosen)
+        own = library_in(place) if place.is_dir() else place
+        if own is None or (own.is_absolute() and not own.is_file()):
+            raise TargetError(
+                f"{place}: no llama.cpp library there; --llama-cpp and {ENVIRONMENT_VARIABLE} take a libllama file, "
+                "or a folder with one"
+            )
+        return open_library("your choice", own)
     reasons = []
     for origin, path in candidates():
         if path.is_absolute() and not path.is_file():
-            if origin == ENVIRONMENT_VARIABLE:
-                raise TargetError(
-                    f"{ENVIRONMENT_VARIABLE} names {path}, which is neither a library nor a folder with one"
-                )
             continue
         try:
             return open_library(origin, path)
@@ -297,7 +270,7 @@ def found_library() -> LlamaLibrary:
             reasons.append(str(error))
     tried = f" ({'; '.join(reasons)})" if reasons else ""
     raise TargetError(
-        f"no llama.cpp library found{tried}; pip install 'kl-lens[gguf]', or set {ENVIRONMENT_VARIABLE}"
+        f"no llama.cpp library found{tried}; pip install 'kl-lens[gguf]', or name one with --llama-cpp"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 from collections.abc import Sequence
@@ -62,8 +61,6 @@ class GGUFSession:
     ) -> None:
         self._context: int | None = None
         self._model: int | None = None
-        self._borrowed = False  # the model belongs to another session
-        self._watcher: Any = None
         self.file = check_file(Path(path))
         self.path = self.file.paths[0]
         self._library: LlamaLibrary = find_library()
@@ -105,10 +102,10 @@ class GGUFSession:
         self._vocabulary = int(functions.llama_vocab_n_tokens(self._vocab))
         self._make_context(max(context or min(trained, LARGEST_DEFAULT_CONTEXT), 1))
 
-    def _make_context(self, wanted: int, watcher: Any = None) -> None:
+    def _make_context(self, wanted: int) -> None:
         functions = self._library.functions
         self._batch_size = min(BATCH, wanted)
-        settings = self._library.context_parameters(wanted, self._batch_size, self.exact_attention, watcher)
+        settings = self._library.context_parameters(wanted, self._batch_size, self.exact_attention)
         self._context = functions.llama_init_from_model(self._model, settings)
         if not self._context:
             message = self._complaint()
@@ -123,14 +120,6 @@ class GGUFSession:
         self.threads = count
         self._library.functions.llama_set_n_threads(self._open_context, count, count)
 
-    def watched(self, watcher: Any) -> Self:
-        """A session on the same weights whose operations call `watcher`. Close it before this one."""
-        twin = copy.copy(self)
-        twin._context, twin._borrowed = None, True
-        twin._watcher = watcher  # keeps the callback alive: ctypes does not
-        twin._make_context(self.context, watcher)
-        return twin
-
     @property
     def vocabulary(self) -> int:
         return self._vocabulary
@@ -144,7 +133,6 @@ class GGUFSession:
             "found": library.origin,
             "version": library.version,
             "build_flags": library.system_info,
-            "unused_instructions": ", ".join(library.unused),
             "gpu_support": library.has_gpu,
             "device": "GPU" if self.gpu_layers else "CPU",
             "gpu_layers": self.gpu_layers,
@@ -224,7 +212,7 @@ class GGUFSession:
             functions.llama_batch_free(self._batch)
             functions.llama_free(self._context)
             self._context = None
-        if self._model and not self._borrowed:
+        if self._model:
             functions.llama_model_free(self._model)
         self._model = None
 

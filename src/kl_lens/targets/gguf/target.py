@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.recipes import FP16, Recipe, fitting_recipe
-from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, Health, StockRecipe, Target
 from kl_lens.targets.contents import FLOATS, Contents
 from kl_lens.targets.gguf.header import parts_of
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -25,12 +24,13 @@ if TYPE_CHECKING:
     from kl_lens.targets.dissection import Dissection
 
 SUFFIX = ".gguf"
+BUILDING = "https://kl-lens.github.io/kl-lens/targets/#llamacpp"
 
 
 class GGUFTarget(Target):
     name, title, extra, packages = "gguf", "llama.cpp", "gguf", ("gguf",)
     loads, besides = (SUFFIX,), "the header (settings, vocabulary)"
-    builds = streams = holds_vocabulary = True
+    streams = holds_vocabulary = True
     methods, recipe_tool = ("gptq", "imatrix"), "llama.cpp"
     exact_options = "run it with --flash-attn off --cache-type-k f32 --cache-type-v f32"
     options = (
@@ -197,14 +197,14 @@ class GGUFTarget(Target):
 
     @property
     def version(self) -> str:
-        """xllamacpp's version, and the library used instead of it, if any."""
-        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE, origin_of
+        """xllamacpp's version, and the library named instead of it, if any."""
+        from kl_lens.targets.gguf.library import ENVIRONMENT_VARIABLE
 
         try:
             version = metadata.version("xllamacpp")
         except metadata.PackageNotFoundError:
             version = "none"
-        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE) or origin_of()}"
+        return f"{version} {os.environ.get(ENVIRONMENT_VARIABLE, '')}"
 
     def check_device(self, settings: SessionSettings) -> None:
         from kl_lens.targets.gguf.library import find_library
@@ -221,8 +221,7 @@ class GGUFTarget(Target):
         return "GPU" if settings.gpu_layers else "CPU"
 
     def health(self) -> Health:
-        from kl_lens.targets.gguf.instructions import used_instructions
-        from kl_lens.targets.gguf.library import find_library
+        from kl_lens.targets.gguf.library import WHEEL, find_library
 
         basic = super().health()
         if basic.problem:
@@ -231,64 +230,12 @@ class GGUFTarget(Target):
             library = find_library()
         except TargetError as error:
             return Health("", problem=str(error), mend="pip install 'kl-lens[gguf]'")
-        used = ", ".join(sorted(used_instructions(library.system_info) - {"LLAMAFILE", "OPENMP", "REPACK"}))
-        facts = (
-            f"from {library.origin}: {library.path}",
-            f"uses {used or 'no special instructions'}{', and a GPU (--gpu-layers)' if library.has_gpu else ''}",
-        )
-        if not (unused := library.unused):
-            return Health(library.version, facts)
-        problem = f"slow: the processor also has {', '.join(unused)}, which this build does not use"
-        return Health(
-            library.version, facts, problem, f"kl-lens runtime build{' --gpu' if library.has_gpu else ''}"
-        )
-
-    def install_runtime(
-        self,
-        folder: Path | None,
-        advanced: Callable[[int, str], None] = lambda percent, what: None,
-        *,
-        gpu: bool = False,
-        patched: bool = False,
-    ) -> Path:
-        from kl_lens.targets.gguf.native import build_library, install_libraries
-
-        if folder is not None:
-            return install_libraries(folder)
-        return build_library(advanced, gpu=gpu, patched=patched)
-
-    def remove_runtime(self) -> bool:
-        from kl_lens.targets.gguf.native import remove_libraries
-
-        return remove_libraries()
-
-    # -- timing --------------------------------------------------------------------------------------------
-
-    def latency(self, request: LatencyRequest) -> LatencyProfile:
-        from kl_lens.targets.gguf.header import check_file
-        from kl_lens.targets.gguf.latency import require_artifacts, traced_latency
-
-        require_artifacts(request, self.name)
-        # The largest file has the fewest tensors in a format smaller than a copy's fallback.
-        whole = max(request.measured, key=lambda timed: timed.artifact.realised_bytes)
-        file = self.weight_file(whole.place)
-        formats = self.storable(request.table, request.recipes)
-        name = f"{self.name}-{self.device_label(request.settings)}"
-        return traced_latency(request, formats, file, whole.artifact, check_file(file), name)
-
-    def conditions(self, settings: SessionSettings) -> dict[str, Any]:
-        """Includes the instructions, in which builds of one version differ."""
-        from kl_lens.targets.gguf.library import find_library
-
-        try:
-            library = find_library()
-        except TargetError:
-            return super().conditions(settings) | {"runtime": "no llama.cpp"}
-        unused = f", {'/'.join(library.unused)} unused" if library.unused else ""
-        return super().conditions(settings) | {"runtime": library.version + unused}
-
-    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        return 2 * len(self.storable(table, recipes))
+        facts = [f"from {library.origin}: {library.path}"]
+        if library.has_gpu:
+            facts.append("has a GPU (--gpu-layers)")
+        if library.origin == WHEEL:
+            facts.append(f"a llama.cpp built for this processor is faster: {BUILDING}")
+        return Health(library.version, tuple(facts))
 
     def fewest_threads(self, place: Path) -> int:
         return 1

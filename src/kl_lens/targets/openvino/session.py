@@ -23,7 +23,6 @@ from kl_lens.formats import get_format
 from kl_lens.images import Preparation
 from kl_lens.records import Artifact
 from kl_lens.targets.artifacts import read_artifact
-from kl_lens.targets.latency import format_of
 from kl_lens.targets.openvino.folder import graph_file
 from kl_lens.targets.openvino.image_session import ImageSession
 from kl_lens.targets.openvino.rewrites import equal_batches, is_gated
@@ -56,7 +55,7 @@ WHOLE_ROW = "18446744073709551615"
 def deployment_settings(formats: set[str], machine: str = platform.machine()) -> dict[str, str]:
     """The fastest settings that were measured for weights in these formats (docs/targets.md)."""
     settings = dict(DEPLOYED)
-    integers = [get_format(format_of(name)) for name in formats if name.startswith("int")]
+    integers = [get_format(name.partition("+")[0]) for name in formats if name.startswith("int")]
     if any(fmt.bits == 8 and fmt.group_size for fmt in integers):
         # There is no kernel for 8-bit weights in groups: with the setting below, compiling fails.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from kl_lens.errors import TargetError
 from kl_lens.formats import Format
 from kl_lens.recipes import FP16, Recipe, fitting_recipe, parsed
-from kl_lens.records import Artifact, Plan, SensitivityTable
+from kl_lens.records import Artifact, Plan
 from kl_lens.targets.artifacts import read_artifact
 from kl_lens.targets.base import ExportOption, StockRecipe, Target
 from kl_lens.targets.contents import Contents
-from kl_lens.targets.latency import LatencyProfile, LatencyRequest
 from kl_lens.targets.openvino.benchmark_app import BenchmarkApp
 from kl_lens.targets.openvino.folder import IR_FILE, TOKENIZER_FILE, WEIGHT_FILE, graph_file
 from kl_lens.targets.session import Session, SessionSettings
@@ -212,19 +211,6 @@ class OpenVINOTarget(Target):
 
     def in_float32(self, settings: SessionSettings) -> SessionSettings | None:
         return None if settings.exact else replace(settings, exact=True)
-
-    # -- timing --------------------------------------------------------------------------------------------
-
-    def latency(self, request: LatencyRequest) -> LatencyProfile:
-        from kl_lens.targets.openvino.latency import product_latency
-
-        formats = self.storable(request.table, request.recipes)
-        return product_latency(request, formats, f"{self.name}-{request.settings.device}")
-
-    def latency_steps(self, table: SensitivityTable, recipes: Sequence[str]) -> int:
-        from kl_lens.targets.openvino.latency import wanted_products
-
-        return len(set(wanted_products(table, self.storable(table, recipes)).values()))
 
     # -- what its kernels do -------------------------------------------------------------------------------
 

@@ -1,0 +1,133 @@
+"""How fast a plan's file would be: a constant, plus the bytes of each format times a rate.
+
+`plan --min-speed` and the report's slider use it. It is fitted to the files that the run has timed. Those are few, so
+formats are taken to have similar rates, as far as the timings do not say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # its parts load on first use: that takes seconds
+
+from kl_lens.errors import PlanError
+from kl_lens.records import Profile, SensitivityTable
+from kl_lens.runs import Run
+from kl_lens.subjects import current_profiles, recorded_artifact
+from kl_lens.targets import Target
+
+FEWEST = 3  # timed files of different sizes
+# Relative: how far timings are expected to scatter, and the rates of formats to differ.
+NOISE, SPREAD = 0.03, 0.3
+WORST = 0.3  # median error, of each file predicted from the others, above which there is no model
+
+
+@dataclass(frozen=True)
+class TimedFile:
+    bytes: Mapping[str, int]  # format → bytes that tokens read
+    seconds: float  # per token
+
+    @property
+    def size(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class SpeedModel:
+    constant: float  # seconds per token that no format changes
+    rates: Mapping[str, float]  # format → seconds per byte
+    usual: float  # seconds per byte of a format that no timed file has
+    files: int = 0
+    off: float = 0.0  # median error, of each file predicted from the others
+    conditions: str = ""  # `CPU, 2 threads`
+    lookup: str | None = None  # the component that tokens take one row of: its bytes cost no time
+
+    def rate(self, format_name: str) -> float:
+        """Seconds per byte. A kernel's time depends on the format, not on the method."""
+        return self.rates.get(format_name, self.usual)
+
+    def of(self, component: str, format_name: str, size: int) -> float:
+        """Seconds of a component (or a group of them) per token."""
+        return 0.0 if component == self.lookup else self.rate(format_name) * size
+
+    @property
+    def basis(self) -> str:
+        """What it rests on, for people."""
+        return (
+            f"from {self.files} timed files ({self.conditions}); each predicted from the others: {self.off:.0%} off "
+            "(median)"
+        ).replace("%", " %")
+
+
+def speed_model(run: Run, table: SensitivityTable, target: Target) -> SpeedModel:
+    """The model of a target's files on the device on which most were timed. Raises PlanError if there is none."""
+    groups: dict[str, dict[str, Profile]] = {}
+    for profile in current_profiles(run):
+        plan = profile.subject.own_plan
+        if plan and profile.subject.target == target.name and "seconds_per_token" in profile.timings:
+            threads = f"{profile.threads} thread{'' if profile.threads == 1 else 's'}"
+            groups.setdefault(f"{profile.device}, {threads}", {})[plan] = profile
+    conditions, profiles = max(groups.items(), key=lambda item: len(item[1]), default=("", {}))
+    lookup = table.embedding if table.embedding != table.head else None
+    read = {c.name for c in table.candidates if c.name != lookup}
+    files = [_timed(run, profile, read) for profile in profiles.values()]
+    if (different := len({file.size for file in files})) < FEWEST:
+        raise PlanError(
+            f"speeds are predicted from at least {FEWEST} timed {target.title} files of different sizes, and the run "
+            f"has {different}; export more plans, then: kl-lens benchmark --run {run.folder} --targets {target.name}"
+        )
+    fit = fitted(files)
+    off = float(np.median([error_of(file, fitted([f for f in files if f is not file])) for file in files]))
+    if fit is None or off > WORST:
+        raise PlanError(
+            f"smaller {target.title} files were not reliably faster in this run ({conditions}), so a speed cannot be "
+            f"the budget; on a quiet machine, repeat: kl-lens benchmark --run {run.folder} --targets {target.name}"
+        )
+    return SpeedModel(fit.constant, fit.rates, fit.usual, len(files), off, conditions, lookup)
+
+
+def _timed(run: Run, profile: Profile, read: set[str]) -> TimedFile:
+    artifact = recorded_artifact(run.artifact_folder(f"{profile.subject.target}/{profile.subject.plan}"))
+    assert artifact is not None  # or the profile would be outdated
+    sizes: Counter[str] = Counter()
+    for tensor in artifact.tensors:
+        if tensor.component in read:
+            sizes[tensor.realised.partition("+")[0]] += tensor.bytes
+    return TimedFile(sizes, profile.timings["seconds_per_token"].median)
+
+
+def fitted(files: Sequence[TimedFile]) -> SpeedModel | None:
+    """Constant and rates that fit relative times best, none below zero; None if smaller files are not faster.
+
+    First one rate for all bytes, then one for each format, drawn towards the first.
+    """
+    formats = sorted({name for file in files for name in file.bytes})
+    sizes = np.array([[file.bytes.get(name, 0) for name in formats] for file in files], np.float64)
+    times = np.array([file.seconds for file in files])
+    mean, whole = times.mean(), sizes.sum(1)
+    scale = mean / whole.mean()
+    ones = np.ones(len(files))
+    _, common = scipy.optimize.nnls(np.column_stack([mean / times, scale * whole / times]), ones)[0]
+    usual = float(scale * common)
+    if usual == 0:
+        return None
+    rows = np.column_stack([mean / times, usual * sizes / times[:, None]]) / NOISE
+    drawn = np.column_stack([np.zeros(len(formats)), np.eye(len(formats))]) / SPREAD
+    wanted = np.concatenate([ones / NOISE, np.ones(len(formats)) / SPREAD])
+    constant, *factors = scipy.optimize.nnls(np.vstack([rows, drawn]), wanted)[0].tolist()
+    return SpeedModel(
+        float(mean * constant),
+        {name: usual * factor for name, factor in zip(formats, factors, strict=True)},
+        usual,
+    )
+
+
+def error_of(file: TimedFile, model: SpeedModel | None) -> float:
+    """How far a prediction is off, as a share."""
+    if model is None:
+        return np.inf
+    predicted = model.constant + sum(model.rate(name) * size for name, size in file.bytes.items())
+    return abs(predicted / file.seconds - 1)
