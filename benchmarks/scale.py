@@ -1,7 +1,7 @@
-"""Several processes: how much faster they are, what a piece of work costs besides arithmetic, how good estimates are.
+"""Several processes: how much faster they are, and how good estimates are.
 
     python benchmarks/scale.py workers [mamba-130m] [--windows 16] [--workers 1,2,4,8,16] [--ray]
-                                                        workers of one thread each, beside one process with all threads
+                                                        workers beside one process with all threads
     python benchmarks/scale.py estimates [--models reference:mamba,…]  `measure --estimate` beside the sweep itself
 
 Shapes have random weights and text of random tokens.
@@ -23,15 +23,13 @@ from common import machine, matmul_rate, shape  # isort: skip  (first: it sets t
 import torch
 
 from kl_lens.checkpoints import load
-from kl_lens.cluster.crew import HiredCrew, WorkerPool
-from kl_lens.cluster.processes import ProcessHands
-from kl_lens.cluster.worker import Order
 from kl_lens.recipes import Recipe
 from kl_lens.runs import Run
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.sensitivity.engines import FastEngine
 from kl_lens.sensitivity.perturbation import find_candidates
-from kl_lens.sensitivity.pieces import Layout, Piece, PieceRunner
+from kl_lens.sensitivity.pieces import PieceRunner
 from kl_lens.sensitivity.sweep import Sweep
+from kl_lens.sensitivity.workers import Order, Workers, hired
 from kl_lens.text import Windows
 from kl_lens.text.windows import UsedDocument
 
@@ -51,7 +49,7 @@ def random_windows(count: int, vocabulary: int) -> Windows:
 
 
 def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool) -> None:
-    """A line for each way; seconds are those of the sweep alone, and of starting until every worker can begin."""
+    """A line for each way: the sweep of one process, and of workers with and without their start."""
     from sweep import floor_seconds  # beside this file
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -78,10 +76,10 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
         runner.engine.measure([candidates[-1].perturbation])
         results: list[list[tuple[object, ...]]] = []
 
-        def swept(title: str, crew: HiredCrew | None = None) -> float:
+        def swept(title: str, workers: Workers | None = None) -> float:
             with Run.create(Path(temporary) / str(len(results))) as run:
                 begin = time.perf_counter()
-                Sweep(model, run, crew=crew).measure(candidates, windows)
+                Sweep(model, run, workers=workers).measure(candidates, windows)
                 seconds = time.perf_counter() - begin
                 results.append(_samples(run))
             print(
@@ -92,26 +90,14 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
             return seconds
 
         alone = swept(f"one process, {cores} threads")
-        order = Order(folder, how, model.fingerprint, FastEngine.name, DEFAULT_MEMORY, None, Path(temporary))
-        ways: list[tuple[str, int, WorkerPool]] = [("processes", n, ProcessHands(0, 1)) for n in counts]
-        ways += [("processes", n, ProcessHands()) for n in counts if 1 < n <= cores // 2]
-        if with_ray:
-            from kl_lens.cluster.ray_pool import RayPool
-
-            ways += [("workers of Ray", n, RayPool("local")) for n in counts]
-        for kind, number, hands in ways:
-            begin = time.perf_counter()
-            with HiredCrew(hands, order, number, print) as crew:
-                first = crew.begin(candidates[:1], windows.ids[:1], None, None)
-                while any(member.layout is None for member in crew._members):
-                    crew._hear(print)
-                ready = time.perf_counter() - begin
-                call = _call_seconds(crew, first)
-                seconds = swept(f"{number} {kind}, threads of each: {crew.order.threads}", crew)
+        order = Order(folder, how, model.fingerprint)
+        for number, ray in ((n, ray) for ray in (None, "local")[: 1 + with_ray] for n in counts):
+            kind = "workers of Ray" if ray else f"processes with {max(1, cores // number)} threads each"
+            with hired(order, number, ray, say=print) as several:
+                first = swept(f"{number} {kind}, with their start", several)
+                seconds = swept(f"{number} {kind}", several)
             print(
-                f"    {alone / seconds:.2f} times as fast as one process; all were ready after {ready:.1f} s; a piece "
-                f"there and back {call * 1e3:.1f} ms",
-                flush=True,
+                f"    {alone / seconds:.2f} times as fast as one process; the start took {first - seconds:.1f} s"
             )
         torch.set_num_threads(1)
         begin = time.perf_counter()
@@ -126,15 +112,6 @@ def workers(name: str, count: int, every: int, counts: list[int], with_ray: bool
 def _samples(run: Run) -> list[tuple[object, ...]]:
     rows = run.journal.execute("SELECT component, format, window, token_kl FROM samples ORDER BY 1, 2, 3")
     return rows.fetchall()
-
-
-def _call_seconds(crew: HiredCrew, layout: Layout, times: int = 50) -> float:
-    """Seconds for an empty piece of work to go there and back."""
-    list(crew.do(layout.whole([1.0]), lambda text: None))
-    begin = time.perf_counter()
-    for index in range(times):
-        list(crew.do([Piece((0,), (), float(index))], lambda text: None))
-    return (time.perf_counter() - begin) / times
 
 
 # -- estimates ---------------------------------------------------------------------------------------------------

@@ -39,12 +39,11 @@ from kl_lens.pipeline.settings import (
 )
 from kl_lens.pipeline.spreading import (
     SLURM,
-    Workers,
-    crew_for,
-    here,
+    SeveralProcesses,
     several,
     shard_name,
     share_of,
+    workers_for,
 )
 from kl_lens.pipeline.staging import Limits, StagedSearch, expected_work
 from kl_lens.pipeline.target_planner import TargetPlanner
@@ -81,7 +80,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
+class MeasureSettings(SeveralProcesses, Calibration, HeldOut, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -199,18 +198,11 @@ class MeasureResult:
     curves: Mapping[tuple[str, str], PositionCurve] = field(default_factory=dict)  # of --positions
     families: Mapping[str, str] = field(default_factory=dict)  # component → ssm, attention, …
 
-    @property
-    def failures(self) -> Mapping[str, str]:
-        return self.sweep.failures
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
-
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | JobEstimate:
     share = settings.share
-    model = bench.model(here(settings))
+    # With Ray, this process computes nothing.
+    model = bench.model(replace(settings, device="cpu") if settings.ray else settings)
     recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
     if settings.positions and not model.task.generates:
@@ -245,19 +237,18 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         _require_statistics(candidates, whole, settings)
-        with going_on(folder), events.progress("measuring") as sweep.progress:
+        with going_on(folder), events.progress("measuring") as shown:
             sweep.bind(candidates)
-            everything, staged = len(candidates), None
+            everything, screen = len(candidates), None
             if not settings.positions and (screen := _screen(settings, candidates, whole)):
-                sweep.progress = sweep.progress.as_one(expected_work(model, screen, windows))
-                errors = _errors(screen, model, sweep.progress)
+                shown = shown.as_one(expected_work(model, screen, windows))
+                errors = _errors(screen, model, shown)
                 candidates = screen.undominated(errors)
-                if settings.limits:
-                    staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
             left = 0.0 if share else sweep.operations_left(candidates, windows, text)
-            crew = crew_for(settings, settings.model, model, folder, events, target, left)
-            with crew as sweep.crew:
-                if staged is not None:
+            with workers_for(settings, settings, settings.memory_budget, model, left, events) as workers:
+                sweep = replace(sweep, workers=workers, progress=shown)
+                if screen and settings.limits:
+                    staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
                     result, candidates = staged.measure(settings.limits)
                 elif settings.anytime:
                     result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)

@@ -59,7 +59,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import Workers
+from kl_lens.pipeline.spreading import SeveralProcesses
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import FP16, Recipe
@@ -90,7 +90,7 @@ _proof = grouped("checking the result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Workers, HeldOut, Calibration, OfModel, FromDisk):
+class RunSettings(SeveralProcesses, HeldOut, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
