@@ -4,7 +4,7 @@
     python benchmarks/quantizers.py --out FILE.jsonl --write docs/results/quantizers.csv --only-write
 
 `methods`: every small format of OpenVINO and every K-quant, the whole model in it (in a GGUF file the head in Q6_K, as
-llama.cpp does), by `rtn`, `search` or `imatrix`, `gptq`, and `ordered`. `nncf`: NNCF's own data-free, AWQ + scale
+llama.cpp does), by `rtn`, `search` or `imatrix`, and `gptq`. `nncf`: NNCF's own data-free, AWQ + scale
 estimation and GPTQ on the same graph and text, with embedding and head at 8 bits as NNCF leaves them; our methods with
 the same formats beside them. `calibration`: how much of the gain remains with 3, 6 and 32 windows of WikiText-2 train,
 and with C4 and novels (`--texts FOLDER`). `time`: seconds for one layer, ours and NNCF's, on the same inputs. `whole`:
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from common import machine, shape
-from kl_lens.calibration import gather, gather_in_order
+from kl_lens.calibration import gather
 from kl_lens.checkpoints import LoadedModel, load
 from kl_lens.evaluation import prepare_text
 from kl_lens.evaluation.texts import EvaluationText
@@ -65,7 +65,7 @@ GRIDS = {
     ),
 }  # fmt: skip
 BASE = {"openvino": "rtn", "gguf": "imatrix"}  # what `gptq` is compared with
-METHODS = {"openvino": ("rtn", "search", "gptq", "ordered"), "gguf": ("rtn", "imatrix", "gptq", "ordered")}
+METHODS = {"openvino": ("rtn", "search", "gptq"), "gguf": ("rtn", "imatrix", "gptq")}
 BESIDE_NNCF = ("int4", "int4-g128", "int4-g64", "uint4-g128", "uint4-g64")
 RESTRICTED = {"openvino": "int4-g64", "gguf": "q4_k"}
 WIKITEXT, FULL = "wikitext2:train", 32
@@ -184,16 +184,12 @@ def drawn(task: Task, model: LoadedModel, judging: Judging) -> Windows:
     return draw_windows(source, model.require_tokenizer(), windows=task.windows, length=LENGTH, seed=43)
 
 
-def learn(task: Task, model: LoadedModel, judging: Judging, assignment: dict[str, Recipe]) -> None:
-    """Gathers statistics once for all processes; `ordered` needs statistics of its own for each plan."""
+def learn(task: Task, model: LoadedModel, judging: Judging) -> None:
+    """Gathers statistics once for all processes."""
     slug = re.sub(r"\W+", "-", f"{task.model} {task.text} {task.windows}")
     folder, windows = judging.cache / "statistics" / slug, drawn(task, model, judging)
     with locked(folder):
-        plain = gather(model, windows, folder)
-    model.weights.learn_from(plain)
-    if Recipe(task.grid, task.method).quantizer.of_a_plan:
-        own = judging.cache / "in-order" / f"{slug}-{task.part}-{task.grid}"
-        gather_in_order(model, windows, own, plain, assignment)
+        model.weights.learn_from(gather(model, windows, folder))
 
 
 @contextmanager
@@ -225,7 +221,7 @@ def judged(task: Task, judging: Judging) -> Judged:
     method = task.method if ours else "rtn"
     assignment = assignment_of(task, one.model, method)
     if Recipe(task.grid, method).quantizer.learns:
-        learn(task, one.model, judging, assignment)
+        learn(task, one.model, judging)
     plan = Plan("uniform", dict(assignment), "uniform")
     settings = SessionSettings(threads=judging.threads)
     with tempfile.TemporaryDirectory() as place:
@@ -382,13 +378,13 @@ def case_of(result: dict[str, Any]) -> Case:
 
 
 def base_of(case: Case, files: dict[Case, dict[str, Any]]) -> Case | None:
-    """The file that a file of `gptq` or `ordered` is compared with."""
+    """The file that a file of `gptq` is compared with."""
     part, target, model, grid, method, _, _ = case
-    if method not in ("gptq", "ordered"):
+    if method != "gptq":
         return None
     same = [other for other in files if other[:4] == (part, target, model, grid)]
-    wanted = {"gptq"} if method == "ordered" else {"rtn"} if part == "calibration" else {BASE[target]}
-    if part == "nncf" and method == "gptq":
+    wanted = {"rtn"} if part == "calibration" else {BASE[target]}
+    if part == "nncf":
         wanted = set(NNCF_METHODS)
     return min(
         (c for c in same if c[4] in wanted), key=lambda c: float(np.mean(files[c]["kl"])), default=None

@@ -390,7 +390,6 @@ class _RunStages:
                 window_length=self.settings.window_length,
                 seed=self.settings.seed
                 + 1,  # not the sweep's: no method is measured on the text it learned from
-                **self.held_out,
                 **self.from_disk,
             ),
             key="calibrate",
