@@ -19,7 +19,6 @@ from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
 from kl_lens.sensitivity.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
 from kl_lens.sensitivity.precision import FLOAT32, accuracy_of
-from kl_lens.sensitivity.settling import Settled, settled
 from kl_lens.sensitivity.teacher import window_bytes
 from kl_lens.sensitivity.workers import Workers
 from kl_lens.text import Windows
@@ -66,7 +65,6 @@ class SweepResult:
     measured: int  # candidate × window pairs measured now
     reused: int  # pairs that the run had already
     seconds: float
-    settled: Settled | None = None
     precision: str = FLOAT32  # of products
 
 
@@ -217,36 +215,6 @@ class Sweep:
                 measured += len(fresh)
                 self.progress.advanced(costs[index] * len(fresh), str(candidate))
         return measured
-
-    def measure_until_settled(
-        self,
-        candidates: Sequence[Candidate],
-        windows: Windows,
-        *,
-        per_round: int = 8,
-        threshold: float = 0.9,
-    ) -> SweepResult:
-        """Measures more windows in rounds until the ranking no longer depends on which were drawn."""
-        result: SweepResult | None = None
-        measured, begin = 0, time.perf_counter()
-        for count in [*range(per_round, len(windows), per_round), len(windows)]:
-            result = self.measure(candidates, windows.first(count))
-            measured += result.measured
-            state = settled(self._values(candidates, CALIBRATION, count), threshold)
-            self.progress.message(f"{count} windows: {state}")
-            if state.is_settled:
-                break
-        assert result is not None
-        return replace(result, measured=measured, seconds=time.perf_counter() - begin, settled=state)
-
-    def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
-        """Per format, each candidate's KL window by window."""
-        values: dict[str, list[list[float]]] = {}
-        for candidate in candidates:
-            samples = self.run.samples(self._role(role), *key_of(candidate), windows=count)
-            row = [s.kl_teacher_to_student / s.tokens for s in samples]
-            values.setdefault(candidate.recipe, []).append(row)
-        return values
 
     def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
         """The KL of a candidate on the first windows; None if it was not measured."""

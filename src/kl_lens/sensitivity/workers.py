@@ -39,9 +39,8 @@ MANY_CORES, LEAST_WORKERS = 8, 4  # on fewer cores, one process keeps all of the
 # Operations per core below which starting workers costs more than it saves: on 16 cores a quarter of this took one
 # process 15.9 s, of which workers saved a third, and starting them took 17 s.
 LEAST_OPERATIONS = 1.5e12
-PROCESS_BYTES = (
-    600 * 10**6
-)  # of a process before it opens a model: Python, torch, transformers, compiled kernels
+# Memory of a process before it opens a model: Python, torch, transformers, compiled kernels.
+PROCESS_BYTES = 600 * 10**6
 _MOST = 4  # workers per processor; more would only wait for each other
 _SETBACKS = 3  # after so many failures without a result between them, no more workers are started
 _RAY_SETTINGS = {
@@ -156,11 +155,9 @@ class Workers:
 
     def __init__(self, hire: Callable[[], _Process | _Actor], count: int, say: Callable[[str], None]) -> None:
         self.count, self._hire, self._say = count, hire, say
-        self._busy: dict[
-            Future[Any], tuple[_Process | _Actor, int, Piece | None]
-        ] = {}  # with the sweep's number
+        self._number = 0  # of the sweep
+        self._busy: dict[Future[Any], tuple[_Process | _Actor, int, Piece | None]] = {}
         self._idle: dict[_Process | _Actor, tuple[int, ...]] = {}  # worker → windows whose teacher it has
-        self._number = 0
         self.reason = ""  # why a worker failed last
 
     def begin(self, job: Job) -> Layout:
@@ -180,18 +177,20 @@ class Workers:
 
     def do(self, pieces: Sequence[Piece]) -> Generator[Found, None, list[Piece]]:
         """Yields results as they come; returns the pieces that no worker could do."""
-        queue, again = list(pieces), list[Piece]()
+        queue, again, found = list(pieces), list[Piece](), list[Found]()
         while True:
             while self._idle and (left := queue or again):  # what failed comes last
                 worker, windows = self._idle.popitem()
                 self._give(worker, _taken(left, windows))
+            yield from found  # workers do not wait until this is committed
             if not self._busy or not (queue or again or any(piece for _, _, piece in self._busy.values())):
                 return queue + again
+            found = []
             for piece, answer in self._heard():
                 if piece is not None and isinstance(answer, str):
                     again.append(piece)
                 elif piece is not None:
-                    yield from answer
+                    found += answer
 
     def close(self) -> None:
         for worker in (*self._idle, *(worker for worker, _, _ in self._busy.values())):
@@ -215,19 +214,19 @@ class Workers:
             except Exception as error:  # BrokenProcessPool, or one of Ray's
                 answer = f"a worker died: {last_line(error)}"
             heard.append((piece, answer))
-            if not isinstance(answer, str):
-                self._idle[worker] = () if piece is None else piece.windows
-                self._setbacks *= piece is None
-                if piece is None and number == self._number:
+            if isinstance(answer, str):
+                worker.end()
+                self.reason, self._setbacks = answer, self._setbacks + 1
+                replaced = self._setbacks <= _SETBACKS
+                self._say(f"{answer}; {'starting another' if replaced else 'going on without it'}")
+                if replaced:
+                    self._give(self._hire())
+            elif piece is None:
+                self._idle[worker] = ()
+                if number == self._number:
                     self._layout = self._layout or answer
-                continue
-            worker.end()
-            self.reason, self._setbacks = answer, self._setbacks + 1
-            if self._setbacks <= _SETBACKS:
-                self._give(self._hire())
-            self._say(
-                f"{answer}; {'starting another' if self._setbacks <= _SETBACKS else 'going on without it'}"
-            )
+            else:
+                self._idle[worker], self._setbacks = piece.windows, 0
         return heard
 
 

@@ -101,7 +101,9 @@ def judged(evidence: Evidence) -> tuple[str, tuple[Finding, ...]]:
     findings += [Finding(FILE, "", note, is_fault=False) for note in evidence.notes]
     if (curve := evidence.curve) is not None and curve.trend == GROWS:
         words = f"Its loss grows along the text by {shown(curve.slope)} nats per 1,000 tokens"
-        advice = "measure components with kl-lens measure --positions, and give those that drift more bits"
+        advice = (
+            "compare plans with kl-lens evaluate --positions; more bits for state-space components may help"
+        )
         findings.append(Finding(PROMPT, "", words, advice, is_fault=False))
     findings.sort(key=lambda finding: not finding.is_fault)
     faults = [finding for finding in findings if finding.is_fault]
