@@ -33,8 +33,8 @@ from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.samples import WindowMetrics, summarise
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, PlainEngine
 from kl_lens.sensitivity.joint import PlanMeter
+from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates
-from kl_lens.sensitivity.sweep import noise_floor
 from kl_lens.text import draw_windows
 from kl_lens.units import parse_bytes
 from result_files import add_option, write_speed

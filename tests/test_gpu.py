@@ -22,13 +22,14 @@ from kl_lens.recipes import Recipe, fitting_recipe
 from kl_lens.records import Plan
 from kl_lens.runs import CALIBRATION, Run
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.choosing import engine_for
+from kl_lens.sensitivity.choosing import chosen_engine, engine_for
 from kl_lens.sensitivity.engines import FastEngine, PlainEngine
 from kl_lens.sensitivity.metrics import TeacherRows, compare, compared_metrics
+from kl_lens.sensitivity.noise import noise_floor
 from kl_lens.sensitivity.perturbation import Perturbation, find_candidates
 from kl_lens.sensitivity.precision import TensorCores, accuracy_of, fastest_within, precision_for
 from kl_lens.sensitivity.spilling import StateRoom
-from kl_lens.sensitivity.sweep import Sweep, chosen_engine, noise_floor
+from kl_lens.sensitivity.sweep import Sweep
 from kl_lens.targets import deployed, get_target
 from tests.families import CONFIGS, tiny_model, token_ids
 from tests.planted import growing, larger
@@ -457,16 +458,18 @@ def test_tf32_is_taken_where_its_noise_does_not_matter() -> None:
 def test_a_sweep_chooses_by_noise_once_and_takes_what_the_run_kept(
     mamba, monkeypatch, noise: float, chosen: str, kept: str
 ) -> None:
-    def on_a_gpu(*given):
+    def on_a_gpu(*given, **_):
         engine = engine_for(*given[:6])
         engine.precision = given[6] or "tf32x3"
         return engine
 
     windows = some_windows(4, 20)
     candidates = find_candidates(mamba.anatomy, [Recipe("int8")])[0]
-    monkeypatch.setattr("kl_lens.sensitivity.sweep.engine_for", on_a_gpu)
-    monkeypatch.setattr("kl_lens.sensitivity.sweep.noise_floor", lambda *_: {"kl_teacher_to_student": noise})
-    monkeypatch.setattr("kl_lens.sensitivity.sweep.median_kls", lambda *_: [1e-4, 1e-6])
+    monkeypatch.setattr("kl_lens.sensitivity.choosing.engine_for", on_a_gpu)
+    monkeypatch.setattr(
+        "kl_lens.sensitivity.choosing.noise_floor", lambda *_: {"kl_teacher_to_student": noise}
+    )
+    monkeypatch.setattr("kl_lens.sensitivity.choosing.median_kls", lambda *_: [1e-4, 1e-6])
     said: list[str] = []
     assert chosen_engine(mamba, candidates, windows.ids, say=said.append).precision == chosen
     assert said == [f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats"]

@@ -1,4 +1,4 @@
-"""Loss by position: the slope and its error, and from `measure` and `evaluate` to the report."""
+"""Loss by position: the slope and its error, and from `evaluate` to the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from kl_lens.positions import (
     shown_bins,
 )
 from kl_lens.records import Plan
-from kl_lens.runs import Run
 from tests.cli.conftest import tiny_folder  # noqa: F401
 
 TOKENS, WINDOWS = 2047, 6
@@ -74,7 +73,7 @@ def test_windows_are_as_long_as_the_model_allows() -> None:
     assert longest_window(SimpleNamespace(max_position_embeddings=10**6)) == LONGEST
 
 
-def test_from_measuring_to_the_report(
+def test_from_evaluating_to_the_report(
     tiny_folder: Path,  # noqa: F811
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -82,15 +81,7 @@ def test_from_measuring_to_the_report(
     text = str(tiny_folder / "text.txt")
     study = kl.Study(tiny_folder, folder=tmp_path / "run")
     study.measure(text=text, windows=2, window_length=32, formats=("int8",))
-    before = study.table
-    study.measure(text=text, positions=3, window_length=64, formats=("int4",))
-    assert study.table == before  # plans do not use it
-    with Run.open(study.folder) as run:
-        curves = run.position_curves()
-        components = run.table().components
-    assert {name for name, _ in curves} == {c.name for c in components if c.quantizable}
-    assert all(curve.starts == (0, 16, 32, 48) and curve.windows == 3 for curve in curves.values())
-
+    components = study.table.components
     worst = Plan("worst", {c.name: "int4" for c in components if c.quantizable}, "test")
     planning.write_plan(worst, planning.plan_path(study.folder / "plans", "worst"), components)
     original, plan = study.evaluate(targets=("torch",), positions="wikitext2:test", window=64, limit=4)
@@ -103,7 +94,6 @@ def test_from_measuring_to_the_report(
 
     page = study.report().read_text(encoding="utf-8")
     assert "Does the loss grow along the text?" in page
-    assert "Every component by position" in page
     assert (
         main(["evaluate", "--run", str(study.folder), "--positions", "--window", "64", "--limit", "4"]) == 0
     )
@@ -115,5 +105,3 @@ def test_from_measuring_to_the_report(
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KLLensError, match="leave out --stride"):
         kl.Study(folder=tmp_path).settings("evaluate", positions="wikitext2:test", stride=8).check()
-    with pytest.raises(KLLensError, match="--positions and --anytime"):
-        kl.Study(folder=tmp_path).settings("measure", positions=4, anytime=True).check()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from scan import chunked_scan, plain_selective_scan, selective_scan
+from torch import Tensor
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

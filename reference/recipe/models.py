@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scan import chunked_scan, selective_scan
 from tokenizer import VOCABULARY
 from torch import Tensor, nn
 from transformers import FalconH1Config, Mamba2Config, MambaConfig, PretrainedConfig
 
 from kl_lens import models as kl_lens_models
 from kl_lens.models import hymba
-from scan import chunked_scan, selective_scan
 
 HIDDEN = 256
 # Large enough for the GPT-NeoX vocabulary, as in the published checkpoints.

@@ -21,12 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from kl_lens.errors import PlanError, RunError
 from kl_lens.holding import Hold
 from kl_lens.journal import FILE, LOCK_SECONDS, Journal, checks_rows, journal_errors
-from kl_lens.positions import PositionCurve, by_position
 from kl_lens.records import Component, Measurement, SensitivityTable, Subject, checked_plan_name
 from kl_lens.samples import METRICS_VERSION, WINDOW_FIELDS, WindowMetrics, summarise
 from kl_lens.units import parse_names
@@ -58,7 +55,7 @@ CREATE TABLE pieces (
 CREATE TABLE commands (started REAL, command TEXT, provenance TEXT);
 """
 
-CALIBRATION, EVALUATION, POSITIONS = "calibration", "evaluation", "positions"  # roles of texts
+CALIBRATION, EVALUATION = "calibration", "evaluation"  # roles of texts
 TUNING = "tuning"  # kind of record: a text that a plan was tuned on
 SCREENED = (
     "screened"  # kind of records: what a staged search measured, of how many candidates, for which limit
@@ -331,16 +328,6 @@ class Run:
             (role, component, format_name),
         )
         return [WindowMetrics(*row) for row in rows]
-
-    def position_curves(self, target: str | None = None) -> dict[tuple[str, str], PositionCurve]:
-        """(component, format) → KL by position, in the order of first measurement."""
-        role = self.measured_role(target, POSITIONS)
-        query = "SELECT component, format FROM effort WHERE role = ? ORDER BY rowid"
-        curves = {}
-        for key in self.journal.execute(query, (role,)).fetchall():
-            if samples := self.samples(role, *key):
-                curves[key] = by_position([np.frombuffer(sample.token_kl, np.float32) for sample in samples])
-        return curves
 
     def window_kl(self, role: str) -> dict[tuple[str, str], list[float]]:
         """(component, format) → mean KL per token of each window, in order."""

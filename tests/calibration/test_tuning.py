@@ -12,10 +12,17 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import FormatError
 from kl_lens.formats.scales import scales_of, with_scales
 from kl_lens.recipes import Recipe, fitting_recipe
+from kl_lens.sensitivity.perturbation import Perturbation, replacements, swapped
 from tests.calibration.test_gathering import _opened, _windows
-from tests.calibration.test_in_order import _loss
 
 RATES = TuningRates(rate=5e-3, epochs=4, batch=4, steps=1)
+
+
+def _loss(model: LoadedModel, plan: dict[str, Recipe], ids: torch.Tensor) -> float:
+    original = model.chain.full_logits(ids).log_softmax(-1)
+    with swapped(replacements(model, Perturbation(plan))):
+        student = model.chain.full_logits(ids).log_softmax(-1)
+    return float((original.exp() * (original - student)).sum(-1).mean())
 
 
 def _in_folder(family: str, folder: Path) -> LoadedModel:

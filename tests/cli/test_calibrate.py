@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -482,50 +481,3 @@ def test_the_same_from_python(tiny_folder: Path, texts: dict[str, str], tmp_path
     with pytest.raises(FormatError, match="made with statistics"):
         study.plan(plan="small", verify=True, held_out=texts["judging"], held_out_windows=2)
     assert study.measure(formats="int4+gptq", **few).statistics == other.digest
-
-
-@pytest.mark.parametrize("helps", [True, False])
-def test_a_plan_is_put_in_order_and_kept_only_where_held_out_text_says_so(
-    helps: bool,
-    measure: list[str],
-    calibrate: list[str],
-    texts: dict[str, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = tmp_path / "run"
-    assert main(calibrate) == 0
-    assert main([*measure, "--formats", "int4", "--methods", "gptq"]) == 0
-    with Run.open(run) as opened:
-        table = opened.table()
-    plan = replace(planning.uniform_plan(table, "int4+gptq"), name="small")
-    planning.write_plan(plan, run / "plans/small.json", table.components)
-    outcome = planning.PairedDifference(-1.0 if helps else 1.0, 0.1)
-    monkeypatch.setattr("kl_lens.planning.paired_difference", lambda ours, theirs: outcome)
-    wanted = [
-        "calibrate", "--run", str(run), "--in-order", "small", "--held-out", texts["judging"],
-        "--held-out-windows", "2", "--json",
-    ]  # fmt: skip
-    capsys.readouterr()
-    assert main(wanted) == 0
-    told = json.loads(capsys.readouterr().out)["in_order"]
-    assert told["accepted"] is helps
-    assert (run / "in-order").is_dir() is helps
-    assert (run / "plans/small.in-order.json").is_file() is helps
-    if helps:
-        export = [
-            "export",
-            "--run",
-            str(run),
-            "--plan",
-            "small.in-order",
-            "--target",
-            "openvino",
-            "--fallback",
-        ]
-        assert main(export) == 0
-        shipped = read_artifact(run / "artifacts/openvino/small.in-order")
-        written = json.loads((run / "plans/small.in-order.json").read_text())
-        assert shipped.settings["statistics"] == written["statistics"]
-        assert "int4+ordered" in written["assignment"].values()

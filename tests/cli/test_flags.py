@@ -24,7 +24,7 @@ COMMANDS = [
     "inspect",
     "inspect some/model --components --dtype bfloat16",
     "measure some/model --text notes.txt --windows 8 --formats int4,q4_k --memory-budget 1.5GB",
-    "measure --target gguf --anytime --settled-at 0.8 --legacy-json out.json",
+    "measure --target gguf --exhaustive --legacy-json out.json",
     "rank --run runs/x --other-text a.txt --other-text b.txt",
     "plan --paper --gpu --metric sqnr --uniform fp16,int8 --max-drop 3% --min-speed 30.5",
     "plan --compare one two",

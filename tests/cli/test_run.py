@@ -15,7 +15,6 @@ import yaml
 from kl_lens import planning
 from kl_lens.checkpoints import load
 from kl_lens.cli.main import main, parse, settings_from
-from kl_lens.cluster.crew import HiredCrew
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline import MeasureSettings, RunSettings, command_of, estimating, running
 from kl_lens.profiling import in_use
@@ -25,6 +24,8 @@ from kl_lens.records import Plan
 from kl_lens.reporting.answer import recommended_names
 from kl_lens.reporting.data import collect
 from kl_lens.runs import Run
+from kl_lens.sensitivity.pieces import Job
+from kl_lens.sensitivity.workers import Workers
 from kl_lens.subjects import current_results
 from kl_lens.targets import SessionSettings, read_artifact
 from tests.sensitivity.test_pieces import contents
@@ -527,9 +528,9 @@ def test_workers_do_every_sweep_of_a_run_to_the_same_bits(
 ) -> None:
     if "--ray" in who:
         pytest.importorskip("ray", reason="needs kl-lens[ray]")
-    begun: list[int] = []
-    begin = HiredCrew.begin
-    monkeypatch.setattr(HiredCrew, "begin", lambda crew, *job: begun.append(len(job[0])) or begin(crew, *job))
+    begun: list[Job] = []
+    begin = Workers.begin
+    monkeypatch.setattr(Workers, "begin", lambda self, job: begun.append(job) or begin(self, job))
     folder = tmp_path / "run"
     assert main(words(folder, tiny_folder, *MEASURING, *who)) == 0
     assert len(begun) == 3, "weights alone, their damage on held-out text, the menu as deployed"

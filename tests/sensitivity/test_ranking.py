@@ -11,7 +11,6 @@ from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.samples import WindowMetrics
 from kl_lens.sensitivity.correlation import rank
-from kl_lens.sensitivity.settling import settled
 
 
 def _window(index: int, kl: float, damage: float, error: float) -> WindowMetrics:
@@ -112,14 +111,3 @@ def test_the_result_is_plain_json(tmp_path) -> None:
 def test_without_damage_there_is_nothing_to_rank(tmp_path) -> None:
     with Run.create(tmp_path) as run, pytest.raises(RunError, match="kl-lens rank"):
         rank(run)
-
-
-def test_settling_sees_through_noise() -> None:
-    random = np.random.default_rng(0)
-    levels = np.arange(1.0, 21.0)[:, None]
-    clear = levels + 0.1 * random.normal(size=(20, 16))
-    murky = levels + 100 * random.normal(size=(20, 16))
-    assert settled({"int4": clear.tolist()}, 0.9).is_settled
-    assert not settled({"int4": murky.tolist()}, 0.9).is_settled
-    assert settled({"a": clear.tolist(), "b": murky.tolist()}, 0.9).format == "b", "the worst format decides"
-    assert not settled({"int4": clear[:, :1].tolist()}, 0.9).is_settled, "one window settles nothing"

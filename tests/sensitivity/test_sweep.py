@@ -140,27 +140,6 @@ def test_the_noise_floor_is_measured_and_far_below_the_signal(mamba, tmp_path) -
     assert 0 <= noise < smallest / 100
 
 
-def test_anytime_stops_when_the_ranking_is_settled(mamba, tmp_path) -> None:
-    """in_proj against dt_proj at 4 and 8 bits: any window tells them apart."""
-    candidates = find_candidates(mamba.anatomy, [Recipe("int4")], r"layers\.0\..*(in|dt)_proj")[0]
-    with Run.create(tmp_path) as run:
-        result = Sweep(mamba, run).measure_until_settled(candidates, some_windows(64, 20), per_round=4)
-        assert result.settled.is_settled
-        assert result.windows == 4
-        assert result.tokens == 4 * 20
-
-
-def test_anytime_goes_on_while_the_ranking_is_not_settled(tmp_path) -> None:
-    model = loaded("mamba2")
-    candidates = find_candidates(model.anatomy, [Recipe("int8")], r"out_proj|in_proj")[0]
-    with Run.create(tmp_path) as run:
-        result = Sweep(model, run).measure_until_settled(
-            candidates, some_windows(6, 20), per_round=2, threshold=1.01
-        )
-        assert not result.settled.is_settled
-        assert result.windows == 6
-
-
 def test_a_folder_without_a_run_is_one_line(tmp_path) -> None:
     with pytest.raises(RunError, match="has no run; make one with: kl-lens measure"):
         Run.open(tmp_path)

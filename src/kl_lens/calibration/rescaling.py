@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kl_lens.calibration.in_order import Inputs
 from kl_lens.calibration.watching import ProductWatch
 from kl_lens.checkpoints import LoadedModel, States
 from kl_lens.checkpoints.chain import BlockCalls
@@ -163,10 +162,22 @@ def _error(
     return total
 
 
+class _Inputs:
+    """The inputs of one weight, batch by batch; `ProductWatch` fills it."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.in_parts = columns, False
+        self.rows: list[torch.Tensor] = []
+
+    def add(self, inputs: torch.Tensor, expert: int = 0) -> bool:
+        self.rows.append(inputs.reshape(-1, self.columns).float())
+        return bool(torch.isfinite(self.rows[-1].sum()))
+
+
 def _watched(
     model: LoadedModel, index: int, components: Sequence[Component], calls: BlockCalls, states: States
 ) -> tuple[dict[str, torch.Tensor], States]:
-    sinks = {c.name: Inputs(c.name, c.shape[-1], []) for c in components}
+    sinks = {c.name: _Inputs(c.shape[-1]) for c in components}
     weights = {c.name: model.model.get_parameter(c.weight).data for c in components}
     with ProductWatch(weights, sinks, lambda _: f"in block {index}"):
         given = model.chain.run(states, calls, index, index + 1)

@@ -24,11 +24,9 @@ from kl_lens.text import Windows
 from kl_lens.writing import whole, write_text
 
 FOLDER = "statistics"
-IN_ORDER = "in-order"  # folder in a run: the statistics of one plan, gathered in order
 # Raise it, with the reason, when the same text gives other statistics.
 VERSION = 1
 _INDEX = "statistics.json"
-_CORRECTION = "correction"
 
 LOOKED_UP = "a lookup table, not a matrix product: all columns count equally"
 NO_INPUT = "its inputs were all zero on this text: all columns count equally"
@@ -84,11 +82,9 @@ class StoredStatistics:
         return all(c.name in self._components for c in model.anatomy.candidates)
 
     @classmethod
-    def begun(
-        cls, run: Path, model: LoadedModel, windows: Windows, plan: str | None = None
-    ) -> StoredStatistics:
-        """The existing statistics of this model and text (and plan, for quantizing in order), to add to."""
-        identity = identity_of(model, windows) | ({"plan": plan} if plan else {})
+    def begun(cls, run: Path, model: LoadedModel, windows: Windows) -> StoredStatistics:
+        """The existing statistics of this model and text, to add to."""
+        identity = identity_of(model, windows)
         stored = cls.held_by(run)
         if stored is None:
             return cls(run / FOLDER, identity, {})
@@ -98,7 +94,7 @@ class StoredStatistics:
 
     @property
     def digest(self) -> str:
-        names = ("version", "model_fingerprint", "text_fingerprint", "plan")
+        names = ("version", "model_fingerprint", "text_fingerprint")
         parts = [self.identity[name] for name in names if name in self.identity]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
@@ -124,12 +120,11 @@ class StoredStatistics:
         try:
             with safe_open(self.folder / entry["file"], framework="pt") as file:
                 packed = file.get_tensor(entry["under"])
-                correction = file.get_tensor(_CORRECTION).float() if entry.get("corrected") else None
         except (OSError, SafetensorError) as error:
             raise FormatError(
                 f"{self.folder / entry['file']} is damaged; delete it and gather again"
             ) from error
-        return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens, correction)
+        return InputStatistics(_unpacked(packed.to(device), entry["columns"]), tokens)
 
     def add(
         self,
@@ -151,9 +146,6 @@ class StoredStatistics:
                 "tokens": list(statistics.tokens), "note": notes.get(name),
                 "inputs": _largest_columns(statistics.second_moments),
             }  # fmt: skip
-            if statistics.correction is not None:  # one component per file
-                self._components[name]["corrected"] = True
-                tensors[_CORRECTION] = statistics.correction.half()
         if tensors:
             self._write(file, tensors)
         self.add_weights(weights or {})
@@ -191,7 +183,6 @@ class StoredStatistics:
             "version": "another version of KL Lens",
             "model_fingerprint": "another model",
             "text_fingerprint": "another text",
-            "plan": "another plan",
         }
         for key, meaning in meanings.items():
             if key in identity and self.identity.get(key) != identity[key]:
@@ -230,29 +221,6 @@ class RunStatistics:
                 f"kl-lens calibrate {self._model.source or self._model.name} --run {self._run}"
             )
         return StoredStatistics.open(self._run, self._model)
-
-    @property
-    def digest(self) -> str:
-        return self._stored.digest
-
-    def of(self, component: str, device: torch.device | str = "cpu") -> InputStatistics:
-        return self._stored.of(component, device)
-
-
-class RunOrder:
-    """The statistics of a plan quantized in order, opened on first use: a `weights.Statistics`."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-
-    @cached_property
-    def _stored(self) -> StoredStatistics:
-        held = StoredStatistics.held_by(self._run / IN_ORDER)
-        if held is None:
-            raise UnlearntError(
-                f"{self._run} has no plan in order; make one: kl-lens calibrate --run {self._run} --in-order PLAN"
-            )
-        return held
 
     @property
     def digest(self) -> str:

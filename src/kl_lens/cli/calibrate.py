@@ -17,9 +17,6 @@ def as_json(result: CalibrateResult) -> dict[str, Any]:
         "text": text,
         "notes": result.statistics.notes,
     }
-    if (done := result.ordered) is not None:
-        change = {"change": done.difference.mean, "change_se": done.difference.standard_error}
-        shown["in_order"] = {"plan": done.plan.name, "accepted": done.accepted, "kl": done.before, **change}
     if result.rescaled:
         shown["rescaled"] = {r.vector: {"exponent": r.exponent, "error": r.error} for r in result.rescaled}
     return shown
@@ -32,15 +29,6 @@ def show(result: CalibrateResult) -> None:
         f"Statistics {result.statistics.digest} of {result.statistics.identity['model']}: {label}, {text['windows']} "
         f"windows of {text['length']} tokens, in {result.statistics.folder}"
     )
-    if (done := result.ordered) is not None:
-        change = f"{done.before:.4g} {done.difference.mean:+.2g} ± {done.difference.standard_error:.1g}"
-        verdict = (
-            f"kept as plan {done.plan.name}"
-            if done.accepted
-            else "not lower than before, so nothing was kept"
-        )
-        out.print(f"In order: KL on held-out text {change}: {verdict}", soft_wrap=True)
-        return
     if result.rescaled:
         pay = [one for one in result.rescaled if one.exponent]
         least = min((one.error for one in pay), default=1.0)

@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kl_lens.calibration import IN_ORDER, StoredStatistics, gather
+from kl_lens.calibration import StoredStatistics, gather
 from kl_lens.calibration.rescaling import Rescaling, changed_weights, rescalings, write_rescaled
 from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.journal import FILE
 from kl_lens.pipeline.events import Events, going_on
-from kl_lens.pipeline.ordering import Ordered, put_in_order
 from kl_lens.pipeline.settings import (
     COUNT,
     DEFAULT_RUN,
     SEED,
     TOKENS,
     FromDisk,
-    HeldOut,
     Settings,
     command_of,
     grouped,
@@ -83,19 +81,13 @@ class LearningText(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(LearningText, HeldOut, FromDisk):
+class CalibrateSettings(LearningText, FromDisk):
     verb: ClassVar[str] = "calibrate"
 
     model: str | None = option(
         None, "the model, if --run is new", positional=True, nargs="?", metavar="MODEL"
     )
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
-    in_order: str | None = option(
-        None,
-        "also quantize this plan block by block, each block with inputs from the quantized blocks before it; kept as "
-        "PLAN.in-order if that lowers the KL on held-out text",
-        metavar="PLAN",
-    )
     rescaled: str | None = option(
         None,
         "also write an equivalent checkpoint that is easier to quantize: powers of two are moved from columns that are "
@@ -118,7 +110,6 @@ class CalibrateResult:
     folder: Path  # of the run
     model: str  # name that opens the model
     statistics: StoredStatistics
-    ordered: Ordered | None = None
     rescaled: tuple[Rescaling, ...] = ()
 
     @property
@@ -128,8 +119,8 @@ class CalibrateResult:
 
 
 def calibrate(settings: CalibrateSettings, bench: Workbench, events: Events) -> CalibrateResult:
-    changes = settings.in_order is not None or settings.rescaled is not None  # weights, of the whole model
-    loading = replace(settings, weights="memory") if changes else settings
+    # Rescaling changes weights of the whole model.
+    loading = replace(settings, weights="memory") if settings.rescaled is not None else settings
     if settings.model is None:
         with Run.open(Path(settings.run or DEFAULT_RUN)) as run:
             return _calibrated(run, bench.model_of(run, loading), settings, bench, events)
@@ -153,12 +144,8 @@ def _calibrated(
     bench.drop_statistics()
     for component, note in statistics.notes.items():
         events.note(f"{component}: {note}")
-    ordered = None
-    if settings.in_order is not None:
-        learnt = bench.in_run(model, run.folder)
-        ordered = put_in_order(run, learnt, settings.in_order, statistics, settings, bench, events)
     rescaled = None if settings.rescaled is None else _rescaled(model, statistics, Path(settings.rescaled))
-    return CalibrateResult(run.folder, model.source or model.name, statistics, ordered, rescaled or ())
+    return CalibrateResult(run.folder, model.source or model.name, statistics, rescaled or ())
 
 
 def _rescaled(model: LoadedModel, statistics: StoredStatistics, folder: Path) -> tuple[Rescaling, ...]:
@@ -173,7 +160,6 @@ def forget(run: Run) -> None:
     stored = StoredStatistics.held_by(run.folder)
     if stored is not None:
         shutil.rmtree(stored.folder)
-    shutil.rmtree(run.folder / IN_ORDER, ignore_errors=True)
     formats = {name for role in run.roles() for _, name in run.measured_windows(role)}
     run.forget_learnt(name for name in formats if Recipe.parse(name).quantizer.learns)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -34,25 +34,22 @@ from kl_lens.pipeline.settings import (
     command_of,
     grouped,
     new_run_folder,
-    number,
     option,
 )
 from kl_lens.pipeline.spreading import (
     SLURM,
-    Workers,
-    crew_for,
-    here,
+    SeveralProcesses,
     several,
     shard_name,
     share_of,
+    workers_for,
 )
 from kl_lens.pipeline.staging import Limits, StagedSearch, expected_work
 from kl_lens.pipeline.target_planner import TargetPlanner
 from kl_lens.pipeline.workbench import Workbench
-from kl_lens.positions import PositionCurve, longest_window
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component, Measurement
-from kl_lens.runs import CALIBRATION, POSITIONS, SCREENED, Run, role_as
+from kl_lens.runs import CALIBRATION, SCREENED, Run, role_as
 from kl_lens.sensitivity import methods, screening
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY, ENGINES
 from kl_lens.sensitivity.perturbation import Candidate, find_candidates, name_pattern
@@ -81,7 +78,7 @@ class Calibration(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
+class MeasureSettings(SeveralProcesses, Calibration, HeldOut, OfModel, FromDisk):
     verb: ClassVar[str] = "measure"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -118,17 +115,6 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
         "is reported (default: tf32 if its noise is 100 times below the median KL of every format, else tf32x3)",
         choices=PRECISIONS,
     )
-    anytime: bool = _how(False, "stop when the ranking is stable; --windows is the maximum")
-    settled_at: float = _how(0.9, "Kendall τ that counts as stable", kind=number(1, of=float), metavar="TAU")
-    positions: int | None = _what(
-        None,
-        "measure KL by position, on N (default: 8) windows of 8,192 tokens or as many as the model allows; plans do "
-        "not use it",
-        nargs="?",
-        bare=8,
-        kind=COUNT,
-        metavar="N",
-    )
     shard: str | None = several(
         None,
         "measure only the 3rd of 16 shards, into DIR/shards/03-of-16, for `kl-lens merge`; without a value: as the "
@@ -164,19 +150,8 @@ class MeasureSettings(Workers, Calibration, HeldOut, OfModel, FromDisk):
 
     def check(self) -> None:
         super().check()
-        if self.anytime and self.limits:
-            raise KLLensError(
-                "--anytime needs every candidate's ranking; leave out --max-loss, --max-drop, --max-bytes"
-            )
         if self.limits.loss is not None:
             check_held_out(self.held_out_windows, searches=True)
-        if self.share and self.anytime:
-            raise KLLensError(
-                "--shard and --anytime: one shard cannot tell whether the whole ranking is stable"
-            )
-        if self.positions and (self.share or self.anytime):
-            other = "--shard" if self.share else "--anytime"
-            raise KLLensError(f"--positions and {other}: give only one of them")
         if self.share and (self.ray or (self.workers or 1) > 1):
             other = "--ray" if self.ray else "--workers"
             raise KLLensError(
@@ -196,33 +171,21 @@ class MeasureResult:
     sweep: SweepResult
     unit: str = "tokens"  # what windows are made of
     shard: str | None = None  # `3/16`: only that share
-    curves: Mapping[tuple[str, str], PositionCurve] = field(default_factory=dict)  # of --positions
-    families: Mapping[str, str] = field(default_factory=dict)  # component → ssm, attention, …
-
-    @property
-    def failures(self) -> Mapping[str, str]:
-        return self.sweep.failures
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.failures else 0
 
 
 def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> MeasureResult | JobEstimate:
     share = settings.share
-    model = bench.model(here(settings))
+    # With Ray, this process computes nothing.
+    model = bench.model(replace(settings, device="cpu") if settings.ray else settings)
     recipes, unsuited = methods.crossed(settings.menu_for(model.anatomy), settings.methods)
     candidates, unfit = find_candidates(model.anatomy, recipes, settings.components)
-    if settings.positions and not model.task.generates:
-        raise KLLensError("--positions needs a language model; this one classifies images")
     if settings.estimate:
         return _estimate(settings, model, candidates)
-    text = POSITIONS if settings.positions else CALIBRATION
     windows = bench.drawn(
         settings.text,
         model.task,
-        windows=settings.positions or settings.windows,
-        length=settings.window_length or (longest_window(model.config) if settings.positions else None),
+        windows=settings.windows,
+        length=settings.window_length,
         seed=settings.seed,
         split=None,
     )
@@ -241,30 +204,27 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             precision=settings.precision,
             share=share,
         )
-        sweep.identify(windows, text)  # raises early if this does not belong in the run
+        sweep.identify(windows)  # raises early if this does not belong in the run
         for reason in unsuited:
             events.note(f"not measured: {reason}")
         _require_statistics(candidates, whole, settings)
-        with going_on(folder), events.progress("measuring") as sweep.progress:
+        with going_on(folder), events.progress("measuring") as shown:
             sweep.bind(candidates)
-            everything, staged = len(candidates), None
-            if not settings.positions and (screen := _screen(settings, candidates, whole)):
-                sweep.progress = sweep.progress.as_one(expected_work(model, screen, windows))
-                errors = _errors(screen, model, sweep.progress)
+            everything, screen = len(candidates), None
+            if screen := _screen(settings, candidates, whole):
+                shown = shown.as_one(expected_work(model, screen, windows))
+                errors = _errors(screen, model, shown)
                 candidates = screen.undominated(errors)
-                if settings.limits:
+            left = 0.0 if share else sweep.operations_left(candidates, windows)
+            with workers_for(settings, settings, settings.memory_budget, model, left, events) as workers:
+                sweep = replace(sweep, workers=workers, progress=shown)
+                if screen and settings.limits:
                     staged = StagedSearch(sweep, _planner(settings, run, bench), screen, errors, windows)
-            left = 0.0 if share else sweep.operations_left(candidates, windows, text)
-            crew = crew_for(settings, settings.model, model, folder, events, target, left)
-            with crew as sweep.crew:
-                if staged is not None:
                     result, candidates = staged.measure(settings.limits)
-                elif settings.anytime:
-                    result = sweep.measure_until_settled(candidates, windows, threshold=settings.settled_at)
                 else:
-                    result = sweep.measure(candidates, windows, text)
+                    result = sweep.measure(candidates, windows)
         _say_unfit(unfit, events)
-        role = role_as(text, target)
+        role = role_as(CALIBRATION, target)
         if len(candidates) < everything:
             limit = {name: value for name, value in asdict(settings.limits).items() if value is not None}
             chosen = [key_of(candidate) for candidate in candidates]
@@ -278,13 +238,11 @@ def measure(settings: MeasureSettings, bench: Workbench, events: Events) -> Meas
             run.store(SCREENED, role, None)
         measurements = run.measurements(role)
         noise = (run.load("noise", role) or {}).get("kl_teacher_to_student", 0.0)
-        curves = run.position_curves(target) if settings.positions else {}
     if settings.legacy_json:
         for path in write_legacy(settings.legacy_json, measurements):
             events.note(f"wrote {path}")
     shard = None if share is None else f"{share[0]}/{share[1]}"
-    families = {component.name: component.family for component in model.anatomy.components}
-    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard, curves, families)
+    return MeasureResult(folder, measurements, noise, result, model.task.unit, shard)
 
 
 def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: MeasureSettings) -> None:
@@ -301,12 +259,11 @@ def _require_statistics(candidates: Sequence[Candidate], run: Path, settings: Me
 
 def _estimate(settings: MeasureSettings, model: LoadedModel, candidates: Sequence[Candidate]) -> JobEstimate:
     """For one process; with `calibrate`, if that has to come first."""
-    length = longest_window(model.config) if settings.positions else model.task.window_length
     estimator = Estimator(
         model,
         {settings.target: candidates},
-        windows=settings.positions or settings.windows,
-        length=settings.window_length or length,
+        windows=settings.windows,
+        length=settings.window_length or model.task.window_length,
         held_out=settings.held_out_windows if settings.limits else 0,
         staged=bool(settings.limits),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from kl_lens.checkpoints import LoadedModel
 from kl_lens.errors import RunError
 from kl_lens.pipeline.events import Events, going_on
 from kl_lens.pipeline.settings import COUNT, SIZE, FromDisk, OfRun, command_of, option
-from kl_lens.pipeline.spreading import Workers, crew_for, here
+from kl_lens.pipeline.spreading import SeveralProcesses, workers_for
 from kl_lens.pipeline.workbench import Workbench
 from kl_lens.recipes import Recipe
 from kl_lens.records import Component
@@ -19,13 +19,14 @@ from kl_lens.runs import CALIBRATION, EVALUATION, Run
 from kl_lens.sensitivity.correlation import Ranking, rank as compare_metrics
 from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.perturbation import Candidate
-from kl_lens.sensitivity.sweep import Crew, Sweep
+from kl_lens.sensitivity.sweep import Sweep
+from kl_lens.sensitivity.workers import Workers
 from kl_lens.targets import deployed
 from kl_lens.text import Windows, refuse_overlap
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSettings(Workers, FromDisk, OfRun):
+class RankSettings(SeveralProcesses, FromDisk, OfRun):
     verb: ClassVar[str] = "rank"
 
     evaluation_text: str = option("wikitext2:test", "held-out text", metavar="TEXT")
@@ -39,19 +40,18 @@ class RankSettings(Workers, FromDisk, OfRun):
 def rank(settings: RankSettings, bench: Workbench, events: Events) -> Ranking:
     with Run.open(settings.run_folder) as run:
         run.note_command(["kl-lens", *command_of(settings)])
-        model = bench.model_of(run, here(settings))
+        # With Ray, this process computes nothing.
+        model = bench.model_of(run, replace(settings, device="cpu") if settings.ray else settings)
         length = bench.calibration(run, model.task).length
         held_out = bench.from_start(
             settings.evaluation_text, model.task, length=length, limit=settings.evaluation_windows
         )
         bench.refuse_overlap(run, held_out, model.task)
-        place = settings.model or run.identity.get("source") or model.name
-        target = run.usual_target
-        sweep = Sweep(model, run, deployed=deployed(target))
+        sweep = Sweep(model, run, deployed=deployed(run.usual_target))
         left = sweep.operations_left(_measured(run), held_out, EVALUATION) + len(settings.other_text)
-        crew = crew_for(settings, place, model, run.folder, events, target, left)
-        with going_on(run.folder), crew as hands:
-            return rank_run(run, model, held_out, settings.other_text, settings.memory_budget, events, hands)
+        budget = settings.memory_budget
+        with going_on(run.folder), workers_for(settings, settings, budget, model, left, events) as workers:
+            return rank_run(run, model, held_out, settings.other_text, budget, events, workers)
 
 
 def rank_run(
@@ -61,7 +61,7 @@ def rank_run(
     other_texts: Sequence[str] = (),
     memory_budget: int = DEFAULT_MEMORY,
     events: Events | None = None,
-    crew: Crew | None = None,
+    workers: Workers | None = None,
 ) -> Ranking:
     """Measures every candidate of a run on held-out text and stores the ranking."""
     events = events or Events()
@@ -75,13 +75,9 @@ def rank_run(
     def sweep(windows: Windows, role: str, title: str) -> None:
         with events.progress(title) as progress:
             how = Sweep(
-                model, run, memory_budget=memory_budget, progress=progress, deployed=kernels, crew=crew
+                model, run, memory_budget=memory_budget, progress=progress, deployed=kernels, workers=workers
             )
-            failures = how.measure(candidates, windows, role).failures
-        for piece, reason in failures.items():
-            raise RunError(
-                f"{piece}: {reason}; {len(failures)} measurements are missing; run the same command to try again"
-            )
+            how.measure(candidates, windows, role)
 
     sweep(held_out, EVALUATION, "damage on held-out text")
     how = {name: calibration[name] for name in ("windows", "length", "seed")}

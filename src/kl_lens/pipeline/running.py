@@ -60,7 +60,7 @@ from kl_lens.pipeline.settings import (
     new_run_folder,
     option,
 )
-from kl_lens.pipeline.spreading import Workers
+from kl_lens.pipeline.spreading import SeveralProcesses
 from kl_lens.pipeline.stages import Stages
 from kl_lens.pipeline.workbench import WEIGHTS, Workbench
 from kl_lens.recipes import FP16, Recipe
@@ -91,7 +91,7 @@ _proof = grouped("checking the result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(WithLlamaCpp, Workers, HeldOut, Calibration, OfModel, FromDisk):
+class RunSettings(WithLlamaCpp, SeveralProcesses, HeldOut, Calibration, OfModel, FromDisk):
     verb: ClassVar[str] = "run"
 
     run: str | None = option(None, "the run folder (default: runs/<model>)", metavar="DIR")
@@ -389,7 +389,6 @@ class _RunStages:
                 window_length=self.settings.window_length,
                 seed=self.settings.seed
                 + 1,  # not the sweep's: no method is measured on the text it learned from
-                **self.held_out,
                 **self.from_disk,
             ),
             key="calibrate",

@@ -6,28 +6,26 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from kl_lens.checkpoints import LoadedModel, own_images
 from kl_lens.checkpoints.residency import BLOCKS_AT_ONCE
 from kl_lens.environment import available_memory
 from kl_lens.errors import KLLensError
 from kl_lens.pipeline.events import Events
-from kl_lens.pipeline.settings import COUNT, Loading, Settings, grouped, number
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine
+from kl_lens.pipeline.settings import COUNT, FromDisk, Settings, grouped, number
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY
 from kl_lens.sensitivity.input_major import gains_by_input_major
-from kl_lens.sensitivity.sweep import Crew
 from kl_lens.sensitivity.teacher import window_bytes
+from kl_lens.sensitivity.workers import Order, Workers, hired, threads_here, workers_by_default
 
 SLURM = "slurm"
-L = TypeVar("L", bound=Loading)
 several = grouped("several processes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workers(Settings):
+class SeveralProcesses(Settings):
     """Where a sweep runs: this process, several on this machine, or a Ray cluster."""
 
     ray: str | None = several(
@@ -54,31 +52,25 @@ class Workers(Settings):
         return {name: getattr(self, name) for name in ("ray", "workers", "gpus_per_worker")}
 
 
-def here(settings: L) -> L:
-    """How this process opens the model: with --ray it computes nothing, so the CPU will do."""
-    return replace(settings, device="cpu") if getattr(settings, "ray", None) else settings
-
-
-def crew_for(
-    settings: Any,
-    place: str,
+def workers_for(
+    settings: SeveralProcesses,
+    loading: FromDisk,
+    budget: int,
     model: LoadedModel,
-    run: Path,
+    operations: float,
     events: Events,
-    target: str | None = None,
-    operations: float = 0.0,
-) -> AbstractContextManager[Crew | None]:
+) -> AbstractContextManager[Workers | None]:
     """The workers for a sweep, or None to measure in this process.
 
     Args:
-        place: name or path that opens the model.
-        target: measure as this target computes.
+        loading: says what opens the model.
+        budget: of memory.
         operations: work left to do; with none, no process is started.
     """
-    budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
+    weights = _weights(model)
     count = settings.workers
     if settings.ray is None:
-        count = workers_here(settings, model, operations)
+        count = count or _by_default(model, weights, budget, operations)
         if count == 1 or not operations:
             return nullcontext()
         if model.chain.device.type != "cpu":
@@ -87,40 +79,23 @@ def crew_for(
             )
         if settings.workers is None:
             events.note(f"measuring with {count} processes; --workers 1 uses only this one")
-    from kl_lens.cluster.crew import HiredCrew
-    from kl_lens.cluster.processes import ProcessHands
-    from kl_lens.cluster.ray_pool import RayPool
-    from kl_lens.cluster.worker import Order
-
-    how = dict(settings.how) | {"images": _absolute(settings.images or own_images(place))}
+    place = loading.model or model.source or model.name
+    how = dict(loading.how) | {"images": _absolute(loading.images or own_images(place))}
     if settings.ray is None:  # resolve `auto` here
         how["device"] = model.chain.device.type
-    if where := getattr(settings, "weights", None):  # each worker checks whether they fit into its memory
-        how |= {"weights": where, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
-    order = Order(
-        model=_absolute(place) or place,
-        how=how,
-        fingerprint=model.fingerprint,
-        engine=getattr(settings, "engine", FastEngine.name),
-        memory_budget=budget,
-        target=target,
-        run=run.absolute(),
-    )
-    hands = RayPool(settings.ray, settings.gpus_per_worker) if settings.ray else ProcessHands(_weights(model))
-    return HiredCrew(hands, order, count, events.note)
+    # Each worker checks whether the weights fit into its memory.
+    how |= {"weights": loading.weights, "memory_budget": None if budget == DEFAULT_MEMORY else budget}
+    order = Order(_absolute(place) or place, how, model.fingerprint)
+    return hired(order, count, settings.ray, settings.gpus_per_worker, weights, events.note)
 
 
-def workers_here(settings: Any, model: LoadedModel, operations: float) -> int:
-    """The number of processes on this machine: --workers, or `workers_by_default`."""
-    from kl_lens.cluster.processes import threads_here, workers_by_default
-
+def _by_default(model: LoadedModel, weights: int, budget: int, operations: float) -> int:
     chain = model.chain
-    if settings.workers or model.residency is not None or chain.device.type != "cpu":
-        return settings.workers or 1
+    if model.residency is not None or chain.device.type != "cpu":
+        return 1
     vocabulary, width = (int(n) for n in chain.head.weight.shape)  # type: ignore[union-attr]
-    copy = _weights(model) * (2 if gains_by_input_major(chain.device) else 1)
+    copy = weights * (2 if gains_by_input_major(chain.device) else 1)
     copy += window_bytes(chain, chain.task.rows_at_once, width, vocabulary)
-    budget = getattr(settings, "memory_budget", DEFAULT_MEMORY)
     return workers_by_default(threads_here(), copy, budget, available_memory(), operations)
 
 

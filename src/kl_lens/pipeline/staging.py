@@ -164,12 +164,10 @@ class StagedSearch:
 
 
 def _together(results: Sequence[SweepResult], candidates: int) -> SweepResult:
-    failures = {name: why for result in results for name, why in result.failures.items()}
     return replace(
         results[-1],
         candidates=candidates,
         measured=sum(r.measured for r in results),
         reused=sum(r.reused for r in results),
         seconds=sum(r.seconds for r in results),
-        failures=failures,
     )

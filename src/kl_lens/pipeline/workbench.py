@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kl_lens.calibration import RunOrder, RunStatistics, StoredStatistics
+from kl_lens.calibration import RunStatistics, StoredStatistics
 from kl_lens.checkpoints import LoadedModel, Task, load, own_images, pinned
 from kl_lens.checkpoints.residency import AUTO, MEMORY
 from kl_lens.errors import RunError
@@ -107,9 +107,7 @@ class Workbench:
         learnt = learn_from or folder
         return self._once(
             ("in run", id(model), folder.resolve(), learnt.resolve()),
-            lambda: model.with_store(
-                folder=folder / WEIGHTS, statistics=RunStatistics(learnt, model), in_order=RunOrder(learnt)
-            ),
+            lambda: model.with_store(folder=folder / WEIGHTS, statistics=RunStatistics(learnt, model)),
         )
 
     def drop_statistics(self) -> None:

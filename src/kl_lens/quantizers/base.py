@@ -18,7 +18,6 @@ class InputStatistics:
 
     second_moments: torch.Tensor  # E[x xᵀ], float32: (columns, columns), or (experts, columns, columns)
     tokens: tuple[int, ...]  # inputs they were taken over: one number, or one per expert
-    correction: torch.Tensor | None = None  # for methods `of_a_plan`: added to the weight before rounding
 
     @property
     def importance(self) -> torch.Tensor:
@@ -32,7 +31,6 @@ class Quantizer(ABC):
     name: ClassVar[str]  # as recipes spell it
     version: ClassVar[int] = 1  # raise it when the same inputs give other numbers
     learns: ClassVar[bool] = False  # needs statistics of the component's inputs
-    of_a_plan: ClassVar[bool] = False  # … taken with the plan's earlier components already quantized
 
     def suits(self, fmt: Format) -> str | None:
         """Why this method does not apply to a format, or None if it does."""

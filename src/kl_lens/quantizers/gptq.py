@@ -114,12 +114,4 @@ def _on_lattices(
     return ways
 
 
-class InOrder(ErrorFeedback):
-    """`gptq` of a corrected weight, on the inputs that the plan's quantized layers give; see `calibration.in_order`."""
-
-    name = "ordered"
-    of_a_plan = True
-
-
 register(ErrorFeedback())
-register(InOrder())

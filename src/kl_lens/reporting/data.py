@@ -24,7 +24,6 @@ from kl_lens.calibration import StoredStatistics
 from kl_lens.errors import RunError
 from kl_lens.evaluation.autopsy import Autopsy
 from kl_lens.journal import checks_rows
-from kl_lens.positions import PositionCurve
 from kl_lens.records import (
     ARTIFACT,
     ORIGINAL,
@@ -91,7 +90,6 @@ class RunView:
     texts: dict[str, dict[str, Any]]
     measured: tuple[str, ...]  # what was measured: weights alone, or as which targets compute
     commands: tuple[Command, ...]
-    position_curves: dict[tuple[str, str], PositionCurve]  # (component, format) → KL by position
     seen: dict[str, dict[str, Any]]  # component → its weights' spread, its inputs' largest columns
 
     @property
@@ -187,7 +185,6 @@ def collect(run: Run) -> RunView:
         measured=run.kinds(),
         texts={role: _text(run, role) for role in run.roles()},
         commands=tuple(_command(entry) for entry in run.commands()),
-        position_curves=run.position_curves(),
         seen=held.shown() if (held := StoredStatistics.held_by(run.folder)) else {},
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,9 +64,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     precision = FLOAT32
-    scratch: Path | None = None  # a folder for states that do not fit into memory
     sharers = 1  # processes that share the memory for states
-    remembers_parts = True  # keep outputs of block parts; pays if each candidate changes one part
 
     def __init__(
         self,
@@ -74,10 +72,19 @@ class Engine(ABC):
         memory_budget: int = DEFAULT_MEMORY,
         deployed: Kernels | None = None,
         precision: str | None = None,
+        *,
+        scratch: Path | None = None,
+        remembers_parts: bool = True,
     ) -> None:
-        """`precision`: of matrix products, see `precision.py`; the plain engine always uses float32."""
+        """
+        Args:
+            precision: of matrix products, see `precision.py`; the plain engine always uses float32.
+            scratch: a folder for states that do not fit into memory.
+            remembers_parts: keep outputs of block parts; pays if each candidate changes one part.
+        """
         self.model = model
         self.deployed = deployed
+        self.scratch, self.remembers_parts = scratch, remembers_parts
         self.chain = model.chain
         # Before anything is perturbed.
         self.chain.uses_kernels()
@@ -247,8 +254,9 @@ class FastEngine(Engine):
         memory_budget: int = DEFAULT_MEMORY,
         deployed: Kernels | None = None,
         precision: str | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(model, memory_budget, deployed)
+        super().__init__(model, memory_budget, deployed, **how)
         # As deployed, a runtime's rounding is modelled: as exactly as in float32, whatever is asked for.
         self.precision = precision_for(precision if deployed is None else None, model)
         self.batch_tokens = batch_tokens(self.chain, self.memory_budget)

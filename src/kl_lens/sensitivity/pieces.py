@@ -9,15 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kl_lens.checkpoints import LoadedModel
 from kl_lens.recipes import Recipe
 from kl_lens.samples import WindowMetrics
+from kl_lens.sensitivity.choosing import chosen_engine
 from kl_lens.sensitivity.engines import Engine
 from kl_lens.sensitivity.metrics import check_finite
 from kl_lens.sensitivity.noise import noise_floor
-from kl_lens.sensitivity.perturbation import Candidate
+from kl_lens.sensitivity.perturbation import Candidate, Kernels
 
 Group = tuple[int, ...]  # indices into the sweep's whole list of candidates
 Done = Mapping[tuple[str, str], set[int]]  # (component, format) → windows
@@ -52,12 +57,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sweep is divided. The same layout on the same kind of device gives the same bits."""
+    """How a sweep is divided. The same layout gives the same bits."""
 
     batch: int  # windows that run together
     groups: tuple[Group, ...]
     engine: str
     precision: str  # of products
+    device: str
     windows: int  # of the text
     slab: int = field(compare=False)  # windows whose teacher states fit into memory
     fault: str = ""  # why our kernels are not used, if they should be
@@ -68,8 +74,16 @@ class Layout:
         slab = engine.slab_windows(length)
         batch = min(engine.batch_windows(length), slab, count)
         groups = engine.groups([candidate.perturbation for candidate in candidates], batch * length)
-        fault = engine.chain.fault
-        return cls(batch, tuple(map(tuple, groups)), engine.name, engine.precision, count, slab, fault)
+        return cls(
+            batch,
+            tuple(map(tuple, groups)),
+            engine.name,
+            engine.precision,
+            engine.chain.device.type,
+            count,
+            slab,
+            engine.chain.fault,
+        )
 
     def whole(self, costs: Sequence[float]) -> list[Piece]:
         """The whole sweep, a slab at a time. `costs`: of each candidate on one window."""
@@ -180,6 +194,37 @@ class PieceRunner:
         name = str(self.candidates[index])
         check_finite(name, [(windows[w.window], w.kl_teacher_to_student) for w in metrics])
         return index, tuple(replace(w, window=windows[w.window]) for w in metrics)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sweep, for any process that has the model open."""
+
+    candidates: Sequence[Candidate]
+    ids: npt.NDArray[np.int64]
+    engine: str
+    memory_budget: int
+    deployed: Kernels | None
+    precision: str | None  # requested
+    known: str | None  # the run's precision
+    statistics: str | None = None  # digest of those that methods learn from
+    run: str = ""  # the folder that holds them
+
+    def runner(self, model: LoadedModel, sharers: int = 1, **how: Any) -> PieceRunner:
+        """`how`: more arguments of `chosen_engine`."""
+        ids = torch.from_numpy(np.array(self.ids))
+        engine = chosen_engine(
+            model,
+            self.candidates,
+            ids,
+            self.engine,
+            self.memory_budget,
+            self.deployed,
+            self.precision,
+            self.known,
+            **how,
+        )
+        return PieceRunner(engine, self.candidates, ids, sharers)
 
 
 def key_of(candidate: Candidate) -> tuple[str, Recipe]:

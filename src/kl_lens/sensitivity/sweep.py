@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from kl_lens.checkpoints import LoadedModel
+from kl_lens.errors import RunError
 from kl_lens.runs import CALIBRATION, KERNELS, Run, role_as
 from kl_lens.samples import summarise
-from kl_lens.sensitivity.choosing import engine_for
-from kl_lens.sensitivity.engines import DEFAULT_MEMORY, Engine, FastEngine, memory_on
-from kl_lens.sensitivity.noise import noise_floor
+from kl_lens.sensitivity.engines import DEFAULT_MEMORY, FastEngine, memory_on
 from kl_lens.sensitivity.perturbation import Candidate, Kernels
-from kl_lens.sensitivity.pieces import Done, Found, Layout, Piece, PieceRunner, key_of
-from kl_lens.sensitivity.precision import FLOAT32, TF32, TF32X3, accuracy_of, fastest_within
-from kl_lens.sensitivity.settling import Settled, settled
+from kl_lens.sensitivity.pieces import Done, Found, Job, Layout, Piece, PieceRunner, key_of
+from kl_lens.sensitivity.precision import FLOAT32, accuracy_of
 from kl_lens.sensitivity.teacher import window_bytes
+from kl_lens.sensitivity.workers import Workers
 from kl_lens.text import Windows
 
 # Quantizing one weight takes as long as so many multiplications of a forward pass; measured on two ARM cores.
@@ -67,31 +65,10 @@ class SweepResult:
     measured: int  # candidate × window pairs measured now
     reused: int  # pairs that the run had already
     seconds: float
-    settled: Settled | None = None
     precision: str = FLOAT32  # of products
-    failures: Mapping[str, str] = field(default_factory=dict)  # pieces that workers could not do → why
 
 
-class Crew(Protocol):
-    """Workers that do pieces in place of this process, with the same model."""
-
-    @property
-    def failures(self) -> Mapping[str, str]:
-        """Pieces of the last sweep that no worker could do → why."""
-
-    def begin(
-        self, candidates: Sequence[Candidate], ids: torch.Tensor, precision: str | None, known: str | None
-    ) -> Layout:
-        """Starts a sweep, with the given precision or the run's."""
-
-    def cut(self, layout: Layout, costs: Sequence[float]) -> list[Piece]:
-        """The sweep in pieces that suit the workers."""
-
-    def do(self, pieces: Iterable[Piece], message: Callable[[str], None]) -> Iterator[Found]:
-        """Results as they arrive."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class Sweep:
     """Measures candidates on windows into a run.
 
@@ -108,7 +85,7 @@ class Sweep:
     deployed: Kernels | None = None  # measure with a runtime's activations, not only quantized weights
     precision: str | None = None  # of products on a GPU; None: the run's, or the fastest that is exact enough
     share: tuple[int, int] | None = None  # (3, 16): only the third of sixteen shares
-    crew: Crew | None = None  # workers that do the measuring
+    workers: Workers | None = None  # that do the measuring in other processes
 
     def measure(
         self,
@@ -120,16 +97,28 @@ class Sweep:
     ) -> SweepResult:
         """Measures all candidates on all windows, except what the run already holds, and the noise floor."""
         begin = time.perf_counter()
-        self._expected = False
         self.identify(windows, role)
-        self.bind(candidates)
+        learnt = self.bind(candidates)
         text, role = role, self._role(role)
         costs = [self._work(candidate) for candidate in candidates]
-        layout, pieces, results = self._begun(candidates, windows.ids, costs)
+        known = self.run.identity.get("precision")
+        ids, kernels = windows.ids.cpu().numpy().astype(np.int64), self.deployed
+        job = Job(
+            candidates,
+            ids,
+            self.engine,
+            self.memory_budget,
+            kernels,
+            self.precision,
+            known,
+            learnt,
+            str(self.run.folder.absolute()),
+        )
+        layout, pieces, results = self._begun(job, costs)
         if self.deployed is None and layout.engine == FastEngine.name:
             self.run.identify({"precision": accuracy_of(layout.precision)})
         self.run.store(KERNELS, role, layout.fault or None)
-        if self.crew and layout.fault:  # this process has not seen it
+        if self.workers and layout.fault:  # this process has not seen it
             self.model.warn(f"{layout.fault}; transformers' own code computes this model instead")
         done = self.run.measured_windows(role)
         quantizing = [quantizing_work(c, windows.length) / len(windows) for c in candidates]
@@ -140,8 +129,10 @@ class Sweep:
         left = [piece for piece in (each.left(candidates, done) for each in pieces) if piece]
         if not noise or self.run.load("noise", role) is not None:
             left = [replace(piece, noise=False) for piece in left]
-        elif left and not self.share and not self.crew:
+        elif left and not self.share and not self.workers:
             left[0] = replace(left[0], noise=True)
+        if left and self.workers:  # their results come in any order
+            self.run.expect(role, map(key_of, candidates), self._dtype)
         measured = sum(self._commit(found, candidates, shown, done, (text, role)) for found in results(left))
         return SweepResult(
             candidates=len(candidates),
@@ -151,31 +142,40 @@ class Sweep:
             reused=reused,
             seconds=time.perf_counter() - begin,
             precision=layout.precision,
-            failures=dict(self.crew.failures) if self.crew else {},
         )
 
     def _begun(
-        self, candidates: Sequence[Candidate], ids: torch.Tensor, costs: Sequence[float]
-    ) -> tuple[Layout, list[Piece], Callable[[Sequence[Piece]], Iterable[Found]]]:
-        """The layout, the pieces, and a function that does them: here or with the crew."""
-        known = self.run.identity.get("precision")
-        say = self.progress.message
-        if self.crew is not None:
-            layout = self.crew.begin(candidates, ids, self.precision, known)
-            return layout, self.crew.cut(layout, costs), partial(self.crew.do, message=say)
-        engine = chosen_engine(
-            self.model, candidates, ids, self.engine, self.memory_budget, self.deployed, self.precision, known, say
-        )  # fmt: skip
-        engine.scratch = self.run.folder
-        runner = PieceRunner(engine, candidates, ids)
-        pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
+        self, job: Job, costs: Sequence[float]
+    ) -> tuple[Layout, list[Piece], Callable[[list[Piece]], Iterator[Found]]]:
+        """The layout, the pieces, and a function that does them: in this process, or with workers."""
+        here = partial(job.runner, self.model, say=self.progress.message, scratch=self.run.folder)
+        workers = self.workers
+        if workers is None:
+            runner = here()
+            pieces = runner.layout.share(costs, *self.share) if self.share else runner.layout.whole(costs)
+            return runner.layout, pieces, partial(self._done_here, runner)
+        layout = workers.begin(job)
 
-        def results(pieces: Sequence[Piece]) -> Iterator[Found]:
-            for piece in pieces:
-                say(f"original model on {len(piece.windows)} windows")
-                yield from runner.do(piece)
+        def results(pieces: list[Piece]) -> Iterator[Found]:
+            if not (left := (yield from workers.do(pieces))):
+                return
+            if (runner := here()).layout != layout:
+                raise RunError(
+                    f"{len(left)} pieces of the sweep failed on every worker: {workers.reason}; the rest is measured; "
+                    "run the same command to try again"
+                )
+            yield from self._done_here(runner, left)
 
-        return runner.layout, pieces, results
+        return layout, layout.spread(costs, workers.count), results
+
+    def _done_here(self, runner: PieceRunner, pieces: Sequence[Piece]) -> Iterator[Found]:
+        for piece in pieces:
+            self.progress.message(f"original model on {len(piece.windows)} windows")
+            yield from runner.do(piece)
+
+    @property
+    def _dtype(self) -> str:
+        return str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
 
     def _say_how_much(
         self, candidates: Sequence[Candidate], pieces: Sequence[Piece], costs: Sequence[float], done: Done
@@ -205,50 +205,16 @@ class Sweep:
             self.run.store_teacher(text, found.teacher)
         if found.noise is not None:
             self.run.store("noise", role, found.noise)
-        dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
-        if self.crew and found.candidates and not self._expected:
-            self.run.expect(role, map(key_of, candidates), dtype)
-            self._expected = True
         measured = 0
         for index, metrics in found.candidates:
             candidate = candidates[index]
             known = done.get(key_of(candidate), set())
             fresh = [w for w in metrics if w.window not in known]
             if fresh:
-                self.run.store_samples(role, *key_of(candidate), fresh, found.seconds, dtype)
+                self.run.store_samples(role, *key_of(candidate), fresh, found.seconds, self._dtype)
                 measured += len(fresh)
                 self.progress.advanced(costs[index] * len(fresh), str(candidate))
         return measured
-
-    def measure_until_settled(
-        self,
-        candidates: Sequence[Candidate],
-        windows: Windows,
-        *,
-        per_round: int = 8,
-        threshold: float = 0.9,
-    ) -> SweepResult:
-        """Measures more windows in rounds until the ranking no longer depends on which were drawn."""
-        result: SweepResult | None = None
-        measured, begin = 0, time.perf_counter()
-        for count in [*range(per_round, len(windows), per_round), len(windows)]:
-            result = self.measure(candidates, windows.first(count))
-            measured += result.measured
-            state = settled(self._values(candidates, CALIBRATION, count), threshold)
-            self.progress.message(f"{count} windows: {state}")
-            if state.is_settled:
-                break
-        assert result is not None
-        return replace(result, measured=measured, seconds=time.perf_counter() - begin, settled=state)
-
-    def _values(self, candidates: Sequence[Candidate], role: str, count: int) -> dict[str, list[list[float]]]:
-        """Per format, each candidate's KL window by window."""
-        values: dict[str, list[list[float]]] = {}
-        for candidate in candidates:
-            samples = self.run.samples(self._role(role), *key_of(candidate), windows=count)
-            row = [s.kl_teacher_to_student / s.tokens for s in samples]
-            values.setdefault(candidate.recipe, []).append(row)
-        return values
 
     def kl(self, candidate: Candidate, windows: int, role: str = CALIBRATION) -> float | None:
         """The KL of a candidate on the first windows; None if it was not measured."""
@@ -267,11 +233,13 @@ class Sweep:
         self.run.identify_text(role, identity, [_hash(row) for row in windows.ids])
         self.run.store("text", role, known)
 
-    def bind(self, candidates: Sequence[Candidate]) -> None:
-        """Records the statistics that learnt recipes use: results from different ones must not be mixed."""
+    def bind(self, candidates: Sequence[Candidate]) -> str | None:
+        """Records the digest of the statistics that learnt recipes use: results from different ones must not be
+        mixed."""
         learnt = self.model.weights.learnt_by(candidate.recipe for candidate in candidates)
         if learnt is not None:
             self.run.identify({"statistics": learnt})
+        return learnt
 
     def operations_left(
         self, candidates: Sequence[Candidate], windows: Windows, role: str = CALIBRATION
@@ -329,28 +297,6 @@ def windows_by_cost(model: LoadedModel, candidates: Sequence[Candidate], length:
     return max(LEAST_WINDOWS, most // LEAST_WINDOWS * LEAST_WINDOWS)
 
 
-def chosen_engine(
-    model: LoadedModel,
-    candidates: Sequence[Candidate],
-    ids: torch.Tensor,
-    name: str = FastEngine.name,
-    memory_budget: int = DEFAULT_MEMORY,
-    deployed: Kernels | None = None,
-    precision: str | None = None,
-    known: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Engine:
-    """The engine with the given precision, the run's (`known`), or the fastest that is exact enough."""
-    build = partial(engine_for, name, model, ids, memory_budget, deployed, say)
-    engine = build(precision or (None if known == FLOAT32 else known))
-    if precision is None and known is None and deployed is None and engine.precision == TF32X3:
-        noise = noise_floor(build(TF32), ids)["kl_teacher_to_student"]
-        chosen = fastest_within(noise, median_kls(engine, candidates, ids))
-        say(f"computing in {chosen}, because tf32 would add noise of {noise:.1e} nats")
-        engine = engine if chosen == engine.precision else build(chosen)
-    return engine
-
-
 def model_identity(model: LoadedModel) -> dict[str, object]:
     """What a run stores about its model."""
     anatomy = model.anatomy
@@ -366,22 +312,6 @@ def model_identity(model: LoadedModel) -> dict[str, object]:
         "components": [c.to_json() for c in anatomy.components],
         **model.task.identity,
     }
-
-
-def median_kls(
-    engine: Engine, candidates: Sequence[Candidate], ids: torch.Tensor, each: int = 8
-) -> list[float]:
-    """Per format, the median KL of a few candidates spread over the network, on a few windows."""
-    engine.prepare(ids[:4])
-    by_format: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        by_format.setdefault(candidate.recipe, []).append(candidate)
-    medians = []
-    for members in by_format.values():
-        some = members[:: -(-len(members) // each)]
-        results = engine.measure([candidate.perturbation for candidate in some])
-        medians.append(float(np.median([summarise(w)["kl_teacher_to_student"].value for w in results])))
-    return medians
 
 
 def _hash(ids: torch.Tensor) -> str:

@@ -73,12 +73,10 @@ class WeightStore:
         folder: Path | None = None,
         disk_budget: int = DISK_BUDGET,
         memory_budget: int = MEMORY_BUDGET,
-        in_order: Statistics | None = None,
     ) -> None:
         self._memory_budget = memory_budget
         self._source = source
         self._statistics = statistics
-        self._in_order = in_order
         self._disk = None if folder is None else DiskCache(folder, disk_budget)
         self._tuned = None if folder is None else DiskCache(folder.parent / TUNED, sys.maxsize)
         self._recent: OrderedDict[tuple[Hashable, ...], Quantized] = OrderedDict()
@@ -95,10 +93,6 @@ class WeightStore:
     def learn_from(self, statistics: Statistics) -> None:
         """Sets the statistics for methods that learn."""
         self._statistics = statistics
-
-    def learn_in_order(self, statistics: Statistics) -> None:
-        """Sets the statistics for `ordered` recipes."""
-        self._in_order = statistics
 
     @property
     def statistics(self) -> Statistics | None:
@@ -153,13 +147,8 @@ class WeightStore:
         return f"{recipe}@{self._learnt_from(recipe).digest}" if recipe.quantizer.learns else recipe
 
     def _learnt_from(self, recipe: Recipe) -> Statistics:
-        statistics = self._in_order if recipe.quantizer.of_a_plan else self._statistics
-        if statistics is not None:
-            return statistics
-        if recipe.quantizer.of_a_plan:
-            raise UnlearntError(
-                f"{recipe}: no plan in order here; make one: kl-lens calibrate --run DIR --in-order PLAN"
-            )
+        if self._statistics is not None:
+            return self._statistics
         raise UnlearntError(
             f"{recipe}: {recipe.method} needs statistics and this model has none; gather them with: "
             "kl-lens calibrate MODEL --run DIR (in Python: Study.calibrate)"
@@ -236,9 +225,6 @@ class WeightStore:
         if recipe.is_tuned:
             return self._taken(component, recipe, factors)
         weight = self._source.weight(component).detach()
-        statistics = self._of(self._learnt_from(recipe), component) if recipe.quantizer.learns else None
-        if statistics is not None and statistics.correction is not None:
-            weight = weight.float() + statistics.correction.to(weight.device)
         if not isinstance(factors, float) or factors != 1.0:
             weight = weight.float() * (factors if isinstance(factors, float) else factors.to(weight.device))
         return self._rounded(weight, component, recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +19,13 @@ ray = pytest.importorskip("ray", reason="needs kl-lens[ray]")
 
 import psutil  # noqa: E402
 
-from kl_lens.cluster.crew import HiredCrew  # noqa: E402
-from kl_lens.cluster.ray_pool import _VARIABLES, RayPool  # noqa: E402
+from kl_lens.environment import for_child  # noqa: E402
+from kl_lens.errors import KLLensError  # noqa: E402
 from kl_lens.sensitivity.sweep import Progress  # noqa: E402
-from tests.cluster.conftest import World, driven, samples_in  # noqa: E402
+from kl_lens.sensitivity.workers import _RAY_SETTINGS, hired  # noqa: E402
 from tests.sensitivity.conftest import some_windows  # noqa: E402
 from tests.sensitivity.test_pieces import contents  # noqa: E402
+from tests.sensitivity.test_workers import World, samples_in, script  # noqa: E402
 
 KILLS, EVERY = 10, 5  # workers, each after so many commits more (there are 68)
 
@@ -38,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    for name, value in _VARIABLES.items():
+    for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     nodes = _patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 1}))
     _patiently(lambda: nodes.add_node(num_cpus=1))
@@ -57,7 +59,7 @@ def _patiently(start: Callable[[], Any], times: int = 5) -> Any:
     return None
 
 
-def workers() -> list[psutil.Process]:
+def actors() -> list[psutil.Process]:
     """The processes of actors that are there, on whichever node."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -67,10 +69,9 @@ def workers() -> list[psutil.Process]:
 
 
 def test_two_nodes_give_the_sweep_of_one_process_to_the_last_bit(cluster, world: World, tmp_path) -> None:
-    with HiredCrew(RayPool(cluster.address), world.order, 2) as crew:
-        result = world.swept(tmp_path, crew)
+    with hired(world.order, 2, cluster.address) as workers:
+        world.swept(tmp_path, workers)
         assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
-    assert result.failures == {}
     assert contents(tmp_path) == world.whole
 
 
@@ -84,19 +85,18 @@ def test_workers_killed_at_random_moments(cluster, world: World, tmp_path) -> No
         if next(commits) % EVERY or len(killed) == KILLS:
             return
         time.sleep(moments.uniform(0.0, 1.0))
-        while not (alive := workers()):
+        while not (alive := actors()):
             time.sleep(0.1)
         victim = moments.choice(alive)
         victim.kill()
         victim.wait(60)
         killed.append(victim.pid)
 
-    with HiredCrew(RayPool(cluster.address), world.order, 2, say=said.append) as crew:
-        result = world.swept(tmp_path, crew, Progress(advanced=kill))
+    with hired(world.order, 2, cluster.address, say=said.append) as workers:
+        world.swept(tmp_path, workers, Progress(advanced=kill))
     print(f"killed {len(killed)} workers after {next(commits)} commits; {len(said)} lines: {said}")
     assert len(set(killed)) == KILLS
-    assert sum("died; starting another" in line for line in said) == KILLS
-    assert result.failures == {}
+    assert sum("a worker died" in line and "starting another" in line for line in said) == KILLS
     assert contents(tmp_path) == world.whole
 
 
@@ -109,16 +109,15 @@ def test_a_node_that_leaves_is_done_without(cluster, world: World, tmp_path) -> 
             left.append(node)
             cluster.remove_node(node, allow_graceful=False)
 
-    with HiredCrew(RayPool(cluster.address), world.order, 3) as crew:
-        result = world.swept(tmp_path, crew, Progress(advanced=leave))
+    with hired(world.order, 3, cluster.address) as workers:
+        world.swept(tmp_path, workers, Progress(advanced=leave))
     assert left
-    assert result.failures == {}
     assert contents(tmp_path) == world.whole
 
 
 def test_a_killed_driver_resumes(cluster, world: World, tmp_path) -> None:
-    command = driven(f"RayPool({cluster.address!r})", world, tmp_path)
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE)
+    command = script(world, tmp_path, cluster.address)
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=for_child())
     while driver.poll() is None and samples_in(tmp_path / "run") < 50:
         time.sleep(0.05)
     driver.kill()
@@ -126,6 +125,18 @@ def test_a_killed_driver_resumes(cluster, world: World, tmp_path) -> None:
     assert driver.returncode == -signal.SIGKILL
     there = samples_in(tmp_path / "run")
     assert 50 <= there < len(world.whole["samples"])
-    again = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    again = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=for_child())
     assert int(again.stdout) == len(world.whole["samples"]) - there
     assert contents(tmp_path / "run") == world.whole
+
+
+def test_an_address_without_a_cluster_is_one_line(world: World) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{unused.getsockname()[1]}"
+    for address in (nobody, "head"):
+        with (
+            pytest.raises(KLLensError, match=f"--ray {address}: no cluster answers there .* give HOST:PORT"),
+            hired(world.order, 1, address),
+        ):
+            raise AssertionError("it was opened")

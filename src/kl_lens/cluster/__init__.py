@@ -1,1 +1,0 @@
-"""Runs a sweep in several processes on this machine, or on a Ray cluster."""
