@@ -127,9 +127,7 @@ class Evidence:
         found += [Finding("file", "", words, is_fault=False) for words in notes]
         if self.curve is not None and self.curve.trend == GROWS:
             words = f"Its loss grows along the text by {shown(self.curve.slope)} nats per 1,000 tokens"
-            advice = (
-                "measure components with kl-lens measure --positions, and give those that drift more bits"
-            )
+            advice = "compare plans with kl-lens evaluate --positions; more bits for state-space components may help"
             found.append(Finding("prompt", "", words, advice, is_fault=False))
         found.sort(key=_rank)
         faults = [finding for finding in found if finding.is_fault]
