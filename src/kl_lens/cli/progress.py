@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -63,7 +62,7 @@ class Forecast:
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._to_come: list[StageCost] = []
-        self._expected = Counter[str]()  # kind → seconds of all stages
+        self._expected: dict[str, float] = {}  # kind → seconds of all stages
         self._passed: list[Passed] = []
         self._scope = ""  # what the time left is of
         self._begin(_ALONE)
@@ -72,7 +71,7 @@ class Forecast:
         """All stages of a run, as they come."""
         self._to_come = [*stages]
         for stage in stages:
-            self._expected[stage.kind] += stage.seconds
+            self._expected[stage.kind] = self._expected.get(stage.kind, 0.0) + stage.seconds
 
     def begin(self, verb: str, target: str | None = None) -> None:
         """A stage begins; those that were expected before it do not come."""
@@ -126,7 +125,7 @@ class Forecast:
 
         def at_this_pace(kind: str, seconds: float) -> float:
             # A part of all stages counts as passed on time, so that short ones say little about the rest.
-            on_time = CAUTION * self._expected[kind]
+            on_time = CAUTION * self._expected.get(kind, 0.0)
             said = on_time + sum(each.said for each in passed if each.kind == kind)
             taken = on_time + sum(each.taken for each in passed if each.kind == kind)
             return seconds * taken / said if said else seconds
