@@ -123,6 +123,13 @@ class Evidence:
         if (other := self._another_model()) is not None:
             found = [other, *(replace(f, is_fault=False) for f in found if f.step != "weights")]
         notes = [f"Not checked: {words}" for words in self.unchecked]
+        compared = "b" in self.steps
+        extra = [r.name for r in self.weights.reports if compared and r.error is None and not r.problem]
+        for names, why in (
+            (self.weights.uncompared, "not found in the file"),
+            (extra, "not of the original"),
+        ):
+            notes += [f"Not compared, because {why}: {listed(names)}"] if names else []
         notes += [f"It is no longer what KL Lens exported: {self.changed}"] if self.changed else []
         found += [Finding("file", "", words, is_fault=False) for words in notes]
         if self.curve is not None and self.curve.trend == GROWS:
